@@ -21,7 +21,7 @@ VOCAB, LENGTH = 64, 8
 
 
 def config_of(determinism: str, chosen: argparse.Namespace) -> Any:
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     return RunConfig.model_validate(
         {
@@ -53,7 +53,7 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
 
     from lm_trainer.plan.memory import StepMemory
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
 
     config = config_of(determinism, chosen)
     program = build_program(config, VOCAB)

@@ -62,8 +62,8 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
     """The program of the model of `size`."""
     import jax
 
-    from lm_trainer.run.config import RunConfig
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.config.run_config import RunConfig
 
     settings, shape = dict(KINDS[kind]), shape_of(size)
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
@@ -146,8 +146,8 @@ def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[s
     import jax
 
     from lm_trainer.profile.collectives import bytes_sent
-    from lm_trainer.step.memory import ProgramBytes, phase_bytes, state_bytes
-    from lm_trainer.step.state import abstract_state
+    from lm_trainer.step.dispatch.memory import ProgramBytes, phase_bytes, state_bytes
+    from lm_trainer.step.state.train_state import abstract_state
 
     step, batch = program.step, batch_of(size)
     plan = step.plans.at(0)

@@ -158,7 +158,7 @@ def last_step(metrics: Path) -> int:
 def hashes_of(directory: Path) -> dict[str, str]:
     """The hashes of what a finished run has written."""
     from lm_trainer.core.tree import named_leaves
-    from lm_trainer.run.saved_model import load_model
+    from lm_trainer.run.weights.saved_model import load_model
 
     log = directory / "logs" / "run"
     # Numbers stay text, so that the hash is that of the digits in the file.

@@ -89,8 +89,8 @@ def write_corpus(directory: Path, copies: int) -> None:
 
 def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
     from lm_trainer.data.pipeline import open_data
-    from lm_trainer.run.config import RunConfig
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.config.run_config import RunConfig
 
     config = RunConfig.model_validate(
         {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.setting import LMT, load, setting, table
-from lm_trainer.run.listing import last_logged
+from lm_trainer.run.files.listing import last_logged
 
 STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
 
@@ -83,7 +83,7 @@ def long_run(directory: Path, steps: int) -> list[list[str]]:
 def many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
     """Trains runs of a configuration one after another in this process; returns rows for some of them."""
     from lm_trainer.config.loader import load as load_config
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
     from lm_trainer.run.train import train
     from lm_trainer.trackers import Progress
 

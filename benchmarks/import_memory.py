@@ -95,9 +95,9 @@ def measure(directory: Path) -> dict[str, int]:
     import jax
     import jax.numpy as jnp
 
-    from lm_trainer.run.config import RunConfig
-    from lm_trainer.run.pretrained import HfCheckpoint
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.config.run_config import RunConfig
+    from lm_trainer.run.weights.pretrained import HfCheckpoint
 
     config = RunConfig.model_validate({"initialize_from_hf": str(directory), "optimizer": {"type": "lion"}})
     source = HfCheckpoint.open(config)

@@ -24,7 +24,7 @@ DEVICES, VOCAB, ROWS, LENGTH = 8, 2048, 8, 256
 
 
 def config_of(determinism: str, size: argparse.Namespace) -> Any:
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     return RunConfig.model_validate(
         {
@@ -65,7 +65,7 @@ def train(size: argparse.Namespace) -> None:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
 
     program = build_program(config_of("layerwise", size), VOCAB)
     batch = random_batch(ROWS, LENGTH, VOCAB)

@@ -61,9 +61,9 @@ def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack)
     from benchmarks.peers.lmt_step import run_config
     from benchmarks.peers.shapes import SHAPES
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.model import loss_function, trace_model
+    from lm_trainer.run.build.model import loss_function, trace_model
+    from lm_trainer.run.config.trainer_config import TrainerConfig
     from lm_trainer.run.trainer import Trainer
-    from lm_trainer.run.trainer_config import TrainerConfig
     from lm_trainer.trackers import Progress
 
     of = SHAPES[shape]

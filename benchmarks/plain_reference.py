@@ -25,9 +25,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.models import hf
 from lm_trainer.optim import Param
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.train_state import to_host
 
 
 def attention_mask(segments: np.ndarray) -> torch.Tensor:

@@ -84,7 +84,7 @@ VOCAB, STEPS = 2048, 3
 
 def config_of(shape: dict[str, Any]) -> Any:
     """The configuration of a shape."""
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     rest = {name: value for name, value in shape.items() if name != "devices"}
     return RunConfig.model_validate({"data": {"tokenizer": "bytes"}, "optimizer": _ADAM, **rest})
@@ -174,7 +174,7 @@ def measure_live(config: Any, devices: list[Any]) -> int:
     """The peak of some steps on the first device, in bytes, beyond the arrays that are there before."""
     import jax
 
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
 
     others = jax.live_arrays()  # held, so that none of them goes while the steps are measured
     before = live_bytes(devices[0])
@@ -190,7 +190,7 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
 
     program = build_program(config, VOCAB, devices)
     state = train(program, config, 2)

@@ -26,7 +26,7 @@ from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan import parse_devices
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.program import build_program
+from lm_trainer.run.build.program import build_program
 
 SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "v4:2x2x1", "v4:2x2x2")
 COUNTS = (1, 4, 16)
@@ -116,7 +116,7 @@ def main() -> None:
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     warnings = Warnings()
-    logging.getLogger("lm_trainer.step.executable").addHandler(warnings)
+    logging.getLogger("lm_trainer.step.dispatch.executable").addHandler(warnings)
     found: dict[str, Hashes] = {}
     for topology in SLICES:
         found[topology] = hashes_of(topology)

@@ -119,8 +119,8 @@ def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], fl
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.config import RunConfig
-    from lm_trainer.run.program import build_program
+    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.config.run_config import RunConfig
 
     jax.config.update("jax_enable_compilation_cache", False)
     seconds: dict[int, list[float]] = {count: [] for count in layers}

@@ -11,7 +11,7 @@ from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.profile.timing import Measured
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration trains on this machine.")
 
@@ -215,7 +215,7 @@ def checkpoint(
 
 def _begin(run: "RunConfig", text: str) -> None:
     """Says on stderr what is done now, and what is assumed for it."""
-    from lm_trainer.run.vocabulary import find_vocabulary
+    from lm_trainer.run.weights.vocabulary import find_vocabulary
 
     note = find_vocabulary(run).note
     if note is not None:

@@ -44,7 +44,7 @@ def chat(
     from lm_trainer.core.errors import UserError
     from lm_trainer.generate.chat import Chat
     from lm_trainer.generate.text import Sampling
-    from lm_trainer.run.open_model import local_devices, open_model
+    from lm_trainer.run.weights.open_model import local_devices, open_model
 
     configure_jax({}, None)
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

@@ -16,7 +16,7 @@ from lm_trainer.core.files import HUB_NAME, expanded, path_problem
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of a command that takes overrides. `-1` is a value here, so no short option may be a digit."""
@@ -122,7 +122,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
     Raises:
         ConfigError: with all that is wrong.
     """
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     return load_config(ctx, config, overrides, RunConfig)
 
@@ -200,7 +200,7 @@ def resolve(run: "RunConfig", config: Path) -> "RunConfig":
     if not run.use_hf_model_config:
         return run
     # Imports JAX, so only where it is needed.
-    from lm_trainer.run.pretrained import resolve_model
+    from lm_trainer.run.weights.pretrained import resolve_model
 
     return resolve_model(run, config.stem)
 

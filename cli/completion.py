@@ -32,7 +32,7 @@ def config_keys() -> list[str]:
 
 def _find_keys() -> list[str]:
     from lm_trainer.config.place import Place, all_keys
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     return all_keys(Place.root(RunConfig), every=True)
 

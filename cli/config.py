@@ -23,7 +23,7 @@ from lm_trainer.core.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from lm_trainer.config.document import KeyPath
     from lm_trainer.config.loader import Loaded
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, compare and draw configurations.")
 
@@ -44,7 +44,7 @@ def show(
 
     loaded = load_run(ctx, config, overrides)
     if decays:
-        from lm_trainer.run.parameters import weight_decay
+        from lm_trainer.run.weights.parameters import weight_decay
 
         for name, decaying in weight_decay(loaded).items():
             clean.echo(f"{'decays' if decaying else '-':8}{name}")
@@ -79,7 +79,7 @@ def check(
     """
     loaded = load_run(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
-        from lm_trainer.run.parameters import weight_decay
+        from lm_trainer.run.weights.parameters import weight_decay
 
         weight_decay(loaded)
     if (platform := _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")) is not None:
@@ -127,7 +127,7 @@ def import_config(
         lmt config import llama3_8b.toml --from torchtitan
     """
     from lm_trainer.config.imports.translate import translate
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     found = translate(file, RunConfig, framework)
     for note in found.notes:
@@ -184,7 +184,7 @@ def schema(
     import json
 
     from lm_trainer.config.schema import json_schema
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     text = json.dumps(json_schema(RunConfig), indent=2, ensure_ascii=False) + "\n"
     if output is None:

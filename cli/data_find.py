@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.data.find import Found, TrainedAt
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 _STEPS = 8
 """Steps of an occurrence that are listed."""

@@ -70,7 +70,7 @@ def generate(
 
     from lm_trainer.core.terminal import json_line
     from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
-    from lm_trainer.run.open_model import local_devices, open_model
+    from lm_trainer.run.weights.open_model import local_devices, open_model
 
     # Programs that an earlier call compiled are read, which is most of the time to the first token.
     configure_jax({}, None)

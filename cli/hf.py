@@ -73,8 +73,8 @@ def export_hf(
     from lm_trainer.core.bucket import open_place
     from lm_trainer.export.huggingface import ExportOptions
     from lm_trainer.export.weights import parse_size
-    from lm_trainer.run.hf_transfer import check_export, export_model
-    from lm_trainer.run.open_model import open_for_export
+    from lm_trainer.run.weights.hf_transfer import check_export, export_model
+    from lm_trainer.run.weights.open_model import open_for_export
 
     options = ExportOptions(
         dtype=dtype.value,
@@ -123,7 +123,7 @@ def import_hf(
 
         lmt import-hf org/model checkpoints/model --revision 0123abc
     """
-    from lm_trainer.run.hf_transfer import import_model
+    from lm_trainer.run.weights.hf_transfer import import_model
 
     imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
     clean.echo(f"imported a {imported.config.type} model to {out}")

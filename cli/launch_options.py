@@ -13,7 +13,7 @@ from cli.common import path_option
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 unset = partial(typer.Option, show_default=False)
 """An option without a default that could be shown."""

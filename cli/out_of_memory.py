@@ -17,7 +17,7 @@ from cli.common import report
 from lm_trainer.core.errors import out_of_memory
 
 if TYPE_CHECKING:
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 _LONGEST = 600
 """Seconds that the plan may take."""

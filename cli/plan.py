@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.plan import DeviceGroup, RunPlan
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
 _COMPILED = 3
 """Layouts that a search compiles."""

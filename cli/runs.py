@@ -9,7 +9,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.terminal import one_line
 
 if TYPE_CHECKING:
-    from lm_trainer.run.listing import RunListing
+    from lm_trainer.run.files.listing import RunListing
 
 _HEADINGS = ("run", "state", "step", "loss", "changed", "size")
 
@@ -38,8 +38,8 @@ def runs(
     import json
     from dataclasses import asdict
 
-    from lm_trainer.run.find import log_directories, log_directory
-    from lm_trainer.run.listing import list_runs
+    from lm_trainer.run.files.find import log_directories, log_directory
+    from lm_trainer.run.files.listing import list_runs
 
     missing = [place for place in places or () if not place.exists()]
     if missing:

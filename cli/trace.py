@@ -25,7 +25,7 @@ class DataTrace:
         from lm_trainer.data.find import Tracer
         from lm_trainer.data.tokenizer.token_bytes import token_texts
         from lm_trainer.reproduce.record import RunRecord
-        from lm_trainer.run.open_model import local_model
+        from lm_trainer.run.weights.open_model import local_model
 
         if local_model(model) is not None:
             raise UserError(

@@ -54,7 +54,7 @@ def transcribe(
     prepare_process()
     from lm_trainer.core.terminal import json_line
     from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings, as_json, as_srt, as_vtt
-    from lm_trainer.run.open_model import local_devices, open_model
+    from lm_trainer.run.weights.open_model import local_devices, open_model
 
     configure_jax({}, None)
     for file in files:

@@ -18,8 +18,8 @@ import pytest
 from lm_trainer.data.sources import AnySource
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.optim import AnyOptimizer, OptimizerConfig, Param
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import trace_model
+from lm_trainer.run.build.program import trace_model
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers import AnyTracker
 from tests.conftest import ROOT, users_environment
 

@@ -18,7 +18,7 @@ from docs.generate.configuration import PAGES, configuration
 from docs.generate.features import features
 from lm_trainer.config.loader import load
 from lm_trainer.models import MODEL_CONFIGS
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.gpu import ROOT, parts
 from lm_trainer.config.loader import load
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 WORKLOADS = sorted((ROOT / "benchmarks/workloads").glob("*.yaml"))
 

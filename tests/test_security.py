@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm_trainer.config.place import Place, all_keys
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import Lmt
 from tests.test_project import ROOT, dotted, name_of, nodes, python_files, tracked_files
 
@@ -78,7 +78,7 @@ RUNS_SOMETHING = {
     "lm_trainer/data/sources/grain_pipeline.py": "data.source.factory",
     "lm_trainer/health/alerts/sender.py": "trainer.alerts.command",
     "lm_trainer/health/power_off.py": "trainer.shutdown_at_exit",
-    "lm_trainer/run/environment.py": "git",
+    "lm_trainer/run/files/environment.py": "git",
     "lm_trainer/trackers/wandb.py": "git",
 }
 """Modules that start a program, or import what is not named in the code."""

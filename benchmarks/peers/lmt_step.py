@@ -25,9 +25,9 @@ from benchmarks.peers.shapes import (
 from lm_trainer.models import hf
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program, build_program
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.train_state import to_host
 
 
 def run_config(shape: Shape, determinism: Literal["elastic", "fast"]) -> RunConfig:

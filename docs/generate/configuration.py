@@ -41,7 +41,7 @@ def configuration(section: str = "") -> str:
 
 @functools.cache
 def _pages() -> dict[str, str]:
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     return render(RunConfig.model_json_schema(mode="validation"))
 
@@ -61,7 +61,7 @@ KINDS = {
 
 def what_there_is() -> str:
     """The `type` of every kind of section, with a link to its keys in the reference."""
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     members = kinds(RunConfig.model_json_schema(mode="validation"))
     rows = (f"| {title} | {', '.join(_link(*pair) for pair in members[key])} |" for title, key in KINDS.items())

@@ -84,7 +84,7 @@ def _hugging_face(family: Any) -> str:
 def _axis(axis: str) -> Callable[[Any], str]:
     def cell(family: Any) -> str:
         from lm_trainer.core.errors import UserError
-        from lm_trainer.step.model_parallel_limits import check_model
+        from lm_trainer.step.dispatch.model_parallel_limits import check_model
 
         try:
             # 24 layers, so that their number is not what hinders a cut into stages.

@@ -48,7 +48,7 @@ def levanter_key(section: str, kind: str | None, key: str, there: Any) -> str:
 
 def _block(section: str, kind: str | None) -> Any:
     from lm_trainer.config.place import Place
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     place = Place.root(RunConfig)
     for name in section.split("."):

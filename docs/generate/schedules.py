@@ -16,7 +16,7 @@ def schedule_plot(text: str) -> str:
     """The drawing of `lmt config plot` for a configuration."""
     from lm_trainer.config.loader import load
     from lm_trainer.plot import plot_schedules, to_text
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"

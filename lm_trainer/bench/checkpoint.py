@@ -17,10 +17,10 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.files import local_path, make_writable
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import resolve_model
-from lm_trainer.run.saved_state import save_state, saved_arrays
+from lm_trainer.run.weights.pretrained import resolve_model
+from lm_trainer.run.weights.saved_state import save_state, saved_arrays
 
 
 def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measured:

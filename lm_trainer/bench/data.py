@@ -12,10 +12,10 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.profile.timing import Measured, Spread, si
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import resolve_model
-from lm_trainer.run.program import Program
+from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
 """Batches before and after those that are timed, so that at both ends equally many have been read ahead by threads."""

@@ -11,9 +11,9 @@ from lm_trainer.generate.layout import for_decoding
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import resolve_model
+from lm_trainer.run.weights.pretrained import resolve_model
 
 
 def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> Measured:

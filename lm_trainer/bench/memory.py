@@ -10,13 +10,13 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.pretrained import resolve_model
-from lm_trainer.run.program import Program
-from lm_trainer.step.memory import bytes_per_device
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.weights.pretrained import resolve_model
+from lm_trainer.step.dispatch.memory import bytes_per_device
+from lm_trainer.step.state.train_state import TrainState
 
 POLICIES = ("save_all", "dots", "dots_no_batch", "recompute")
 BLOCKS = (None, 1024, 512)

@@ -11,16 +11,16 @@ import jax
 
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.adapters import training_flops
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.build.model import recomputes_layers
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.model import recomputes_layers
-from lm_trainer.run.pretrained import resolve_model
-from lm_trainer.run.program import Program
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.executable import Executable, Executables
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.weights.adapters import training_flops
+from lm_trainer.run.weights.pretrained import resolve_model
+from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.state.train_state import TrainState
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.profile.timing import Measured, Spread
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 PHASES = {
     "imports": "Python and its packages",

@@ -24,16 +24,16 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.huggingface import TextModel, read_hf, read_hf_config
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.run.adapters import load_whole
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.find import find_checkpoints
-from lm_trainer.run.local_params import local_params
-from lm_trainer.run.model import TokenNll, trace_model
-from lm_trainer.run.open_model import local_model
-from lm_trainer.run.program import Program, plan_program
-from lm_trainer.run.saved_model import LoadedModel, read_config
+from lm_trainer.run.build.model import TokenNll, trace_model
+from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.weights.adapters import load_whole
+from lm_trainer.run.weights.local_params import local_params
+from lm_trainer.run.weights.open_model import local_model
+from lm_trainer.run.weights.saved_model import LoadedModel, read_config
 from lm_trainer.step.evaluate import Evaluator
-from lm_trainer.step.model_def import Params
+from lm_trainer.step.state.model_def import Params
 
 MAX_ROW = 2048
 """Tokens in a row for models that say nothing of training here; they may read a hundred times as many."""
@@ -92,7 +92,7 @@ def open_eval_model(
     """Reads a model and plans its evaluation on the devices of this process.
 
     Args:
-        source: as for `lm_trainer.run.open_model.open_model`.
+        source: as for `lm_trainer.run.weights.open_model.open_model`.
         step: which checkpoint of a run; None: the newest that is intact.
         averaged: the averaged weights of a run that keeps them, instead of those that were trained.
         context: tokens in a row; None: as in training, or `MAX_ROW` of a model that was trained elsewhere.

@@ -19,8 +19,8 @@ from lm_trainer.evaluate.compare import SetComparison, compare
 from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_means
 from lm_trainer.evaluate.model import EvalModel
 from lm_trainer.evaluate.speech import ErrorRates, error_rates
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.find import find_run, root_of
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.files.find import find_run, root_of
 
 _YAML = (".yaml", ".yml")
 

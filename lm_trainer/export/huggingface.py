@@ -23,8 +23,8 @@ from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.models.hf_section import any_length
 from lm_trainer.models.hf_table import file_name
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.spread import place_spread
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.spread import place_spread
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer

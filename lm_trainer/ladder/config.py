@@ -15,7 +15,7 @@ from lm_trainer.data.tokenizer import AnyTokenizer
 from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.ladder.models import AnyModelConfigurator
 from lm_trainer.ladder.recipe import AnyRunConfigurator
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 _DECIDED = (
     *("id", "seed", "num_train_steps", "train_batch_size", "per_device_parallelism", "steps_per_eval", "log_dir"),

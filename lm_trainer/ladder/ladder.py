@@ -24,7 +24,7 @@ from lm_trainer.ladder.rungs import (
 )
 from lm_trainer.ladder.running import benchmark_rung, run_rung
 from lm_trainer.models.base import DecoderConfig
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.summary import Summary
 from lm_trainer.trackers import Progress
 

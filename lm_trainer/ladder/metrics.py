@@ -16,9 +16,9 @@ from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import count_params, model_config, run_config, vocab_size_of
 from lm_trainer.ladder.running import changes
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.config import numeric_identity
-from lm_trainer.run.earlier_runs import config_as_begun
-from lm_trainer.run.records import RUN, identity_of, read_run_record
+from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.run_config import numeric_identity
+from lm_trainer.run.files.records import RUN, identity_of, read_run_record
 
 if TYPE_CHECKING:
     import pandas

@@ -14,8 +14,8 @@ from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import compile_temporary, estimate_microbatches, estimate_temporary
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
-from lm_trainer.step.memory import PhaseBytes
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.memory import PhaseBytes
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 
 @dataclass(frozen=True)

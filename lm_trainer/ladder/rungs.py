@@ -13,7 +13,7 @@ from lm_trainer.ladder.batch import BatchShape, elastic_batch, olmo_batch
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.profile.flops import parameter_count
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers.wandb import WandbConfig
 
 

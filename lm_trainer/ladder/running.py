@@ -15,9 +15,9 @@ from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import run_config, run_folder, run_name
 from lm_trainer.profile.matmul import MatmulProbe
 from lm_trainer.profile.mfu import measure
-from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.earlier_runs import config_as_begun
-from lm_trainer.run.records import RUN, identity_of, read_run_record
+from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.files.records import RUN, identity_of, read_run_record
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress

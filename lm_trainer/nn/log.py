@@ -1,7 +1,8 @@
 """`log`: reports a value from inside a model or a loss, wherever in it the value is computed.
 
-While a step is traced, a call leaves an equation of the primitive `log_p` in the jaxpr, which `lm_trainer.step.logged`
-turns into a result of the loss. Otherwise a call does nothing, and leaves nothing in any program.
+While a step is traced, a call leaves an equation of the primitive `log_p` in the jaxpr, which
+`lm_trainer.step.loss.logged` turns into a result of the loss. Otherwise a call does nothing, and leaves nothing in any
+program.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Stream(NamedTuple):
     stats: RouterStats | None = None
     """Sums over the layers so far; None without routers."""
     logged: dict[str, jax.Array] = {}
-    """Values that were logged so far: see `lm_trainer.step.logged_stages`."""
+    """Values that were logged so far: see `lm_trainer.step.staged.logged_stages`."""
 
 
 LossSums = tuple[jax.Array, jax.Array, dict[str, jax.Array]]

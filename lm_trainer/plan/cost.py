@@ -8,7 +8,7 @@ import jax
 
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.peaks import Peak, datasheet_peak, tf32_allowed
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 MFU = 0.4
 """The part of the datasheet's peak that training is assumed to reach."""

@@ -14,7 +14,7 @@ import jax
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.profile.devices import device_kind, device_memory, device_platform
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 _MOST = 4096
 """Emulated devices at most; with more, making them and planning collectives takes minutes."""

@@ -26,21 +26,21 @@ from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.model import loss_function, recomputes_layers, trace_model
-from lm_trainer.run.program import build_program, shard_state
-from lm_trainer.step.executable import Executable
-from lm_trainer.step.groups import compute_shardings
-from lm_trainer.step.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.split_loss import SplitLoss
-from lm_trainer.step.stage_functions import SCALAR, StageFunctions
-from lm_trainer.step.staged_phases import programs_and_results
-from lm_trainer.step.stages import LAYERS_AT_ONCE
-from lm_trainer.step.state import abstract_state
-from lm_trainer.step.state_sharding import StateSharding
+from lm_trainer.run.build.model import loss_function, recomputes_layers, trace_model
+from lm_trainer.run.build.program import build_program, shard_state
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.executable import Executable
+from lm_trainer.step.dispatch.groups import compute_shardings
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.staged.split_loss import SplitLoss
+from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
+from lm_trainer.step.staged.staged_phases import programs_and_results
+from lm_trainer.step.staged.stages import LAYERS_AT_ONCE
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.state_sharding import StateSharding
+from lm_trainer.step.state.train_state import abstract_state
 
 MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
 """Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them; and

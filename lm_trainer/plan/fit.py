@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.memory import ProgramBytes
-from lm_trainer.step.model_parallel_limits import check_rows
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.memory import ProgramBytes
+from lm_trainer.step.dispatch.model_parallel_limits import check_rows
 
 Programs = Mapping[str, ProgramBytes]
 

@@ -11,12 +11,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.fit import possible_rows
 from lm_trainer.profile.devices import NODE
-from lm_trainer.run.config import RunConfig, changed_keys, numeric_identity
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.model import keeps_inside_layers
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_parallel_limits import check_length, check_model
+from lm_trainer.run.build.model import keeps_inside_layers
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig, changed_keys, numeric_identity
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_model
 
 _AXES = ("pipeline", "context", "expert", "model")
 """The mesh axes whose sizes are searched, each under `trainer.<axis>_axis_size`."""

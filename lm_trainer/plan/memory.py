@@ -11,11 +11,11 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.program import build_program
-from lm_trainer.step.groups import compute_shardings
-from lm_trainer.step.memory import (
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.groups import compute_shardings
+from lm_trainer.step.dispatch.memory import (
     PhaseBytes,
     ProgramBytes,
     bytes_per_device,
@@ -24,9 +24,9 @@ from lm_trainer.step.memory import (
     state_bytes,
     taken_memory,
 )
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.phases import Phase, StepProgram
-from lm_trainer.step.state import abstract_state
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.state.train_state import abstract_state
 
 
 @dataclass(frozen=True)

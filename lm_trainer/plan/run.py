@@ -23,10 +23,10 @@ from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
 from lm_trainer.plan.refusal import explained_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_share
-from lm_trainer.run.adapters import training_flops
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.weights.adapters import training_flops
+from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
 
 _QUERIES = 128
 """Queries whose scores are held at a time where a kernel would hold none."""

@@ -20,12 +20,12 @@ from lm_trainer.plan.run import Assumptions, attention_backend
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.adapters import training_flops
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import trace_model
-from lm_trainer.run.program import shard_state
-from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
-from lm_trainer.step.memory import PhaseBytes
+from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.build.program import shard_state
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.weights.adapters import training_flops
+from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
+from lm_trainer.step.dispatch.memory import PhaseBytes
 
 MARGIN = 0.1
 """The part of the memory that an estimate leaves free, since it may be too low."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lm_trainer.plan.search import MARGIN, Candidate, Search
 from lm_trainer.plan.table import columns, count_of, size_of
-from lm_trainer.run.model import keeps_inside_layers
+from lm_trainer.run.build.model import keeps_inside_layers
 
 _GATHERS = {"model": "gathers the model", "layer": "gathers each layer", "auto": "fast"}
 _RECOMPUTED = {"full": "recomputes layers", "dots_no_batch": "recomputes all but products", "none": "keeps everything"}

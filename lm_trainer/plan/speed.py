@@ -14,9 +14,9 @@ from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.devices import NODE, Bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token, ring_share
-from lm_trainer.run.model import recomputes_layers
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.run.build.model import recomputes_layers
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 _PCIE = 25e9
 """Bytes per second between GPUs without links of their own: PCIe 4.0 with 16 lanes has 32 GB/s less its protocol."""

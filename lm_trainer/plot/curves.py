@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lm_trainer.checkpoint.policy import KeepEvery
 from lm_trainer.core.piecewise import Piecewise, piecewise_int
 from lm_trainer.optim.schedule import Schedule
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 _SAMPLES = 1000
 """Points of a learning rate at most, besides the corners of its phases."""

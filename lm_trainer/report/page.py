@@ -17,7 +17,7 @@ from lm_trainer.report.saved import tokens_saved
 from lm_trainer.report.thin import thin
 from lm_trainer.reproduce.compare import compare
 from lm_trainer.reproduce.record import RunRecord
-from lm_trainer.run.config import changed_keys
+from lm_trainer.run.config.run_config import changed_keys
 from lm_trainer.trackers.token_page import token_page
 
 POINTS = 2000

@@ -9,8 +9,8 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.reproduce.record import RunRecord, equal_bits
-from lm_trainer.run.config import changed_keys
-from lm_trainer.run.environment import environment_differences
+from lm_trainer.run.config.run_config import changed_keys
+from lm_trainer.run.files.environment import environment_differences
 
 
 @dataclass

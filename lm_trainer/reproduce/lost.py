@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
 from lm_trainer.core.bucket import Place
-from lm_trainer.run.checkpoints import SERIES
+from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers.json_lines import parse
 from lm_trainer.trackers.series import Series, describe_gap, line_name
 

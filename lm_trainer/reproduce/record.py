@@ -13,10 +13,10 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.inside import check_name, path_inside
-from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.earlier_runs import config_as_begun
-from lm_trainer.run.find import checkpoints_of, find_run, root_of
-from lm_trainer.run.records import RUN, identity_of, read_attempts, read_run_record
+from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.files.find import checkpoints_of, find_run, root_of
+from lm_trainer.run.files.records import RUN, identity_of, read_attempts, read_run_record
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")

@@ -14,12 +14,12 @@ from lm_trainer.core.files import write_atomically
 from lm_trainer.reproduce.lost import Missing, lost_lines
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
-from lm_trainer.run.batches import DataWait
-from lm_trainer.run.directory import locked
-from lm_trainer.run.evaluations import Evaluations, named_sets
-from lm_trainer.run.metrics import evaluation_metrics
-from lm_trainer.step.norms import Watcher
-from lm_trainer.step.watch import Target
+from lm_trainer.run.files.directory import locked
+from lm_trainer.run.training.batches import DataWait
+from lm_trainer.run.training.evaluations import Evaluations, named_sets
+from lm_trainer.run.training.metrics import evaluation_metrics
+from lm_trainer.step.updates.norms import Watcher
+from lm_trainer.step.updates.watch import Target
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse
 from lm_trainer.trackers.jsonl import encode

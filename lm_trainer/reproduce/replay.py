@@ -17,10 +17,10 @@ from lm_trainer.data.provenance import RowDocuments, documents_of_step
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.reproduce.tokens import HardToken, hardest, token_losses
-from lm_trainer.step.model_def import Params
-from lm_trainer.step.norms import Watcher
-from lm_trainer.step.state import TrainState, to_host
-from lm_trainer.step.watch import WatchConfig
+from lm_trainer.step.state.model_def import Params
+from lm_trainer.step.state.train_state import TrainState, to_host
+from lm_trainer.step.updates.norms import Watcher
+from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import Progress
 
 

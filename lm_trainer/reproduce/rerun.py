@@ -20,17 +20,17 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.environment import pinned_cpu_threads
-from lm_trainer.run.fingerprint import extend_chain, fingerprint
-from lm_trainer.run.hooks import scalar
-from lm_trainer.run.metrics import step_metrics
-from lm_trainer.run.saved_model import SETTINGS
-from lm_trainer.run.saved_state import saved_arrays
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.environment import pinned_cpu_threads
+from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
 from lm_trainer.run.train import PreparedRun, prepare
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.training.hooks import scalar
+from lm_trainer.run.training.metrics import step_metrics
+from lm_trainer.run.weights.saved_model import SETTINGS
+from lm_trainer.run.weights.saved_state import saved_arrays
 from lm_trainer.step.base import Observer
-from lm_trainer.step.watch import WatchConfig
+from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import Progress
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.nn.loss import weighted_nll
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.train_state import TrainState
 
 _BEFORE, _AFTER = 24, 8
 """Tokens of context that are shown before and after a target."""

@@ -14,7 +14,7 @@ from lm_trainer.core.files import append_line
 from lm_trainer.core.inside import path_inside
 from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_again, rerun
-from lm_trainer.run.environment import environment, environment_differences
+from lm_trainer.run.files.environment import environment, environment_differences
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.jsonl import encode
 

@@ -8,13 +8,13 @@ from lm_trainer.data.check import missing_data
 from lm_trainer.nn.attention_dispatch import check_backends
 from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.adapters import describe_size, training_flops
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.directory import run_id
-from lm_trainer.run.notes import configuration_warnings, describe_mesh, schedule_notes
-from lm_trainer.run.pretrained import find_start
-from lm_trainer.run.program import Program, build_program, check_devices
-from lm_trainer.run.vocabulary import find_vocabulary
+from lm_trainer.run.build.notes import configuration_warnings, describe_mesh, schedule_notes
+from lm_trainer.run.build.program import Program, build_program, check_devices
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.files.directory import run_id
+from lm_trainer.run.weights.adapters import describe_size, training_flops
+from lm_trainer.run.weights.pretrained import find_start
+from lm_trainer.run.weights.vocabulary import find_vocabulary
 
 _EMBEDDED = "note: data names no text (train_urls, id or source), so the sources of Python's library are the text"
 

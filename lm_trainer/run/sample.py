@@ -13,10 +13,10 @@ from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.speech import write_heard
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.generate.text import encode_prompt
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.local_params import local_params
-from lm_trainer.run.program import Program
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.weights.local_params import local_params
+from lm_trainer.step.state.train_state import TrainState
 
 
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:

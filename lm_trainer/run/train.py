@@ -20,30 +20,30 @@ from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import DecoderConfig
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
-from lm_trainer.run.adapters import describe_size, find_base, training_flops
-from lm_trainer.run.attempt import Attempt, open_attempt
-from lm_trainer.run.batches import batches_from
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.data_notes import BuildWatch, describe_build, empty_rows_note
-from lm_trainer.run.directory import run_id
-from lm_trainer.run.evaluations import named_sets
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.gather_memory import plan_for_memory
-from lm_trainer.run.hf_exports import HfExports, check_exports
-from lm_trainer.run.initial_weights import choose_vocab_size
-from lm_trainer.run.loop import train_to_end
-from lm_trainer.run.loop_parts import LoopOptions, open_loop
-from lm_trainer.run.model import recomputes_layers, trace_model
-from lm_trainer.run.notes import recomputation_note, schedule_notes
-from lm_trainer.run.pretrained import HfStart, carried_settings, find_start
-from lm_trainer.run.program import Program, plan_run
+from lm_trainer.run.build.gather_memory import plan_for_memory
+from lm_trainer.run.build.model import recomputes_layers, trace_model
+from lm_trainer.run.build.notes import recomputation_note, schedule_notes
+from lm_trainer.run.build.program import Program, plan_run
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.files.directory import run_id
 from lm_trainer.run.sample import draw_sample
-from lm_trainer.run.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
+from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.summary import Summary
-from lm_trainer.run.task_evaluation import TaskEvaluation
-from lm_trainer.run.token_probabilities import TokenProbabilities
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.training.batches import batches_from
+from lm_trainer.run.training.data_notes import BuildWatch, describe_build, empty_rows_note
+from lm_trainer.run.training.evaluations import named_sets
+from lm_trainer.run.training.hf_exports import HfExports, check_exports
+from lm_trainer.run.training.loop import train_to_end
+from lm_trainer.run.training.loop_parts import LoopOptions, open_loop
+from lm_trainer.run.training.task_evaluation import TaskEvaluation
+from lm_trainer.run.training.token_probabilities import TokenProbabilities
+from lm_trainer.run.weights.adapters import describe_size, find_base, training_flops
+from lm_trainer.run.weights.initial_weights import choose_vocab_size
+from lm_trainer.run.weights.pretrained import HfStart, carried_settings, find_start
+from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
 
 

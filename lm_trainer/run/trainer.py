@@ -19,16 +19,11 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
-from lm_trainer.run.attempt import Attempt, open_attempt
-from lm_trainer.run.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
-from lm_trainer.run.evaluations import EvalSets
-from lm_trainer.run.gather_memory import plan_for_memory
-from lm_trainer.run.hooks import HookFn, Hooks, StepInfo, When
-from lm_trainer.run.loop import follow_up, take_step, train_to_end, training_steps
-from lm_trainer.run.loop_parts import LoopOptions, OpenLoop, open_loop
-from lm_trainer.run.model import Selection, trace_module
-from lm_trainer.run.program import Program, plan_program
-from lm_trainer.run.saved_state import Fingerprint
+from lm_trainer.run.build.gather_memory import plan_for_memory
+from lm_trainer.run.build.model import Selection, trace_module
+from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.trainer_arguments import (
     check_batch,
     check_dataset,
@@ -39,10 +34,15 @@ from lm_trainer.run.trainer_arguments import (
     check_state,
     check_trainer,
 )
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.gradient import LossFn
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.training.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
+from lm_trainer.run.training.evaluations import EvalSets
+from lm_trainer.run.training.hooks import HookFn, Hooks, StepInfo, When
+from lm_trainer.run.training.loop import follow_up, take_step, train_to_end, training_steps
+from lm_trainer.run.training.loop_parts import LoopOptions, OpenLoop, open_loop
+from lm_trainer.run.weights.saved_state import Fingerprint
+from lm_trainer.step.loss.gradient import LossFn
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.base import Composite
 

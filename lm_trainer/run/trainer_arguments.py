@@ -11,10 +11,10 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.optim import Optimizer
-from lm_trainer.run.batches import BatchLoader
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.training.batches import BatchLoader
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.train_state import TrainState
 
 
 def check_trainer(config: Any, optimizer: Any, loss_fn: Any) -> None:

@@ -13,14 +13,14 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
-from lm_trainer.step.executable import Executable, Executables
-from lm_trainer.step.gradient import CurvatureFn, Sums
-from lm_trainer.step.groups import DeviceGroups
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_def import Params
-from lm_trainer.step.phases import Phase
-from lm_trainer.step.state import TrainState
-from lm_trainer.step.update import Metrics
+from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.dispatch.groups import DeviceGroups
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.phases import Phase
+from lm_trainer.step.loss.gradient import CurvatureFn, Sums
+from lm_trainer.step.state.model_def import Params
+from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.update import Metrics
 
 
 class Observer(Protocol):

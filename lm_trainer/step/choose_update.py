@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from lm_trainer.optim import Param
 from lm_trainer.step.base import UpdateRule
-from lm_trainer.step.owned_update import OwnedUpdate, owned_update
-from lm_trainer.step.state_sharding import TrainedShardings
-from lm_trainer.step.update import ReplicatedUpdate, ShardedUpdate, make_update
+from lm_trainer.step.state.state_sharding import TrainedShardings
+from lm_trainer.step.updates.owned_update import OwnedUpdate, owned_update
+from lm_trainer.step.updates.update import ReplicatedUpdate, ShardedUpdate, make_update
 
 
 def choose_update(

@@ -27,19 +27,19 @@ from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.choose_update import choose_update
-from lm_trainer.step.executable import Executable, Executables
-from lm_trainer.step.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
-from lm_trainer.step.groups import DeviceGroups, PlacedBatch
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.phases import Phase, StepProgram
-from lm_trainer.step.split_loss import SplitLoss
-from lm_trainer.step.staged_phases import WHOLE
-from lm_trainer.step.staged_sum import StagedSum, StagesOf
-from lm_trainer.step.state import TrainState, abstract_state
-from lm_trainer.step.state_sharding import StateSharding
-from lm_trainer.step.update import Metrics
-from lm_trainer.step.whole_model import whole_model
+from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
+from lm_trainer.step.staged.split_loss import SplitLoss
+from lm_trainer.step.staged.staged_phases import WHOLE
+from lm_trainer.step.staged.staged_sum import StagedSum, StagesOf
+from lm_trainer.step.staged.whole_model import whole_model
+from lm_trainer.step.state.model_def import ModelDef, Params
+from lm_trainer.step.state.state_sharding import StateSharding
+from lm_trainer.step.state.train_state import TrainState, abstract_state
+from lm_trainer.step.updates.update import Metrics
 
 CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
 """From a model, the data of a key and the parameters that are trained to the stages of an estimate of curvature."""

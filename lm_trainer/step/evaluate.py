@@ -12,16 +12,16 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
-from lm_trainer.step.gradient import LossFn
-from lm_trainer.step.groups import DeviceGroups, PlacedBatch
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.microbatches import Microbatch, microbatch_groups
-from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.per_group import PerGroupExecutable
-from lm_trainer.step.split_loss import SplitLoss
-from lm_trainer.step.staged_sum import StagesOf
-from lm_trainer.step.stages import Ready, StagedForward, Stages
-from lm_trainer.step.whole_model import whole_losses
+from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.microbatches import Microbatch, microbatch_groups
+from lm_trainer.step.dispatch.per_group import PerGroupExecutable
+from lm_trainer.step.loss.gradient import LossFn
+from lm_trainer.step.staged.split_loss import SplitLoss
+from lm_trainer.step.staged.staged_sum import StagesOf
+from lm_trainer.step.staged.stages import Ready, StagedForward, Stages
+from lm_trainer.step.staged.whole_model import whole_losses
+from lm_trainer.step.state.model_def import ModelDef, Params
 
 
 class Evaluator:

@@ -22,17 +22,17 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
-from lm_trainer.step.executable import Executable
+from lm_trainer.step.dispatch.executable import Executable
+from lm_trainer.step.dispatch.groups import DeviceGroups, pad_rows
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.model_parallel import shard_over_group
+from lm_trainer.step.dispatch.phases import Phase, StepProgram
 from lm_trainer.step.gather_where_read import GatherWhereRead
-from lm_trainer.step.gradient import LossFn, MicrobatchFn, Sums, curvature_sums, loss_and_gradient
-from lm_trainer.step.groups import DeviceGroups, pad_rows
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.model_parallel import shard_over_group
-from lm_trainer.step.phases import Phase, StepProgram
-from lm_trainer.step.state import TrainState, abstract_state
-from lm_trainer.step.state_sharding import StateSharding
-from lm_trainer.step.update import Metrics, make_update
+from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, curvature_sums, loss_and_gradient
+from lm_trainer.step.state.model_def import ModelDef, Params
+from lm_trainer.step.state.state_sharding import StateSharding
+from lm_trainer.step.state.train_state import TrainState, abstract_state
+from lm_trainer.step.updates.update import Metrics, make_update
 
 
 class FastStep:

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from lm_trainer.nn.read import read_by
 from lm_trainer.parallel.mesh import BATCH_AXES, spec_axes
-from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.state_sharding import StateSharding
+from lm_trainer.step.state.model_def import ModelDef, Params
+from lm_trainer.step.state.state_sharding import StateSharding
 
 _LAYERS = "layers"
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from cli.main import app
 from lm_trainer.config.loader import load
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import ROOT, RunLmt, lmt_environment
 
 FILE = """\

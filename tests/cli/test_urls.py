@@ -104,25 +104,25 @@ def _read_run(run: Any) -> None:
 
 
 def _load_model(run: Any) -> None:
-    from lm_trainer.run.saved_model import load_model
+    from lm_trainer.run.weights.saved_model import load_model
 
     load_model(run)
 
 
 def _open_model(source: Any) -> None:
-    from lm_trainer.run.open_model import open_model
+    from lm_trainer.run.weights.open_model import open_model
 
     open_model(source)
 
 
 def _fetch(source: Any) -> None:
-    from lm_trainer.run.hf_transfer import fetch_directory
+    from lm_trainer.run.weights.hf_transfer import fetch_directory
 
     fetch_directory(str(source))
 
 
 def _import(out: Any) -> None:
-    from lm_trainer.run.hf_transfer import import_model
+    from lm_trainer.run.weights.hf_transfer import import_model
 
     import_model("x", out)
 

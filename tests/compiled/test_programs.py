@@ -29,8 +29,8 @@ from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.hlo import dimensions, fused, parse, walk
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
 
 pytestmark = pytest.mark.aot
 

@@ -18,7 +18,7 @@ from lm_trainer.config.place import Place, all_keys
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import Row
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 EXAMPLES = Path(__file__).parent / "foreign"
 CASES = {

@@ -15,8 +15,8 @@ from lm_trainer.core.errors import ConfigError
 from lm_trainer.data.config import SetConfig
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.parallel.mesh import BATCH_AXES, build_mesh
-from lm_trainer.run.config import RunConfig, numeric_identity
-from lm_trainer.run.notes import configuration_warnings
+from lm_trainer.run.build.notes import configuration_warnings
+from lm_trainer.run.config.run_config import RunConfig, numeric_identity
 
 
 def read(directory: Path, text: str, *overrides: str) -> RunConfig:

@@ -13,7 +13,7 @@ from docs.generate import fill
 from docs.generate.levanter import levanter_key
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import ROOT
 
 SECTIONS = yaml.safe_load((ROOT / "docs" / "generate" / "levanter_keys.yaml").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import pytest
 from lm_trainer.config import document, explain
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 
 def _keys(count: int) -> str:

@@ -15,8 +15,8 @@ from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.rungs import run_folder
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.find import log_directory, root_of
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.files.find import log_directory, root_of
 from lm_trainer.trackers.base import TrackedRun
 from lm_trainer.trackers.tensorboard import TensorboardConfig
 from tests.config.test_urls import SOME, Key

@@ -15,7 +15,7 @@ from lm_trainer.checkpoint.policy import is_permanent
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError
 from lm_trainer.optim.averaging import EmaConfig, EmaDecaySqrtConfig
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers import TensorboardConfig, WandbConfig
 from tests.config.reference_examples import EXAMPLES, INCLUDED
 from tests.conftest import RunLmt

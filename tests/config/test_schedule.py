@@ -8,7 +8,7 @@ import pytest
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 
 def test_the_power_schedule_knows_batch_and_sequence(in_tmp_path: Path) -> None:

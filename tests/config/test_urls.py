@@ -16,7 +16,7 @@ from lm_trainer.core.config import Config, Takes
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.files import TAKE_URLS, local_path
 from lm_trainer.ladder import ModelLadder
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 PATH_LIKE = re.compile(r"(^|_)(log)?(dir|path|file|folder|directory|from|checkpoint)s?(_|$)")
 """Names of keys that hold a path, where their value is text."""

@@ -12,7 +12,7 @@ from lm_trainer.config.render import to_yaml
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.config.run_config import RunConfig, config_hash
 
 
 @pytest.mark.parametrize(

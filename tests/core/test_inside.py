@@ -310,8 +310,8 @@ OUTSIDE = {
     "lm_trainer/export/output.py": {"f'.{out.name}.incomplete'", "f'.{out.name}.replaced'", "name"},
     "lm_trainer/export/weights.py": {"filename"},
     "lm_trainer/export/peft_files.py": {"name"},
-    "lm_trainer/run/copy.py": {"name"},
-    "lm_trainer/run/directory.py": {"name"},
+    "lm_trainer/run/files/copy.py": {"name"},
+    "lm_trainer/run/files/directory.py": {"name"},
     "lm_trainer/data/tokenizer/hf.py": {"near[0]"},
     "lm_trainer/data/tokenizer/files.py": set(),
     "lm_trainer/data/sources/levanter.py": {"split", "entry.name"},
@@ -354,5 +354,5 @@ def test_every_reader_of_a_listing_is_known() -> None:
         "lm_trainer/core/bucket.py",
         "lm_trainer/data/sources/hub.py",
         "lm_trainer/data/sources/urls.py",
-        "lm_trainer/run/open_model.py",
+        "lm_trainer/run/weights/open_model.py",
     }

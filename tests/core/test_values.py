@@ -18,8 +18,8 @@ from lm_trainer.core.precision import Policy, PrecisionPolicy, format_policy, pa
 from lm_trainer.models import Gpt2Config
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.safeguards import SkipStepConfig
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 
 @pytest.mark.parametrize(

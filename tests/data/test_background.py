@@ -31,7 +31,7 @@ from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenize.shard_reader import AHEAD
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.run.data_notes import describe_build
+from lm_trainer.run.training.data_notes import describe_build
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
 from tests.data.program import start_builder

@@ -136,7 +136,7 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_training_starts_no_cluster_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_trainer.run import train
-    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.config.run_config import RunConfig
 
     asked = []
     monkeypatch.setattr(train, "open_data", lambda *_, ray, **__: asked.append(ray))

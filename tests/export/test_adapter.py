@@ -21,11 +21,11 @@ from lm_trainer.models import DecoderConfig, hf
 from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.optim import AdamConfig
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import loss_function, trace_model
-from lm_trainer.run.program import Program, plan_program
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.state import TrainState, to_host
+from lm_trainer.run.build.model import loss_function, trace_model
+from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.state.train_state import TrainState, to_host
 from tests.conftest import TINY_GPT2, MakeHfModel
 
 pytestmark = pytest.mark.slow

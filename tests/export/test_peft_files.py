@@ -17,7 +17,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import read_hf
 from lm_trainer.export.peft_files import KNOWN_SETTINGS, AdaptedWeights
-from lm_trainer.run.open_model import open_model
+from lm_trainer.run.weights.open_model import open_model
 from tests.conftest import TINY_GPT2, MakeHfModel
 
 LLAMA: dict[str, Any] = {

@@ -30,7 +30,7 @@ from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.health.alerts.step_time import StepTime
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
 from lm_trainer.optim import AdamConfig
-from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.trackers import Progress, open_trackers
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings

@@ -25,7 +25,7 @@ from lm_trainer.ladder.fit.predict import predict
 from lm_trainer.ladder.fit.register import read, scores, targets, write
 from lm_trainer.ladder.fit.settings import Settings
 from lm_trainer.ladder.fit.sources import ladder_points
-from lm_trainer.run.config import numeric_identity
+from lm_trainer.run.config.run_config import numeric_identity
 from tests.ladder.test_fit import HOFFMANN, RUNGS, planted
 
 LAW = Law(1.5, 40.0, 60.0, 0.4, 0.35)

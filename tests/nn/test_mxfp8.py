@@ -15,8 +15,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.nn.mxfp8 import Mxfp8Matmul, to_mxfp8
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.build.model import loss_function, trace_model
+from lm_trainer.run.config.run_config import RunConfig
 
 E4M3, BFLOAT16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 LEAST = -117

@@ -20,9 +20,9 @@ from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import EXIT_CONFIG, MachineError, Preempted, UserError
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.health.signals import StopRequest
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.directory import RunDirectory
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.directory import RunDirectory
 from tests.checkpoint.steps import NEVER, arrays, like, sharded
 from tests.object_storage.proxy import PASSING, Fault, Proxy, cut, delay, drop, lose_answer, only, refuse, sometimes
 from tests.object_storage.servers import using

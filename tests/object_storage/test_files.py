@@ -21,9 +21,9 @@ from lm_trainer.export.huggingface import FILES
 from lm_trainer.export.output import check_output, complete_directory, exported_files
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
-from lm_trainer.run.copy import RunCopy
-from lm_trainer.run.find import find_run
-from lm_trainer.run.saved_model import SETTINGS, read_settings
+from lm_trainer.run.files.copy import RunCopy
+from lm_trainer.run.files.find import find_run
+from lm_trainer.run.weights.saved_model import SETTINGS, read_settings
 from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
 
 SMALLEST_PART = 5 << 20

@@ -18,7 +18,7 @@ import pytest
 from lm_trainer.checkpoint import in_bucket
 from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.run import copy
+from lm_trainer.run.files import copy
 from tests.conftest import Outcome, Running, StartLmt, run_here
 from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
 from tests.object_storage.servers import environment

@@ -10,8 +10,8 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.optim import AdamConfig, Param
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import trace_model
+from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.config.run_config import RunConfig
 
 SIZES = {"hidden_dim": 16, "num_heads": 2, "num_layers": 2, "seq_len": 16}
 MODELS = {

@@ -16,7 +16,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.history import History
 from lm_trainer.optim.safeguards import SkipStepConfig
-from lm_trainer.step.update import make_update
+from lm_trainer.step.updates.update import make_update
 from tests.optim.common import FEW, Arrays, Run, gradients
 
 GRADS = gradients(0, FEW)

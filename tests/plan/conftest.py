@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.step.memory import ProgramBytes
+from lm_trainer.step.dispatch.memory import ProgramBytes
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.program import build_program
-from lm_trainer.step.memory import ProgramBytes, phase_bytes
-from lm_trainer.step.phases import Phase, StepProgram
+from lm_trainer.run.build.program import build_program
+from lm_trainer.step.dispatch.memory import ProgramBytes, phase_bytes
+from lm_trainer.step.dispatch.phases import Phase, StepProgram
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 16, "intermediate_dim": 16, "num_layers": 1}
 HEADS = {"num_heads": 2, "num_kv_heads": 1}

@@ -28,9 +28,9 @@ from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
 from lm_trainer.profile.roofline import Operation
-from lm_trainer.run.program import build_program
-from lm_trainer.step.memory import PhaseBytes, ProgramBytes, state_bytes
-from lm_trainer.step.state import abstract_state
+from lm_trainer.run.build.program import build_program
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, state_bytes
+from lm_trainer.step.state.train_state import abstract_state
 from tests.conftest import Lmt, RunLmt, refused
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1}

@@ -24,13 +24,13 @@ from lm_trainer.plan.search import CompiledLayout
 from lm_trainer.plan.search_table import search_lines
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
-from lm_trainer.run.config import RunConfig, config_hash
-from lm_trainer.run.gather import with_gather
-from lm_trainer.run.model import trace_model
-from lm_trainer.run.program import build_program
-from lm_trainer.step.memory import PhaseBytes
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_def import ModelDef
+from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.run_config import RunConfig, config_hash
+from lm_trainer.step.dispatch.memory import PhaseBytes
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.state.model_def import ModelDef
 from tests.conftest import RunLmt
 
 CONFIG = """
@@ -71,7 +71,7 @@ def trace_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             traced[key] = trace_model(config, vocab_size)
         return traced[key]
 
-    monkeypatch.setattr("lm_trainer.run.program.trace_model", trace)
+    monkeypatch.setattr("lm_trainer.run.build.program.trace_model", trace)
 
 
 @pytest.mark.slow

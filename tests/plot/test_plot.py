@@ -13,7 +13,7 @@ import pytest
 from lm_trainer.checkpoint.policy import KeepEvery, is_permanent
 from lm_trainer.core.errors import UserError
 from lm_trainer.plot import Marks, SchedulePlot, plot_schedules, save_image, to_text
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 
 RUN: dict[str, Any] = {
     "trainer": {

@@ -36,10 +36,10 @@ def first_steps(model: dict[str, Any], directory: Path) -> dict[str, list[float]
     from lm_trainer.data.sources.in_memory import InMemory
     from lm_trainer.models import AnyModel
     from lm_trainer.optim import AdamConfig
-    from lm_trainer.run.model import next_token_loss
+    from lm_trainer.run.build.model import next_token_loss
+    from lm_trainer.run.config.trainer_config import TrainerConfig
     from lm_trainer.run.trainer import Trainer
-    from lm_trainer.run.trainer_config import TrainerConfig
-    from lm_trainer.step.state import to_host
+    from lm_trainer.step.state.train_state import to_host
 
     config: Any = TypeAdapter(AnyModel).validate_python(model)
     # Text of the test's own: that of the standard library differs between versions of Python.

@@ -13,7 +13,7 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.optim import AdamConfig
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 VOCAB, ROWS, SEQ, STEPS = 7, 8, 5, 6
 # With an epsilon that keeps rounding of gradients near zero from being blown up.

@@ -22,15 +22,15 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.models import Gpt2Config, hf
 from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.adapters import find_base, load_whole, training_flops
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.hf_exports import HfExports
-from lm_trainer.run.initial_weights import Request, find_start
-from lm_trainer.run.model import loss_function, trace_model
-from lm_trainer.run.program import Program, plan_program
-from lm_trainer.run.saved_model import load_model, write_model
-from lm_trainer.run.saved_state import save_state
-from lm_trainer.step.state import TrainState, to_host
+from lm_trainer.run.build.model import loss_function, trace_model
+from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.training.hf_exports import HfExports
+from lm_trainer.run.weights.adapters import find_base, load_whole, training_flops
+from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.weights.saved_model import load_model, write_model
+from lm_trainer.run.weights.saved_state import save_state
+from lm_trainer.step.state.train_state import TrainState, to_host
 from lm_trainer.trackers import Progress
 from tests.conftest import run_here
 from tests.run.conftest import MakeConfig

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run import agreement
-from lm_trainer.run.agreement import check_agreement, check_data, check_programs
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.start import agreement
+from lm_trainer.run.start.agreement import check_agreement, check_data, check_programs
 from tests.conftest import StartLmt
 from tests.run.conftest import MakeConfig
 from tests.run.test_processes import free_port

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.main import app
-from lm_trainer.run.saved_model import load_model
+from lm_trainer.run.weights.saved_model import load_model
 from tests.run.conftest import MakeConfig, write_config
 
 SHORT = {"num_train_steps": 4, "steps_per_eval": 4, "max_eval_batches": 1}

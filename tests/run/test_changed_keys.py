@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
 
 WRITTEN: dict[str, Any] = {
     "model": {"type": "llama", "hidden_dim": 64},

@@ -12,8 +12,8 @@ import pytest
 
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 

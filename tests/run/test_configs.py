@@ -11,8 +11,8 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.models import MODEL_CONFIGS
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
 
 FAMILIES = [config.model_fields["type"].default for config in MODEL_CONFIGS]
 CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}_nano.yaml" for name in FAMILIES]

@@ -13,12 +13,12 @@ import yaml
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.config import RunConfig, config_hash, numeric_identity
-from lm_trainer.run.directory import RunDirectory
-from lm_trainer.run.gather import LARGE, choose_gather, with_gather
-from lm_trainer.run.records import identity_of, read_run_record
-from lm_trainer.run.saved_model import read_config
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.gather import LARGE, choose_gather, with_gather
+from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.directory import RunDirectory
+from lm_trainer.run.files.records import identity_of, read_run_record
+from lm_trainer.run.weights.saved_model import read_config
 from tests.conftest import Lmt
 from tests.run.conftest import MakeConfig
 

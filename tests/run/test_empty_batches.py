@@ -16,8 +16,8 @@ import yaml
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.trackers import read_metrics
 from tests.conftest import Lmt

@@ -6,8 +6,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.run.environment import changes_since, environment, environment_differences, notes_on_start
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.environment import changes_since, environment, environment_differences, notes_on_start
 
 OLD: dict[str, Any] = {
     "python": "3.11.1",

@@ -17,9 +17,9 @@ import yaml
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.models import AnyModel
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.train_state import to_host
 from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
 from tests.run.conftest import MakeConfig
 

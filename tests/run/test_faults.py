@@ -16,8 +16,8 @@ import pytest
 
 from lm_trainer.core.errors import NonFiniteError, Preempted, UserError
 from lm_trainer.health.signals import StopRequest
-from lm_trainer.run.saved_state import save_state
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.weights.saved_state import save_state
 from tests.conftest import lmt_environment
 from tests.run.own_model import OPTIMIZER, Bigrams, loss, settings
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint.digest import digests, hashes
-from lm_trainer.run.fingerprint import extend_chain, fingerprint
+from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
 
 
 def mixed(x: int) -> int:

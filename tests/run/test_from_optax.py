@@ -18,8 +18,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.optim import AdamConfig, Optimizer, from_optax
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.step.gradient import LossFn
-from lm_trainer.step.state import TrainState
+from lm_trainer.step.loss.gradient import LossFn
+from lm_trainer.step.state.train_state import TrainState
 from tests.run.own_model import OPTIMIZER, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
 

@@ -8,11 +8,11 @@ import jax
 import pytest
 
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.gather_memory import device_memory, plan_for_memory
-from lm_trainer.run.model import trace_model
-from lm_trainer.run.program import plan_run
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.build.gather_memory import device_memory, plan_for_memory
+from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.build.program import plan_run
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 VOCAB = 61
 CONFIG = RunConfig.model_validate(

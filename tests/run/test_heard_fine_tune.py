@@ -11,9 +11,9 @@ import pytest
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, write_hf
 from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings, read_recording
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.open_model import open_model
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.train import train
+from lm_trainer.run.weights.open_model import open_model
 from lm_trainer.trackers import Progress
 from tests.models.test_whisper import make
 

@@ -26,10 +26,10 @@ from lm_trainer.evaluate.report import as_json, text_lines
 from lm_trainer.evaluate.text import TextOptions, choose_text, evaluate_text
 from lm_trainer.export.huggingface import ExportOptions, write_hf
 from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.open_model import open_model
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.train import train
+from lm_trainer.run.weights.open_model import open_model
 from lm_trainer.trackers import Progress
 from tests.conftest import lmt_environment
 

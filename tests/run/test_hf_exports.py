@@ -19,9 +19,9 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.hub import Pushed
 from lm_trainer.export.huggingface import read_hf
 from lm_trainer.models import hf
-from lm_trainer.run import hf_exports
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.hf_exports import HfExports
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.training import hf_exports
+from lm_trainer.run.training.hf_exports import HfExports
 from tests.conftest import RunLmt
 from tests.export.fake_hub import fake_hub
 from tests.run.test_pretrained import LLAMA, write_checkpoint

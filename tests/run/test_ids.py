@@ -9,9 +9,9 @@ import pytest
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.directory import RunDirectory, run_id
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.directory import RunDirectory, run_id
 from tests.conftest import Lmt, refused
 
 WRONG = ["../../x", "/x", "a/b", "..", ".", "a b", "-x", "x\n", "\x1b[31m", "${USER}", "~"]

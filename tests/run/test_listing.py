@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.find import find_checkpoints, find_run, log_directories
-from lm_trainer.run.listing import list_runs
+from lm_trainer.run.files.find import find_checkpoints, find_run, log_directories
+from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.trainer import Trainer
 from tests.conftest import Lmt
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings

@@ -20,12 +20,12 @@ from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.nn.log import log
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.model import trace_module
-from lm_trainer.run.program import Program, plan_program
+from lm_trainer.run.build.model import trace_module
+from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.executable import Executable
-from lm_trainer.step.gradient import loss_and_gradient
+from lm_trainer.step.dispatch.executable import Executable
+from lm_trainer.step.loss.gradient import loss_and_gradient
 from tests.run.own_model import OPTIMIZER, STEPS, Numbered, settings
 from tests.run.own_model import Bigrams as PlainBigrams
 from tests.run.own_model import batch as numbered_batch

@@ -17,7 +17,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.log import log
 from lm_trainer.nn.loss import token_loss
-from lm_trainer.run.model import next_token_loss
+from lm_trainer.run.build.model import next_token_loss
 from tests.run.test_logged import BATCH, LAYERS, LENGTH, ROWS, SHARDS, VOCAB, first_step, plan, without_the_steps_own
 
 

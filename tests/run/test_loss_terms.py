@@ -14,10 +14,10 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.metrics import step_metrics
-from lm_trainer.run.program import Program, build_program
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.training.metrics import step_metrics
+from lm_trainer.step.state.train_state import TrainState
 from tests.compiling import quick_jit
 
 VOCAB, ROWS, LENGTH = 32, 4, 16

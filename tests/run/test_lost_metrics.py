@@ -13,8 +13,8 @@ import pytest
 
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, read_record
 from lm_trainer.core.errors import MachineError, Preempted
-from lm_trainer.run.checkpoints import SERIES
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers import JsonlConfig, read_metrics
 from lm_trainer.trackers.series import Series, describe
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings

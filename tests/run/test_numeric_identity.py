@@ -9,8 +9,8 @@ import pytest
 from lm_trainer.core.config import Config
 from lm_trainer.core.numeric import mark_of
 from lm_trainer.data import DataConfig
-from lm_trainer.run.config import RunConfig, config_hash, numeric_identity
-from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
+from lm_trainer.run.config.trainer_config import TrainerConfig
 
 MARKED: list[type[Config]] = [RunConfig, TrainerConfig, DataConfig]
 

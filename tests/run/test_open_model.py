@@ -17,8 +17,8 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.export.huggingface import ExportOptions, write_hf
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
-from lm_trainer.run.hf_transfer import import_model
-from lm_trainer.run.open_model import open_model
+from lm_trainer.run.weights.hf_transfer import import_model
+from lm_trainer.run.weights.open_model import open_model
 from tests.export.test_huggingface import make_model
 
 

@@ -14,7 +14,7 @@ import typer
 
 from cli.out_of_memory import explained_out_of_memory
 from lm_trainer.core.errors import EXIT_OUT_OF_MEMORY, out_of_memory
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import RunLmt
 from tests.run.conftest import write_config
 

@@ -21,10 +21,10 @@ from lm_trainer.models import DecoderConfig, LlamaConfig, Phi3Config, Qwen2Confi
 from lm_trainer.models.rope import Llama3Rope, LongRope
 from lm_trainer.parallel import sharded_array
 from lm_trainer.profile.flops import parameter_count
-from lm_trainer.run.config import RunConfig, config_hash
-from lm_trainer.run.hf_transfer import import_model
-from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
-from lm_trainer.run.program import build_program
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig, config_hash
+from lm_trainer.run.weights.hf_transfer import import_model
+from lm_trainer.run.weights.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
 from tests.conftest import Lmt, MakeHfModel, refused
 from tests.data.test_formats import with_specials
 from tests.export.test_peft_files import LLAMA as LLAMA_FIELDS
@@ -260,7 +260,7 @@ def test_the_weights_arrive_cut_over_the_devices(
 ) -> None:
     base, expected = params
     monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
-    monkeypatch.setattr("lm_trainer.run.pretrained.HOST_BYTES", host_bytes)
+    monkeypatch.setattr("lm_trainer.run.weights.pretrained.HOST_BYTES", host_bytes)
     found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
     program = build_program(found.config, found.vocab_size)
     assert found.source is not None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.directory import RunDirectory
-from lm_trainer.run.saved_model import read_config
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.files.directory import RunDirectory
+from lm_trainer.run.weights.saved_model import read_config
 
 SECRET = "s3cr3tVALUE"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.notes import schedule_notes
+from lm_trainer.run.build.notes import schedule_notes
+from lm_trainer.run.config.run_config import RunConfig
 
 
 def config(**optimizer: Any) -> RunConfig:

@@ -16,9 +16,9 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.estimate import compile_temporary, estimate_temporary
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program, build_program
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.train_state import to_host
 from tests.models.common import change
 from tests.models.speech import TINY, VOCAB, rows
 from tests.run.conftest import MakeConfig

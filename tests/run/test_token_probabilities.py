@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.open_model import open_model
+from lm_trainer.run.weights.open_model import open_model
 from lm_trainer.trackers.token_page import FILE, MAX_STEPS, PAGE, Scored, TokenFile, TokenHistory, token_page
 from tests.conftest import Lmt, refused, run_here
 

@@ -17,8 +17,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.optim import AnyOptimizer, OptimizerConfig
 from lm_trainer.optim.sophia import SophiaGConfig
-from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.training.hooks import StepInfo
 from tests.run.own_model import OPTIMIZER, ROWS, SEQ, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
 

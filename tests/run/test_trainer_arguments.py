@@ -18,11 +18,11 @@ from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.models import Gpt2Config
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import next_token_loss
+from lm_trainer.run.build.model import next_token_loss
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.step.gradient import loss_and_gradient
-from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.loss.gradient import loss_and_gradient
+from lm_trainer.step.state.model_def import ModelDef
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, batch, loss, settings
 
 

@@ -24,13 +24,13 @@ from lm_trainer.optim.averaging import EmaDecaySqrtConfig
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run import sample, train
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.build.model import loss_function, trace_model
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.dry_run import dry_run
-from lm_trainer.run.model import loss_function, trace_model
-from lm_trainer.run.program import build_program
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from tests.conftest import RunLmt, lmt_environment
 
 VOCAB = 61

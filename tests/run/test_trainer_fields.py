@@ -22,17 +22,17 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.models import Gpt2Config
 from lm_trainer.profile.meter import Meter
-from lm_trainer.run.bad_batches import BadBatchDump
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.hooks import HookFn, StepInfo
-from lm_trainer.run.initial_weights import Request, find_start
-from lm_trainer.run.metrics import MetricLogger
-from lm_trainer.run.model import trace_module
-from lm_trainer.run.program import Program, build_program, plan_program
-from lm_trainer.run.saved_model import write_model
+from lm_trainer.run.build.model import trace_module
+from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.state import TrainState
+from lm_trainer.run.training.bad_batches import BadBatchDump
+from lm_trainer.run.training.hooks import HookFn, StepInfo
+from lm_trainer.run.training.metrics import MetricLogger
+from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.weights.saved_model import write_model
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress, open_trackers
 from tests.run.own_model import OPTIMIZER, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 

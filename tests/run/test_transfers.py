@@ -15,8 +15,8 @@ import pytest
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.optim import AdamConfig, MuonConfig, OptimizerConfig
-from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.training.hooks import StepInfo
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
 
 EVERYTHING: dict[str, Any] = {

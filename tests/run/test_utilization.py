@@ -10,9 +10,9 @@ import pytest
 
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.profile.peaks import Peak
-from lm_trainer.run import loop_parts
-from lm_trainer.run.config import RunConfig
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.train import train
+from lm_trainer.run.training import loop_parts
 from lm_trainer.trackers import Progress
 
 STEPS, SEQ, HIDDEN, HEADS = 3, 32, 16, 2

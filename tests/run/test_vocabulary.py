@@ -10,8 +10,8 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.vocabulary import find_vocabulary
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.weights.vocabulary import find_vocabulary
 
 
 def config(**changes: Any) -> RunConfig:

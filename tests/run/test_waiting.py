@@ -18,9 +18,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, Preempted, UserError
 from lm_trainer.health.signals import StopRequest
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
-from lm_trainer.run.batches import BatchIterator, DataWait
-from lm_trainer.run.initial_weights import _check_data
 from lm_trainer.run.trainer import Trainer
+from lm_trainer.run.training.batches import BatchIterator, DataWait
+from lm_trainer.run.weights.initial_weights import _check_data
 from lm_trainer.trackers import Progress
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
 from tests.run.test_trainer import close_to, numpy_adam
@@ -74,7 +74,7 @@ class _Batches(Iterator[Batch]):
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lm_trainer.run.batches._POLL_SECONDS", 0.001)
+    monkeypatch.setattr("lm_trainer.run.training.batches._POLL_SECONDS", 0.001)
 
 
 def run(data: Any) -> tuple[Any, str]:

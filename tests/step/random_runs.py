@@ -19,11 +19,11 @@ from pydantic import TypeAdapter
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.optim import AnyOptimizer
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import trace_module
-from lm_trainer.run.program import Program, build_program, plan_program
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.model import trace_module
+from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.state.train_state import to_host
 from tests.models.common import TINY
 
 Plain = dict[str, Any]

@@ -13,9 +13,9 @@ import pytest
 
 from lm_trainer.config.loader import load
 from lm_trainer.data import open_data
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.train_state import to_host
 from tests.run.conftest import MakeConfig, Plain, merged
 
 pytestmark = pytest.mark.optimised

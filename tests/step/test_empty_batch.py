@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.optim import AdamConfig, MuonConfig, Optimizer, Param
-from lm_trainer.step.update import make_update
+from lm_trainer.step.updates.update import make_update
 from tests.step.test_update import CONFIGS, SMALL, kind
 
 QUICK = (AdamConfig(), MuonConfig())

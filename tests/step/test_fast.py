@@ -13,10 +13,10 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program, build_program
-from lm_trainer.step.model_def import Params
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.state.model_def import Params
+from lm_trainer.step.state.train_state import to_host
 
 VOCAB, ROWS, SEQ = 61, 8, 16
 

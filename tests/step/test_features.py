@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.step.groups import pad_rows
-from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.groups import pad_rows
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 
 def test_padding_fills_up_features_as_it_fills_up_tokens() -> None:

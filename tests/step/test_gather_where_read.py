@@ -15,11 +15,11 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import loss_function, trace_module
-from lm_trainer.run.program import Program, build_program, plan_program
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.model import loss_function, trace_module
+from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.state.train_state import to_host
 
 VOCAB, ROWS, SEQ, DIM, WIDE, DEVICES = 61, 8, 16, 64, 160, 8
 

@@ -13,12 +13,12 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import loss_function
-from lm_trainer.run.program import build_program
-from lm_trainer.step.hutchinson import signs_of_row
-from lm_trainer.step.split_loss import dtypes_read
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.model import loss_function
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.staged.hutchinson import signs_of_row
+from lm_trainer.step.staged.split_loss import dtypes_read
+from lm_trainer.step.state.train_state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
 
 VOCAB = 61

@@ -17,12 +17,12 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import loss_function, trace_module
-from lm_trainer.run.notes import configuration_warnings, determinism_note
-from lm_trainer.run.program import Program, build_program, plan_program
-from lm_trainer.step.gradient import Sums
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.model import loss_function, trace_module
+from lm_trainer.run.build.notes import configuration_warnings, determinism_note
+from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.loss.gradient import Sums
+from lm_trainer.step.state.train_state import to_host
 
 pytestmark = pytest.mark.optimised
 

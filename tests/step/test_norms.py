@@ -19,12 +19,12 @@ from lm_trainer.core.histogram import BINS, histogram
 from lm_trainer.models import Gpt2Config
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import plan_shardings
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import build_program
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.norms import Watched, Watcher
-from lm_trainer.step.state import TrainState
-from lm_trainer.step.watch import WatchConfig
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.norms import Watched, Watcher
+from lm_trainer.step.updates.watch import WatchConfig
 
 LAYERS = 3
 AXES = {

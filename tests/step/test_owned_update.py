@@ -14,9 +14,9 @@ from lm_trainer.optim import AdamConfig, KronConfig, MuonConfig, Optimizer, Opti
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.sharding import plan_shardings
-from lm_trainer.step.owned_update import OwnedUpdate, owned_update
-from lm_trainer.step.state_sharding import plan_state_sharding
-from lm_trainer.step.update import ReplicatedUpdate, make_update
+from lm_trainer.step.state.state_sharding import plan_state_sharding
+from lm_trainer.step.updates.owned_update import OwnedUpdate, owned_update
+from lm_trainer.step.updates.update import ReplicatedUpdate, make_update
 from tests.step.random_runs import MEMBERS, WHOLE
 
 pytestmark = pytest.mark.optimised

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lm_trainer.step.repeatable import ask_for_fixed_order, compile_repeatable
+from lm_trainer.step.dispatch.repeatable import ask_for_fixed_order, compile_repeatable
 
 ROWS, POSITIONS, HEADS, HEAD_SIZE = 2, 64, 2, 64
 

@@ -13,11 +13,11 @@ from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import LAYER, LEAVE, estimate_microbatches
 from lm_trainer.profile.roofline import operations
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.notes import recomputation_note
-from lm_trainer.run.program import build_program
-from lm_trainer.step.executable import Executables
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.notes import recomputation_note
+from lm_trainer.run.build.program import build_program
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.executable import Executables
+from lm_trainer.step.state.train_state import to_host
 from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, VOCAB, config_of
 
 MIXED = {"mp": "p=f32,c=bfloat16"}

@@ -15,11 +15,11 @@ from lm_trainer.nn.log import log
 from lm_trainer.nn.stages import StagedLoss, Stream
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.program import Program, plan_program
-from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.executable import Executables
-from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.state import to_host
+from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.dispatch.executable import Executables
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.train_state import to_host
 
 LAYERS, DIM, VOCAB, SEQ = 3, 8, 11, 4
 

@@ -31,7 +31,7 @@ from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.step.base import UpdateRule
 from lm_trainer.step.choose_update import choose_update
-from lm_trainer.step.state_sharding import plan_state_sharding
+from lm_trainer.step.state.state_sharding import plan_state_sharding
 
 pytestmark = pytest.mark.optimised
 

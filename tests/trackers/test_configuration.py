@@ -10,8 +10,8 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.run.config import RunConfig
-from lm_trainer.run.saved_model import read_config
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.weights.saved_model import read_config
 from lm_trainer.trackers import AnyTracker, TensorboardConfig, TrackioConfig, WandbConfig
 
 

@@ -1,0 +1,151 @@
+"""The model and the loss of a run, traced without memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.models.peft import module_names
+from lm_trainer.nn.lora import attach_lora, is_adapter_param
+from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
+from lm_trainer.nn.quantize import quantize
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stages import StagedLoss, staged_token_loss, staged_token_nll
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.state.model_def import ModelDef
+
+INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
+"""Folded into the key of the seed, so that no two uses of it draw the same numbers."""
+
+Selection = bool | Mapping[str, bool] | Callable[[str], bool]
+"""A choice of parameters by dotted name; a name that a mapping lacks is not chosen."""
+
+
+def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
+    """The model of a configuration; its initial values follow from the seed."""
+    key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
+    quantization, adapter = config.trainer.quantization, config.adapter
+    names = {} if adapter is None else module_names(config.model, vocab_size)
+
+    def build() -> nnx.Module:
+        model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+        if adapter is not None:
+            attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
+        if quantization is not None:
+            quantize(model, quantization)
+        return model
+
+    frozen = config.model.frozen_params
+    trained = (lambda name: name not in frozen) if frozen else True
+    if adapter is not None:
+        return trace_module(build, config.trainer.mp.param_dtype, is_adapter_param)
+    model = trace_module(build, config.trainer.mp.param_dtype, trained)
+    return dataclasses.replace(model, constants=frozen & model.shapes.keys()) if frozen else model
+
+
+def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
+    """A model with the parameter dtype of the precision policy; see `ModelDef.trace`."""
+
+    # Cast inside the traced function: under jit no array of the wider dtype is ever allocated.
+    def cast() -> nnx.Module:
+        model = build()
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Param):
+                variable.set_value(variable.get_value().astype(param_dtype))
+        return model
+
+    if isinstance(is_trainable, bool):
+        return ModelDef.trace(cast, lambda _: is_trainable)
+    if isinstance(is_trainable, Mapping):
+        return ModelDef.trace(cast, lambda name: is_trainable.get(name, False))
+    return ModelDef.trace(cast, is_trainable)
+
+
+def loss_function(config: RunConfig) -> NextTokenLoss:
+    """The training loss in the compute dtype of the configuration."""
+    terms = LossTerms(z_loss_weight=config.z_loss_weight)
+    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
+
+
+def evaluation_loss(config: RunConfig) -> NextTokenLoss:
+    """The loss on held-out sets: without the penalty of training."""
+    terms = LossTerms(entropy=config.log_entropy)
+    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
+
+
+def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms = CROSS_ENTROPY) -> NextTokenLoss:
+    """Cross-entropy of the next token, for a `Decoder`; arguments as the fields of `NextTokenLoss`."""
+    return NextTokenLoss(dtype, block_size, terms)
+
+
+@dataclass(frozen=True)
+class NextTokenLoss:
+    """Cross-entropy of the next token, for a `Decoder`; a `LossFn`."""
+
+    dtype: Any
+    """Precision of the computation."""
+    block_size: int | None = None
+    """As for `token_loss`."""
+    terms: LossTerms = CROSS_ENTROPY
+    """As for `token_loss`."""
+
+    def __call__(
+        self, model: nnx.Module, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        return token_loss(
+            model,  # pyright: ignore[reportArgumentType]
+            batch,
+            dtype=self.dtype,
+            key=key,
+            block_size=self.block_size,
+            terms=self.terms,
+        )
+
+    def staged(self, spec: DecoderSpec) -> StagedLoss:
+        """The same loss in stages, for decoders of `spec`."""
+        return staged_token_loss(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
+
+
+@dataclass(frozen=True)
+class TokenNll:
+    """The loss of each token, for a `Decoder`: a `LossFn` with `nll` among its metrics, as `token_nll` returns it."""
+
+    dtype: Any
+    """Precision of the computation."""
+    block_size: int | None = None
+    """As for `token_loss`."""
+    top: int = 0
+    """As for `token_nll`."""
+
+    def __call__(
+        self, model: nnx.Module, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        del key
+        return token_nll(
+            model,  # pyright: ignore[reportArgumentType]
+            batch,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            top=self.top,
+        )
+
+    def staged(self, spec: DecoderSpec) -> StagedLoss:
+        """The same in stages, for decoders of `spec`."""
+        return staged_token_nll(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
+
+
+def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
+    """Tells whether the step computes each layer of a model again, once and as a whole, whatever the model says."""
+    return trainer.gathers_layers and not (spec.saves_inside_layers and keeps_inside_layers(trainer))
+
+
+def keeps_inside_layers(trainer: TrainerConfig) -> bool:
+    """Tells whether a step layer by layer can keep what is inside of layers: not where devices share a microbatch."""
+    return max(trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size) == 1

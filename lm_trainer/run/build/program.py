@@ -1,0 +1,347 @@
+"""The program of a run: model, shardings, step and evaluation, planned from a configuration."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.piecewise import TokenSchedule
+from lm_trainer.nn.curvature import (
+    gauss_newton_bartlett,
+    hutchinson,
+    staged_gauss_newton_bartlett,
+    with_key_of_dropout,
+)
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.stages import StagedLoss
+from lm_trainer.optim import Optimizer
+from lm_trainer.optim.schedule import Schedule
+from lm_trainer.parallel.sharding import plan_shardings
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.gather import choose_gather, with_gather
+from lm_trainer.run.build.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
+from lm_trainer.run.config.step_plan import StepPlan
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.step.base import Observer, Step, UpdateRule
+from lm_trainer.step.elastic import CurvatureStages, ElasticStep
+from lm_trainer.step.evaluate import Evaluator
+from lm_trainer.step.fast import FastStep
+from lm_trainer.step.loss.gradient import CurvatureFn, LossFn
+from lm_trainer.step.staged.hutchinson import Hutchinson
+from lm_trainer.step.state.model_def import ModelDef, Params
+from lm_trainer.step.dispatch.model_parallel_limits import check_model_parallel, model_parallel_axes
+from lm_trainer.step.staged.split_loss import SplitLoss
+from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
+from lm_trainer.step.state.state_sharding import StateSharding, plan_state_sharding
+from lm_trainer.step.updates.update import Metrics
+
+_DRAWN_TOGETHER = 1024
+"""Tokens whose logits exist at a time while targets are drawn; another number would draw others."""
+
+AVERAGED = "ema"
+"""The name of the averaged weights among those that are evaluated."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Everything of a run that is neither state nor data."""
+
+    model: ModelDef
+    sharding: StateSharding
+    optimizer: Optimizer
+    tx: optax.GradientTransformationExtraArgs
+    step: Step
+    evaluate: Evaluator
+    plan: StepPlan
+    """The trainer section that all of this was planned from."""
+    schedule: Schedule | None
+    """The learning rate by the number of steps done before; None where the optimizer keeps its own."""
+    averages: bool
+    """True if the state has averaged weights."""
+    freezes: bool
+    """True if some parameters are not trained."""
+    gathers_layers: bool
+    """True if a step gathers the parameters of one layer at a time."""
+
+    @property
+    def averages_by_itself(self) -> bool:
+        """True if the optimizer evaluates other weights than those that it updates."""
+        return type(self.optimizer).eval_params is not Optimizer.eval_params
+
+    def init(self) -> TrainState:
+        """The state of the run at step 0: the values that its model comes with, else those of the seed."""
+        return self.init_from_seed() if self.model.load is None else self.init_from_model()
+
+    def init_from_seed(self) -> TrainState:
+        """A fresh state, which depends on the seed alone."""
+        return fresh_state(self.model.init, self.tx, self.sharding, averaged=self.averages)
+
+    def init_from_model(self) -> TrainState:
+        """A state at step 0 with the values that the model comes with, those of a Hugging Face checkpoint for instance.
+
+        Parameters that are not among them, as those of an adapter, are fresh.
+        """
+        assert self.model.load is not None
+        storage = self.sharding.storage
+        params = self.model.load(self.model.shapes, storage)
+        if others := storage.keys() - params.keys():
+            params = {
+                **params,
+                **fresh_params(lambda: {n: x for n, x in self.model.init().items() if n in others}, self.sharding),
+            }
+        return self.from_weights(params)
+
+    def take_step(
+        self, state: TrainState, batch: Batch, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One training step on a batch of the host: sends it to the devices and computes.
+
+        Args:
+            state: before the step, which consumes its arrays.
+            batch: this process's rows of the global batch, as NumPy arrays.
+            observer: looks at the inside of the step.
+        """
+        return self.compute_step(state, self.step.put(batch, state.step), observer)
+
+    def learning_rate(self, step: int) -> float | None:
+        """The learning rate after `step` steps; None where the optimizer keeps its own."""
+        return None if self.schedule is None else self.schedule(step)
+
+    def compute_step(
+        self, state: TrainState, placed: Any, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One training step on a batch that `step.put` has placed on the devices; otherwise as `take_step`."""
+        return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer)
+
+    def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
+        """A state at step 0 with given weights, all of them."""
+        return state_from_params(params, self.tx, self.sharding, averaged=self.averages)
+
+    def weights(self, state: TrainState) -> dict[str, Params]:
+        """The sets of weights to evaluate: those that the optimizer means under "", averaged weights by their name.
+
+        The last entry is the one to export. Parameters that are not trained are among them.
+        """
+        params = state.params
+        if self.averages_by_itself:
+            param_sharding = self.sharding.trained.params
+            params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
+        sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
+        return {name: {**state.frozen, **weights} for name, weights in sets.items()}
+
+
+def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
+    """Plans the run of a configuration on `devices`, by default all; nothing is compiled or allocated yet.
+
+    Raises:
+        UserError: as `plan_program`.
+    """
+    config = with_gather(config, vocab_size)
+    return plan_run(config, config.trainer, trace_model(config, vocab_size), devices=devices)
+
+
+def plan_run(
+    config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[Any] | None = None
+) -> Program:
+    """Plans the run of a configuration with this trainer section and this model; otherwise as `plan_program`."""
+    return plan_program(
+        trainer,
+        config.optimizer,
+        model,
+        loss_function(config),
+        eval_loss=evaluation_loss(config),
+        devices=devices,
+        seq_len=config.model.seq_len,
+    )
+
+
+def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring oneself
+    trainer: TrainerConfig,
+    optimizer: Optimizer,
+    model: ModelDef,
+    loss: LossFn,
+    *,
+    eval_loss: LossFn | None = None,
+    key: jax.Array | None = None,
+    devices: Sequence[Any] | None = None,
+    seq_len: int | None = None,
+) -> Program:
+    """Plans training of a model on `devices`, by default all; nothing is compiled or allocated yet.
+
+    Args:
+        trainer: batch, precision, sharding.
+        optimizer: updates the weights.
+        model: is trained.
+        loss: of a microbatch.
+        eval_loss: of a microbatch in evaluation; by default `loss`.
+        key: for the random numbers of training, such as dropout; by default of the seed.
+        devices: to compute on.
+        seq_len: positions in a row, for schedules that count tokens.
+
+    Raises:
+        UserError: when the devices cannot share the batch, or a sharding rule does not fit the model.
+    """
+    num_params = sum(math.prod(x.shape) for x in model.shapes.values())
+    trainer = choose_gather(trainer, num_params, layers=_in_layers(loss, model))
+    plan = trainer.step_plan
+    mesh = plan.mesh(devices or trainer.devices())
+    _check_model_parallel(plan, optimizer, model, mesh)
+    tx, sharding = shard_state(plan, optimizer, model, mesh)
+    curvature = _curvature(optimizer, loss, plan.policy.compute_dtype)
+    owned = trainer.matrix_updates == "owned"
+    rule = UpdateRule(optimizer, tx, trainer.model_averaging, curvature, owned)
+    # Not the key of the initial weights: another use of the seed must not draw the same numbers.
+    key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
+    given = {"sharding": sharding, "plans": plan.microbatches, "key": key}
+    staged = eval_staged = None
+    if trainer.gathers_layers:
+        staged, eval_staged = loss_in_stages(loss, model, mesh), loss_in_stages(eval_loss or loss, model, mesh)
+    if trainer.bitwise:
+        step: Step = ElasticStep(
+            model,
+            loss,
+            rule,
+            **given,
+            staged=staged,
+            curvature_stages=None if staged is None else _curvature_stages(optimizer, staged),
+            together=trainer.microbatches_per_gather,
+        )
+    else:
+        step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
+    tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
+    return Program(
+        model=model,
+        sharding=sharding,
+        optimizer=optimizer,
+        tx=tx,
+        step=step,
+        evaluate=Evaluator(model, eval_loss or loss, step.devices, plan.evaluation, staged=eval_staged),
+        plan=plan,
+        schedule=optimizer.schedule(trainer.num_train_steps, tokens),
+        averages=trainer.model_averaging is not None,
+        freezes=len(model.trainable) < len(model.shapes),
+        gathers_layers=staged is not None,
+    )
+
+
+def shard_state(
+    plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Any
+) -> tuple[optax.GradientTransformationExtraArgs, StateSharding]:
+    """The transform of an optimizer for a model, and where the state of both lies.
+
+    Args:
+        plan: the trainer section.
+        optimizer: updates the weights.
+        model: is trained.
+        mesh: of devices, or an abstract one of the same axes: only its sizes are asked for.
+
+    Raises:
+        UserError: when a sharding rule does not fit the model.
+    """
+    param_shardings = plan_shardings(
+        {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
+        mesh,
+        param_rules=plan.param_rules,
+        compute_rules=plan.compute_rules,
+        # No batch may ever be split into more shards than this, so that sums have one order for the whole run.
+        max_shards=math.gcd(*(each.count for each in plan.microbatches.values)),
+    )
+    trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
+    tx = optimizer.build(model.optimizer_params())
+    return tx, plan_state_sharding(trained, tx, param_shardings, mesh)
+
+
+def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:
+    """Refuses models, optimizers and microbatches that the model-parallel axes of the mesh cannot share."""
+    axes = model_parallel_axes(mesh.shape)
+    if not axes:
+        return
+    built = nnx.eval_shape(model.build)
+    check_model_parallel(built.spec if isinstance(built, Decoder) else None, plan.microbatch_rows, mesh.shape)
+    if optimizer.curvature is not None:
+        raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
+
+
+def _in_layers(loss: LossFn, model: ModelDef) -> bool:
+    """Tells whether `loss_in_stages` knows the layers of a loss."""
+    if isinstance(loss, StagedLoss):
+        return True
+    built, known = nnx.eval_shape(model.build), isinstance(loss, NextTokenLoss | TokenNll)
+    return isinstance(built, Decoder) and known and built.spec.encoder is None
+
+
+def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
+    """The loss in stages, for `trainer.gather: layer`; refuses what that cannot do."""
+    if isinstance(loss, StagedLoss):
+        return loss
+    built = nnx.eval_shape(model.build)
+    if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss | TokenNll)):
+        raise UserError(
+            "trainer.gather: layer needs a decoder of lm_trainer and the loss of its next token, not a model "
+            "or loss of your own, unless that is an lm_trainer.nn.stages.StagedLoss; use model"
+        )
+    if built.spec.encoder is not None:
+        raise UserError(
+            "trainer.gather: layer takes one stream through one stack of layers, and this model has an "
+            "encoder beside its decoder; use model"
+        )
+    if "pipeline" in model_parallel_axes(mesh.shape):
+        raise UserError(
+            "trainer.gather: layer takes one layer after another through all devices, each of which keeps a "
+            "part of every layer: pipeline_axis_size would save no memory and leave devices waiting. Set it to 1, or "
+            "use model"
+        )
+    return loss.staged(built.spec)
+
+
+def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
+    """The estimate that the optimizer takes."""
+    match optimizer.curvature:
+        case None:
+            return None
+        case "hutchinson":
+            return functools.partial(hutchinson, loss)
+        case "gauss_newton_bartlett":
+            return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_DRAWN_TOGETHER)
+
+
+def _curvature_stages(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages | None:
+    """The same in stages."""
+
+    def split(loss: StagedLoss) -> Callable[..., SplitLoss]:
+        # Nothing is logged of an estimate.
+        return lambda model, key_data, trainable: SplitLoss(model, loss, key_data, trainable, logs=False)
+
+    match optimizer.curvature:
+        case None:
+            return None
+        case "hutchinson":
+            dropped = split(with_key_of_dropout(loss))
+            return lambda *args: Hutchinson(dropped(*args)).stages
+        case "gauss_newton_bartlett":
+            drawn = split(staged_gauss_newton_bartlett(loss, block_size=_DRAWN_TOGETHER))
+            return lambda *args: drawn(*args).stages
+
+
+def check_devices(trainer: TrainerConfig) -> None:
+    """Finds early, before any data is read, that the devices do not fit the configuration.
+
+    Raises:
+        UserError: as `plan_program`.
+    """
+    plan = trainer.step_plan
+    mesh = trainer.device_mesh
+    if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
+        raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
+    plan.check_shares(mesh)

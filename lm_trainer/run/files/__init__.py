@@ -1,0 +1,1 @@
+"""The files of a run: its directory, its records and what runs are found by."""

@@ -1,0 +1,346 @@
+"""The directory of a run: its configuration, environment and results; held by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.config.render import to_yaml
+from lm_trainer.core.bucket import Bucket, Place, open_place, read_json
+from lm_trainer.core.bucket_files import written_to
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.file_lock import try_lock
+from lm_trainer.core.files import local_path, make_writable, write_atomically
+from lm_trainer.core.inside import path_inside
+from lm_trainer.core.lease import Lease
+from lm_trainer.core.process_id import ProcessId
+from lm_trainer.parallel.processes import gather_texts, is_lead, wait_for_all
+from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
+from lm_trainer.run.config.run_id import run_id_problem
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.copy import COPY, RunCopy
+from lm_trainer.run.files.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
+from lm_trainer.run.files.records import (
+    ENVIRONMENT,
+    RUN,
+    RecordCopies,
+    identity_of,
+    parsed_attempts,
+    parsed_run,
+    read_attempts,
+    read_run_record,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOST = {
+    RUN: "the configuration cannot be compared with that of the steps that are there",
+    ENVIRONMENT: "what computed the steps so far is not known, so that later ones may have other bits than they would",
+}
+"""Record -> why a start without it says so."""
+
+
+def run_id(config: RunConfig, config_name: str) -> str:
+    """The id in the configuration, else RUN_ID of the environment, else one made of the name and the numbers.
+
+    The same configuration has the same id, so the same command resumes its run; another configuration gets another.
+
+    Raises:
+        UserError: for a RUN_ID that trainer.id could not be.
+    """
+    if config.trainer.id:
+        return config.trainer.id
+    named = os.environ.get("RUN_ID")
+    if named and (problem := run_id_problem(named)):
+        raise UserError(f"RUN_ID in the environment: {problem}")
+    return named or f"{config_name}-{config_hash(config)}"
+
+
+def checkpoint_directory(trainer: TrainerConfig, name: str) -> Place:
+    """The directory of the checkpoints of the run `name`."""
+    return open_place(trainer.checkpointer.expanded_path(name))
+
+
+class RunDirectory:
+    """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
+
+    Of several processes the first holds and writes it. Where the checkpoints are in a bucket, a copy of the directory
+    is kept beside them, and replaces it where it is missing or older.
+
+    Args:
+        trainer: says where.
+        settings: all that decides the run, with `trainer` as one of its sections.
+        name: the run's id.
+        allow_change: whether the run may go on with another configuration than before. The change takes effect, and is
+            written down, with the first step that is computed under it.
+        waiting: told why the start has to wait for another process, where it has to.
+
+    Raises:
+        UserError: when it cannot be written, is in use, or holds another configuration.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        settings: Config,
+        name: str,
+        *,
+        allow_change: bool = False,
+        waiting: Callable[[str], Any] | None = None,
+    ):
+        self.name, self.allow_change = name, allow_change
+        self._differences: list[str] = []
+        self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
+        self.path = local_path(trainer.log_dir) / name
+        checkpoints = checkpoint_directory(trainer, name)
+        self.checkpoints: Place = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
+        self._locks = contextlib.ExitStack()
+        self._records = RecordCopies(self.path, self.checkpoints, name)
+        self.chain = ""
+        """The hash of the steps before this attempt (`extend_chain`), once they are known."""
+        self.notes: list[str] = []
+        self._copy = RunCopy(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
+        self._lease: Lease | None = None
+        self._probed = False
+        self._waiting = waiting
+
+    def __enter__(self) -> Self:
+        # The others wait: what they read in the directory is complete, or the first process has raised.
+        if is_lead():
+            self._hold()
+        wait_for_all("run directory")
+        return self
+
+    def _hold(self) -> None:
+        try:
+            for directory in self._local_directories():
+                _refuse_links(directory)
+                make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
+                self._locks.enter_context(locked(directory))
+            if self._copy is not None:
+                self._hold_bucket(self._copy)
+            self._check()
+            if self._copy is not None:
+                self._locks.enter_context(self._copy)
+        # `__exit__` is not called when `__enter__` raises.
+        except BaseException:
+            self._locks.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def _local_directories(self) -> set[Path]:
+        # A set: both may be one directory, however it is written, which cannot be locked twice.
+        return {place.resolve() for place in (self.path, self.checkpoints) if isinstance(place, Path)}
+
+    def _hold_bucket(self, copy: RunCopy) -> None:
+        assert isinstance(self.checkpoints, Bucket)
+        self._probe()
+        self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
+        there = read_json(self.checkpoints, f"{COPY}/run.json").get("id", self.name)
+        if there != self.name:
+            raise UserError(
+                f"{self.checkpoints} holds the checkpoints of the run {there}; choose another place with "
+                f"trainer.checkpointer.base_path, or let append_run_id_to_base_path give each run one of its own"
+            )
+        copy.fetch()
+
+    def _probe(self) -> None:
+        """Finds soon, and once, whether the bucket can be used: other requests are repeated for minutes."""
+        if isinstance(self.checkpoints, Bucket) and not self._probed:
+            self.checkpoints.probe("trainer.checkpointer.base_path")
+            self._probed = True
+
+    def before_commit(self, seconds: float) -> None:
+        """Makes sure that the checkpoint that is about to appear in a bucket belongs there, beside what led to it.
+
+        Args:
+            seconds: that each request may take.
+
+        Raises:
+            MachineError: when another process has taken the run over, or the bucket cannot be written.
+        """
+        if self._lease is not None and self._copy is not None:
+            # The copy first: metrics up to the checkpoint's step are there when a resume finds it.
+            self._copy.push(seconds)
+            self._lease.confirm()
+
+    def check_held(self) -> None:
+        """Raises `MachineError` when another process has taken the run over, which a bucket cannot keep it from."""
+        if self._lease is not None:
+            self._lease.check()
+
+    def _check(self) -> None:
+        self._restore_records()
+        before = read_run_record(self.path) if (self.path / RUN).exists() else {}
+        if before:
+            self._differences = numeric_differences(
+                identity_of(before, self.path), numeric_identity(self.config), self.config
+            )
+        if self._differences and not self.allow_change:
+            raise UserError(
+                f"{self.path} holds a run with another configuration:\n  "
+                + "\n  ".join(self._differences)
+                + "\nSet trainer.id to another name to start a new run, undo these changes to resume this one, or go "
+                "on with them by --allow-config-change, which is written down in the run's records"
+            )
+        # A change is written with the first step under it; until then the files describe the steps that are there.
+        if not self._differences:
+            self._write(before.get("changes", []))
+
+    def _restore_records(self) -> None:
+        for name in self._records.restore():
+            self.notes.append(
+                f"warning: {self.path / name} was missing, and is back from the copy beside the checkpoints"
+            )
+        missing = [name for name in _LOST if not (self.path / name).exists()]
+        if missing and committed_steps(self.checkpoints):
+            self.notes += [
+                f"warning: {self.path / name} is missing, and there is no copy: {_LOST[name]}" for name in missing
+            ]
+
+    def _write(self, changes: list[dict[str, Any]]) -> None:
+        content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": numeric_identity(self.config)}
+        if changes:
+            content["changes"] = changes
+        self._records.write(RUN, json.dumps(content, indent=1) + "\n")
+        text = to_yaml(self.config, shown=True)
+        write_atomically(self.path / "config.yaml", text)
+        with written_to(self.checkpoints) as directory:
+            write_atomically(directory / "config.yaml", text)
+
+    def write_artifact(self, name: str, artifact: Any) -> Path:
+        """Writes text, bytes, a copy of a file or anything that JSON can hold to `artifacts`/name; returns its path."""
+        file = self.path / "artifacts" / name
+        if not is_lead():
+            return file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(artifact, Path):
+            artifact = artifact.read_bytes()
+        elif not isinstance(artifact, str | bytes):
+            artifact = json.dumps(artifact, indent=1, default=str)
+        write_atomically(file, artifact)
+        return file
+
+    def cpu_threads(self, trainer: TrainerConfig) -> int | None:
+        """With how many threads to compute on a CPU: as the configuration says, or as when the run was last worked on;
+        None where neither says so.
+        """
+        # XLA on a CPU cuts sums by its number of threads: a resume with as many gives the same bits.
+        attempts = self._attempts() if trainer.bitwise else []
+        return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        return parsed_attempts(self.path / ENVIRONMENT, self._read(ENVIRONMENT))
+
+    def _read(self, name: str) -> bytes | None:
+        """A record, asked for before the directory is held, and so before a newer copy has replaced it."""
+        if self._copy is not None:
+            self._probe()
+            content = self._copy.read(name)
+        else:
+            content = (self.path / name).read_bytes() if (self.path / name).exists() else None
+        # A missing one is put back when the directory is held.
+        return self._records.read(name) if content is None else content
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The trainer section of `config`."""
+        settings: Any = self.config
+        return settings.trainer
+
+    def go_on_as_begun(self) -> None:
+        """Gives keys that are not set the values with which the run was begun: see `as_begun`.
+
+        Waits for all processes, each of which must call it.
+        """
+        content = self._read(RUN) if is_lead() else None
+        identity = {} if content is None else identity_of(parsed_run(self.path / RUN, content), self.path)
+        # The first process alone may have the directory.
+        self.config = config_as_begun(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
+
+    def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
+        """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
+
+        Args:
+            trainer: as for `cpu_threads`.
+            step: steps that are done.
+            rows: in a microbatch.
+            program: the hash of the program that computes one.
+
+        Returns:
+            What the person at the terminal should know: how this attempt differs from the one before, or what is
+            particular to the first. Empty in all processes but the first.
+        """
+        if not is_lead():
+            return []
+        file, attempts = self.path / ENVIRONMENT, read_attempts(self.path)
+        now = {**environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
+        resumed = step and attempts
+        particular = changes_since(attempts[-1], now, file) if resumed else notes_on_start(now, trainer)
+        notes = [*self._change(step), *particular]
+        self._records.write(ENVIRONMENT, json.dumps([*attempts, now], indent=1) + "\n")
+        return notes
+
+    def _change(self, step: int) -> list[str]:
+        changes = read_run_record(self.path).get("changes", [])
+        # Where a checkpoint was lost, what came after an earlier one is computed again, under the newest configuration.
+        moved = [{**change, "step": min(change["step"], step)} for change in changes]
+        if self._differences:
+            kept = f"config.{len(changes) + 1}.yaml"
+            self._records.write(kept, (self.path / "config.yaml").read_text())
+            moved.append({"step": step, "differences": self._differences, "config_before": kept})
+        if moved != changes:
+            self._write(moved)
+        listed, self._differences = self._differences, []
+        return [f"from step {step} on with another configuration:\n  " + "\n  ".join(listed)] if listed else []
+
+
+def _refuse_links(directory: Path) -> None:
+    """Raises UserError for a link by which a run that somebody gave away would write to other files; checkpoints may be
+    elsewhere, since nothing in them is written again.
+    """
+    for entry in [*directory.iterdir()] if directory.is_dir() else ():
+        if entry.is_symlink() and not entry.name.isdecimal():
+            path_inside(directory, entry.name, directory)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Any:
+    """Holds a directory by an advisory lock, which ends with the process, however it ends.
+
+    Raises:
+        UserError: when another process holds it.
+    """
+    with (directory / ".lock").open("a+") as file:
+        try:
+            taken = try_lock(file.fileno())
+        except OSError as error:
+            logger.warning(
+                "%s: its file system has no locks (%s), so nothing keeps a second process from writing there",
+                directory,
+                error.strerror,
+            )
+            yield
+            return
+        if not taken:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UserError(
+                f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
+            )
+        # For the message to a process that comes second.
+        file.seek(0)
+        file.truncate()
+        file.write(str(ProcessId.of_this_process()))
+        file.flush()
+        yield

@@ -1,0 +1,126 @@
+"""Runs on disk, with what each has come to: read from their directories alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lm_trainer.core.errors import MachineError
+from lm_trainer.core.file_lock import is_locked
+from lm_trainer.run.files.find import checkpoints_of, trainer_setting
+from lm_trainer.trackers.jsonl import METRICS, SUMMARY
+
+logger = logging.getLogger(__name__)
+
+_TAIL_BYTES = 1 << 16
+"""Bytes at the end of metrics.jsonl in which the last loss is looked for."""
+
+
+@dataclass(frozen=True)
+class RunListing:
+    """One run."""
+
+    id: str
+    directory: Path
+    state: Literal["running", "done", "stopped", "not begun", "damaged"]
+    """`running`: a process holds the directory; `stopped`: the same command would go on; `damaged`: its run.json cannot
+    be read, and a line in the log says why."""
+    step: int
+    """Steps that are logged."""
+    steps: int | None
+    """Steps of the whole run; None where its configuration cannot be read."""
+    loss: float | None
+    """Training loss of the last step that is logged, in nats per token."""
+    changed: float
+    """Time of the last change, in seconds since 1970."""
+    bytes: int
+    """Size of the run directory and of its checkpoints, without those in a bucket."""
+
+
+def list_runs(directories: Iterable[Path]) -> list[RunListing]:
+    """Lists the runs below directories of runs (`logs`), the last change first; a run directory stands for itself."""
+    found = {path.resolve(): path for base in directories for path in _run_directories(base)}
+    return sorted((_read(path) for path in found.values()), key=lambda run: -run.changed)
+
+
+def _run_directories(base: Path) -> Iterator[Path]:
+    if (base / "run.json").is_file():
+        yield base
+    else:
+        yield from sorted(path.parent for path in base.glob("*/run.json"))
+
+
+def _read(path: Path) -> RunListing:
+    step, loss = last_logged(path / METRICS)
+    summary = _json(path / SUMMARY)
+    try:
+        checkpoints = checkpoints_of(path)
+    except MachineError as error:
+        # The others are listed all the same.
+        logger.warning("%s", error)
+        checkpoints = None
+    # In a bucket only the server would know.
+    places = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
+    files = [path / name for name in ("run.json", METRICS, SUMMARY)]
+    sizes = {p: s for directory in places for p, s in _sizes(directory)}
+    steps = _total_steps(path)
+    state: Any = "stopped" if step else "not begun"
+    if is_locked(path / ".lock"):
+        state = "running"
+    elif checkpoints is None:
+        state = "damaged"
+    elif summary.get("step", -1) >= step or (steps is not None and step >= steps):
+        state = "done"
+    changed = max(file.stat().st_mtime for file in files if file.is_file())
+    return RunListing(path.name, path, state, step, steps, loss, changed, sum(sizes.values()))
+
+
+def last_logged(file: Path) -> tuple[int, float | None]:
+    """The last step of metrics.jsonl and its loss; 0 and None where there is none."""
+    step, loss = 0, None
+    for line in _last_lines(file):
+        try:
+            record = json.loads(line)
+            step, loss = int(record["step"]), float(record["train/loss"])
+        except (ValueError, TypeError, KeyError):
+            # The first may be half a line, and the last one that is being written; others have no loss.
+            continue
+    return step, loss
+
+
+def _last_lines(file: Path) -> list[bytes]:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL_BYTES))
+            return stream.read().splitlines()
+    except OSError:
+        return []
+
+
+def _total_steps(path: Path) -> int | None:
+    steps = trainer_setting(path / "config.yaml", "num_train_steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _sizes(directory: Path) -> Iterator[tuple[Path, int]]:
+    """The files below a directory with their sizes in bytes; those that go meanwhile are left out."""
+    for base, _, names in os.walk(directory):
+        for name in names:
+            path = Path(base, name)
+            try:
+                yield path, path.lstat().st_size
+            except OSError:
+                continue

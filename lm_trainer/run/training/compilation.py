@@ -1,0 +1,82 @@
+"""Compilation of the training step, at its first batch, and the record of the compiled program."""
+
+from __future__ import annotations
+
+import time
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.artifacts import Artifacts
+from lm_trainer.run.files.directory import RunDirectory
+from lm_trainer.run.start.agreement import check_programs
+from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.norms import Watcher
+from lm_trainer.trackers import Progress
+
+
+class Compilation:
+    """Compiles the step whenever the size of its batch is new, and writes down the first program of an attempt.
+
+    Args:
+        config: says whether the program is written to files.
+        program: the run's.
+        directory: where the attempt is recorded.
+        artifacts: where the program goes.
+        watchdog: does not time compilation.
+        progress: the person at the terminal.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        program: Program,
+        directory: RunDirectory,
+        artifacts: Artifacts,
+        watchdog: Watchdog,
+        progress: Progress,
+    ):
+        self._config, self._program, self._directory, self._artifacts = config, program, directory, artifacts
+        self._watchdog, self._progress = watchdog, progress
+        self._recorded = False
+
+    def ensure(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
+        """Compiles what the next step needs, for rows like those of `batch`, and what looks at it.
+
+        Returns:
+            False where all of it is compiled already.
+        """
+        step = state.step
+        if self._program.step.compiled(step):
+            return False
+        # Compilation may take many minutes, which are no sign of a hang.
+        self._watchdog.disarm()
+        self._progress.phase("compiling the training step")
+        started = time.monotonic()
+        observed = watcher.due_between(step, self._config.num_train_steps)
+        executable = self._program.step.compile(batch, step, observed=observed)
+        if observed:
+            watcher.compile(state)
+        fingerprint = executable.fingerprint()
+        self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
+        if self._config.bitwise:
+            for note in check_programs(fingerprint):
+                self._progress.note(note)
+        if not self._recorded:
+            self._record(executable, step, fingerprint)
+        return True
+
+    def _record(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
+        # Only now: an attempt that never computes a step leaves no trace in the records of the run.
+        self._recorded = True
+        if self._config.log_jaxprs:
+            self._artifacts.write("train_step.jaxpr.txt", executable.jaxpr(), type="program")
+        if self._config.log_xla_hlo:
+            self._artifacts.write("train_step.hlo.txt", executable.hlo(), type="program")
+        rows = self._program.step.plans.at(step).rows
+        for note in self._directory.record_attempt(self._config, step=step, rows=rows, program=fingerprint):
+            self._progress.note(note)
+        for name, kind in (("config.yaml", "config"), ("env.json", "environment")):
+            self._artifacts.log(name, self._directory.path / name, type=kind)

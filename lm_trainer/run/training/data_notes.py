@@ -1,0 +1,57 @@
+"""Lines about the data of a run for the person at the terminal."""
+
+from __future__ import annotations
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.dataset import Data
+from lm_trainer.parallel.processes import is_lead
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.trackers import Progress
+
+
+def empty_rows_note(config: RunConfig, data: Data) -> str | None:
+    """A line about rows from which nothing is learnt; None where there are none, as far as is known."""
+    trainer = config.trainer
+    if not is_lead():
+        return None
+    share = data.share_without_loss(trainer.batch_schedule, trainer.num_train_steps)
+    if not share:
+        return None
+    return (
+        f"warning: in {share:.1%} of the rows no token has a loss, such as where a prompt is longer than a row of "
+        f"model.seq_len={config.model.seq_len}: nothing is learnt from them"
+    )
+
+
+def describe_build(data: Data) -> str:
+    """A line about a run that begins before all of its text is tokenised."""
+    because = data.waits_for_all
+    if because is None:
+        return "the text is tokenised while the run trains on what is there"
+    waits = f"the first step waits until all text is tokenised, because of {because}"
+    if "shuffle" not in because:
+        return waits
+    return f"{waits}; to begin at once, write data.shuffle: {{type: era}}, which draws early batches from early text"
+
+
+class BuildWatch:
+    """Says, once, when all text is tokenised, or that this has failed while nobody waits for it."""
+
+    def __init__(self, config: RunConfig, data: Data, progress: Progress):
+        self._config, self._data, self._progress, self._told = config, data, progress, False
+
+    def look(self, step: int) -> None:
+        """Looks at the build after a step."""
+        if self._told:
+            return
+        try:
+            self._data.check_builds()
+        except UserError as error:
+            self._progress.note(f"warning: {error}. Training goes on with the text that is there")
+            self._told = True
+        if self._data.complete:
+            tokens = self._data.num_train_tokens
+            self._progress.note(f"step {step}: all text is tokenised, {tokens:,} training tokens")
+            if note := empty_rows_note(self._config, self._data):
+                self._progress.note(note)
+            self._told = True

@@ -1,0 +1,207 @@
+"""Everything that the training loop needs, built before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+
+from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.health.alerts.sender import Alerts
+from lm_trainer.health.signals import SaveRequests, StopRequest
+from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.parallel.processes import is_lead
+from lm_trainer.profile.goodput import Goodput
+from lm_trainer.profile.memory_use import memory_meter
+from lm_trainer.profile.meter import Meter
+from lm_trainer.profile.peaks import datasheet_peak
+from lm_trainer.profile.trace import Profiler, ProfilerOff
+from lm_trainer.run.build.program import Program
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.artifacts import Artifacts
+from lm_trainer.run.start.attempt import Attempt
+from lm_trainer.run.training.bad_batches import BadBatchDump
+from lm_trainer.run.training.batches import DataWait
+from lm_trainer.run.training.checkpoints import EMPTY_STEPS, SERIES, Checkpoints
+from lm_trainer.run.training.compilation import Compilation
+from lm_trainer.run.training.data_notes import BuildWatch
+from lm_trainer.run.training.evaluations import EvalSets, Evaluations
+from lm_trainer.run.training.hf_exports import HfExports
+from lm_trainer.run.training.hooks import Hooks
+from lm_trainer.run.training.metrics import MetricLogger
+from lm_trainer.run.training.task_evaluation import TaskEvaluation
+from lm_trainer.run.training.token_probabilities import TokenProbabilities
+from lm_trainer.run.weights.saved_state import Fingerprint
+from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.norms import Watcher
+from lm_trainer.trackers import Progress, open_trackers, profile_directory
+from lm_trainer.trackers.base import Composite
+from lm_trainer.trackers.json_lines import METRICS
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """The parts of a loop, complete before its first step."""
+
+    num_train_steps: int
+    program: Program
+    compilation: Compilation
+    metrics: MetricLogger
+    norms: Watcher
+    profiler: Profiler | ProfilerOff
+    evaluations: Evaluations
+    exports: tuple[HfExports, ...]
+    build_watch: BuildWatch | None
+    tasks: TaskEvaluation | None
+    hooks: Hooks
+    """The user's."""
+    checkpoints: Checkpoints
+    bad_batches: BadBatchDump
+    data_wait: DataWait
+    stop: StopRequest
+    save_requests: SaveRequests
+    watchdog: Watchdog
+    progress: Progress
+    records: bool
+    """True if metrics are logged and checkpoints saved."""
+
+
+@dataclass
+class LoopOptions:
+    """The choices that a loop takes beyond its configuration."""
+
+    data_fingerprint: Callable[[int], Fingerprint]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Saved with every checkpoint, as JSON."""
+    flops_per_token: float = 0.0
+    """FLOPs of a training step for each token, for the figure of MFU; 0 where they are not known."""
+    recomputed_flops_per_token: float | None = None
+    """FLOPs that rematerialisation adds to them, for the figure of HFU; None where it is not known."""
+    exports: Sequence[HfExports] = ()
+    build_watch: BuildWatch | None = None
+    """For a run that begins before all of its text is tokenised."""
+    tasks: TaskEvaluation | None = None
+    open_tokens: Callable[[Composite, EvalSet], TokenProbabilities] | None = None
+    """Opens the probabilities of single tokens of a held-out set, at the first evaluation."""
+    hooks: Hooks = field(default_factory=Hooks)
+    eval_sets: EvalSets = field(default_factory=list)
+    records: bool = True
+    """True if metrics are logged and checkpoints saved."""
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """A loop that is ready to run, and where it reports."""
+
+    parts: LoopParts
+    tracker: Composite
+    artifacts: Artifacts
+
+
+@contextmanager
+def open_loop(attempt: Attempt, program: Program, state: TrainState, options: LoopOptions) -> Iterator[OpenLoop]:
+    """Builds everything that the loop needs, from a state that may have steps behind it.
+
+    Raises:
+        MachineError: when metrics.jsonl cannot be written.
+        UserError: when a tracker needs something from the user, such as a package.
+    """
+    config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
+    with ExitStack() as stack:
+        # Before the trackers drop the lines of steps that come again.
+        goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
+        saved = attempt.store.record(state.step)
+        # Opened first and closed last, so that what the other parts report at their end arrives.
+        tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
+        for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
+            progress.note(note)
+        tracker.log_config(directory.config.model_dump(mode="json"))
+        artifacts = Artifacts(directory, tracker)
+        norms = Watcher(config.watch, program.sharding, program.model.axes)
+        bad_batches = BadBatchDump(directory.path / "non-finite")
+        meter = _meter(config, program, options, goodput)
+        alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
+        watchdog.on_stall = alerts.stalled
+        logger = MetricLogger(
+            config,
+            tracker,
+            progress,
+            meter,
+            norms,
+            memory_meter(),
+            bad_batches=bad_batches,
+            alerts=alerts,
+            chain=directory.chain,
+            empty_steps=saved.get(EMPTY_STEPS, 0),
+        )
+        metrics = stack.enter_context(closing(logger))
+        profiler = stack.enter_context(_profiler(attempt, tracker))
+        profiler.on_step(state.step)
+        checkpoints = Checkpoints(
+            attempt.store, program, metrics, options.data_fingerprint, options.facts, attempt.watchdog
+        )
+        data_wait = DataWait(attempt.stop, progress, watchdog, checkpoints.keep)
+        tokens = None if options.open_tokens is None else partial(options.open_tokens, tracker)
+        evaluations = Evaluations(options.eval_sets, config, program, metrics, data_wait, watchdog, progress, tokens)
+        parts = LoopParts(
+            num_train_steps=config.num_train_steps,
+            program=program,
+            compilation=Compilation(config, program, directory, artifacts, watchdog, progress),
+            metrics=metrics,
+            norms=norms,
+            profiler=profiler,
+            evaluations=evaluations,
+            exports=tuple(options.exports),
+            build_watch=options.build_watch,
+            tasks=options.tasks,
+            hooks=options.hooks,
+            checkpoints=checkpoints,
+            bad_batches=bad_batches,
+            data_wait=data_wait,
+            stop=attempt.stop,
+            save_requests=attempt.save_requests,
+            watchdog=watchdog,
+            progress=progress,
+            records=options.records,
+        )
+        # From here on there is a state that is worth saving, and a signal waits for the end of a step.
+        attempt.stop.arm()
+        yield OpenLoop(parts, tracker, artifacts)
+
+
+def _open_trackers(attempt: Attempt, step: int, series: Any) -> Composite:
+    directory = attempt.directory
+    return open_trackers(
+        attempt.config.trackers,
+        run_dir=directory.path,
+        run_id=directory.name,
+        resume_step=step,
+        series=series,
+        process_index=jax.process_index(),
+    )
+
+
+def _meter(config: TrainerConfig, program: Program, options: LoopOptions, goodput: Goodput) -> Meter:
+    devices = program.sharding.mesh.devices
+    peak = datasheet_peak(devices.flat[0].device_kind, config.mp.compute)
+    flops = options.flops_per_token
+    peak_flops = None if peak is None or not flops else peak.flops * devices.size
+    recomputed = options.recomputed_flops_per_token
+    return Meter(flops_per_token=flops, peak_flops=peak_flops, recomputed=recomputed, goodput=goodput)
+
+
+def _profiler(attempt: Attempt, tracker: Composite) -> Profiler | ProfilerOff:
+    config, directory = attempt.config, attempt.directory
+    if not config.profiler or not is_lead():
+        return ProfilerOff()
+    return Profiler(
+        profile_directory(config.trackers, run_dir=directory.path, run_id=directory.name),
+        start_step=config.profiler_start_step,
+        num_steps=config.profiler_num_steps,
+        perfetto_link=config.profiler_perfetto_link,
+        on_trace=lambda path: tracker.log_artifact("profile", path, type="profile"),
+    )

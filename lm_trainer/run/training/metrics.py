@@ -1,0 +1,243 @@
+"""Metrics of a run: read one step late, sent to the trackers and the terminal, and checked to be finite."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from lm_trainer.checkpoint.digest import hashes
+from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.health.alerts.sender import Alerts
+from lm_trainer.profile.meter import Meter
+from lm_trainer.run.config.trainer_config import TrainerConfig
+from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
+from lm_trainer.run.training.bad_batches import BadBatchDump
+from lm_trainer.run.training.hooks import StepInfo, scalar
+from lm_trainer.step.state.train_state import TrainState
+from lm_trainer.step.updates.norms import Watcher
+from lm_trainer.trackers import Progress
+from lm_trainer.trackers.base import Composite
+
+_NAMED = ("loss", "grad_norm", "tokens")
+_EMPTY_STEPS = "data/steps_without_loss_tokens"
+"""Number of such steps in the run so far, logged with each of them."""
+
+
+class _Pending(NamedTuple):
+    """A step whose metrics are not read yet; without its state, which the next step consumes."""
+
+    step: int
+    metrics: Mapping[str, jax.Array]
+    learning_rate: float | None
+    tokens: int
+    total_tokens: int
+    loading: float
+    done: Future[float]
+    """The time at which it was done, in seconds of `time.perf_counter`."""
+
+
+class MetricLogger:
+    """Reads the metrics of a step after the next one has been started, so that recording never makes a device wait.
+
+    Attributes:
+        train_loss: of the last step that was read.
+        eval_losses: of the last evaluation, by name.
+        empty_steps: of the run, those in whose batch no token had a loss.
+        chain: over the losses and gradient norms of all steps of the run that were read (`extend_chain`).
+    """
+
+    def __init__(  # noqa: PLR0913 - a step reports to all of them
+        self,
+        config: TrainerConfig,
+        trackers: Composite,
+        progress: Progress,
+        meter: Meter,
+        watcher: Watcher,
+        measure_memory: Callable[[], dict[str, float]],
+        *,
+        bad_batches: BadBatchDump,
+        alerts: Alerts,
+        chain: str = "",
+        empty_steps: int = 0,
+    ):
+        self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
+        self._watcher, self._bad_batches, self._alerts = watcher, bad_batches, alerts
+        self._measure_memory = measure_memory
+        self._pending: _Pending | None = None
+        # By the time that a step is read, the next one may be half done: enqueueing can block.
+        self._waiting = ThreadPoolExecutor(1, "step done")
+        self.train_loss = math.nan
+        self.eval_losses: dict[str, float] = {}
+        self.chain, self.empty_steps = chain, empty_steps
+        self._told_of_empty = False
+
+    def step_done(self, info: StepInfo) -> None:
+        """Takes a step that was just enqueued, and records the one before."""
+        # One step late: the devices have the next step in their queue while the host waits for this one.
+        self.flush()
+        self._pending = _Pending(
+            info.step,
+            info.metrics,
+            info.learning_rate,
+            info.tokens,
+            info.total_tokens,
+            info.loading,
+            self._waiting.submit(_when_done, info.metrics["loss"]),
+        )
+
+    def flush(self) -> None:
+        """Waits for the last step and records it.
+
+        Raises:
+            NonFiniteError: when its loss or gradient is not finite and the configuration says to stop.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = {name: scalar(x) for name, x in pending.metrics.items()}
+        speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
+        empty = not values["tokens"]
+        if not empty:
+            self.train_loss = values["loss"]
+        # Before anything can fail: the chain covers every step that was applied.
+        self.chain = extend_chain(self.chain, pending.step, values["loss"], values["grad_norm"])
+        of_step = step_metrics(values, pending.learning_rate)
+        metrics = {**of_step, "throughput/total_tokens": pending.total_tokens, **speed}
+        if empty:
+            metrics |= self._count_empty(pending.step)
+        # The last step, a bad and an empty one are always written, however seldom the others are.
+        last = pending.step == self._config.num_train_steps
+        if last or pending.step % self._config.steps_per_log == 0 or empty or not _finite(values):
+            self._trackers.log(metrics | self._measure_memory(), step=pending.step)
+        self._progress.log(pending.step, metrics)
+        self._record_watched(pending.step)
+        try:
+            self._check_finite(pending.step, values)
+        finally:
+            # Also of the step that ends the run; behind its message. A loss that is 0 by definition tells no alert
+            # anything, and would count among the losses that later ones are compared with.
+            if not empty:
+                self._alerts.step(pending.step, of_step, speed)
+
+    def _count_empty(self, step: int) -> dict[str, float]:
+        self.empty_steps += 1
+        if not self._told_of_empty:
+            self._told_of_empty = True
+            self._progress.note(
+                f"warning: step {step}: no token of its batch has a loss, so that its loss and gradient are 0; "
+                f"{_EMPTY_STEPS} counts such steps"
+            )
+        return {_EMPTY_STEPS: self.empty_steps}
+
+    def _record_watched(self, step: int) -> None:
+        for watched in self._watcher.report(until=step):
+            if watched.scalars:
+                self._trackers.log(watched.scalars, step=watched.step)
+            for name, (counts, edges) in watched.histograms.items():
+                self._trackers.log_histogram(name, counts, edges, step=watched.step)
+
+    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
+        """Records an evaluation after `step` steps; `name` is that of the set, "" for the only one."""
+        self.eval_losses[name or "validation"] = means["loss"]
+        metrics = evaluation_metrics(name, means)
+        self._trackers.log(metrics, step=step)
+        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
+        # The time since the last step is that of the evaluation.
+        self._meter.pause()
+
+    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None:
+        """Records the means over several sets after `step` steps; `name` is that of the group, "" for all sets."""
+        self._trackers.log(evaluation_metrics(name, found), step=step)
+        shown = f"step {step}: eval{f'/{name}' if name else ''}: "
+        self._progress.note(shown + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
+
+    def asked(self, step: int, found: Mapping[str, float]) -> None:
+        """Records the results of tasks after `step` steps, under their names."""
+        self._trackers.log(found, step=step)
+        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
+        self._meter.pause()
+
+    def pause(self) -> None:
+        """Leaves the time until the next step is done out of its speed; records the step before it."""
+        self.flush()
+        self._meter.pause()
+
+    def prove(self, state: TrainState) -> dict[str, Any]:
+        """Records the fingerprint of a state whose step has been read; returns what its checkpoint is to keep of it."""
+        found = hashes(state.params)
+        proof = fingerprint(self.chain, found)
+        self._trackers.log_record({"fingerprint": proof}, step=state.step)
+        return {"fingerprint": proof, "chain": self.chain, "hashes": found}
+
+    def sync(self) -> Mapping[str, Any]:
+        """Puts on disk what was recorded, before a checkpoint; returns what that is to remember (`Composite.sync`)."""
+        return self._trackers.sync()
+
+    def close(self) -> None:
+        """Ends the thread that waits for steps; safe to call twice."""
+        self._waiting.shutdown()
+
+    def finish(self, step: int, sample: str | None) -> None:
+        """Records what the run came to."""
+        self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
+        if sample is not None:
+            self._trackers.log_text("sample", sample, step=step)
+
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not bad:
+            return
+        file = self._bad_batches.write(step)
+        found = ", ".join(f"{name} is {value}" for name, value in bad.items())
+        # The update looks at these alone: another value that is not finite has changed nothing.
+        applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        what = f"step {step}: {found}; the step was {'' if applied else 'not '}applied"
+        what += f"; its batch is in {file}" if file else ""
+        config = self._config
+        if not any(config.crash_on_nan if math.isnan(value) else config.crash_on_inf for value in bad.values()):
+            self._progress.note(what)
+            return
+        raise NonFiniteError(
+            f"{what}. Lower optimizer.learning_rate, look at the data of this step (`lmt replay`), or set "
+            f"trainer.crash_on_nan and trainer.crash_on_inf to false to skip such steps"
+        )
+
+
+def _when_done(x: jax.Array) -> float:
+    x.block_until_ready()
+    return time.perf_counter()
+
+
+def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> dict[str, float]:
+    """The metrics of a step that are the same whenever and wherever it is computed, by the name they are logged under.
+
+    Args:
+        values: the scalars that the step returned.
+        learning_rate: of the step; None where the optimizer keeps its own, and reports it if at all.
+    """
+    return {
+        "train/loss": values["loss"],
+        "optim/grad_norm": values["grad_norm"],
+        **({} if learning_rate is None else {"optim/learning_rate": learning_rate}),
+        "data/loss_tokens": values["tokens"],
+        **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
+    }
+
+
+def evaluation_metrics(name: str, means: Mapping[str, float]) -> dict[str, float]:
+    """The means of an evaluation by the names that they are logged under; `name` is that of the set or group, or ""."""
+    return {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
+
+
+def _metric_name(name: str) -> str:
+    """Metrics of the loss function belong to training; those of the optimizer carry their group in their name."""
+    return name if name.startswith("optim/") else f"train/{name}"
+
+
+def _finite(values: dict[str, float]) -> bool:
+    return all(math.isfinite(v) for v in values.values())

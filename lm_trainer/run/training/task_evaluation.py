@@ -1,0 +1,70 @@
+"""Tasks of lm-evaluation-harness that a model is asked while it trains."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lm_trainer.harness.config import quiet_bars
+from lm_trainer.harness.report import task_metrics, write_samples
+from lm_trainer.parallel.processes import is_lead
+from lm_trainer.run.training.hooks import StepInfo, is_due
+from lm_trainer.run.weights.local_params import local_params
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lm_trainer.data.tokenizer import HfTokenizer
+    from lm_trainer.export.settings import HfSettings
+    from lm_trainer.run.build.program import Program
+    from lm_trainer.run.config.run_config import RunConfig
+    from lm_trainer.run.training.metrics import MetricLogger
+    from lm_trainer.trackers import Progress
+
+
+class TaskEvaluation:
+    """Asks the model the tasks of `eval_harness`, with the weights that would be exported.
+
+    Args:
+        config: of the run.
+        tokenizer: of the run.
+        run_dir: gets the samples.
+        settings: of the published model that it comes from.
+
+    Raises:
+        UserError: for a task that there is not, and data that cannot be read.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: HfTokenizer, run_dir: Path, settings: HfSettings | None = None):
+        quiet_bars()
+        from lm_trainer.harness.run import Tasks
+
+        assert config.eval_harness is not None
+        self._config, self._tokenizer, self._run_dir, self._settings = config, tokenizer, run_dir, settings
+        self._tasks = Tasks(config.eval_harness)
+
+    def due(self, step: int) -> bool:
+        """True if the tasks are due after `step` steps."""
+        return is_due(self._config.eval_harness_steps, step)
+
+    def run(self, info: StepInfo, program: Program, metrics: MetricLogger, progress: Progress) -> None:
+        """Asks the tasks and logs what comes out."""
+        from lm_trainer.harness.model import HarnessModel
+
+        harness = self._config.eval_harness
+        assert harness is not None
+        metrics.flush()
+        progress.phase("asking the tasks of eval_harness")
+        # The last set of weights is the one to export.
+        weights = [*program.weights(info.state).values()][-1]
+        params = local_params(program, weights)
+        model = HarnessModel(
+            program.model.merge(params),
+            self._tokenizer,
+            settings=self._settings,
+            dtype=self._config.trainer.mp.compute_dtype,
+            max_length=harness.max_eval_length,
+        )
+        results = self._tasks.ask(model)
+        metrics.asked(info.step, task_metrics(results))
+        if harness.log_samples and is_lead():
+            write_samples(self._run_dir / "eval-harness" / f"step-{info.step}", results)

@@ -1,0 +1,111 @@
+"""Probabilities of the tokens of a few held-out documents, at every evaluation.
+
+Shape letters: B rows of this process, S positions, T = S + 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.files import write_atomically
+from lm_trainer.data.rows.chunks import make_batch
+from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.parallel.processes import is_lead
+from lm_trainer.run.build.model import TokenNll
+from lm_trainer.run.build.program import Program, loss_in_stages
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES
+from lm_trainer.step.evaluate import Evaluator
+from lm_trainer.step.state.model_def import Params
+from lm_trainer.trackers.base import Composite
+from lm_trainer.trackers.token_page import PAGE, Scored, TokenFile, token_page
+
+MAX_TOKENS, TOP = 256, 3
+"""Tokens of a document, and likeliest tokens at each of them."""
+_READ, _SHORTEST = 1 << 16, 16
+"""Tokens that are looked through for documents, and the fewest of one."""
+
+
+class TokenProbabilities:
+    """Computes, writes and shows the probabilities of the first documents of a held-out set.
+
+    Args:
+        config: of the run.
+        program: of the run.
+        held_out: the set.
+        directory: of the run.
+        tracker: gets the page.
+    """
+
+    def __init__(self, config: RunConfig, program: Program, held_out: EvalSet, directory: Path, tracker: Composite):
+        trainer, mesh = config.trainer, program.sharding.mesh
+        loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
+        staged = loss_in_stages(loss, program.model, mesh) if program.gathers_layers else None
+        self._documents = _documents(held_out, trainer.token_probabilities)
+        # As few rows as the devices can share.
+        rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
+        count = shards * math.ceil(len(self._documents) / (rows * shards))
+        plan = MicrobatchPlan(count * rows, count, rows)
+        self._evaluate = Evaluator(program.model, loss, program.step.devices, plan, staged=staged)
+        # Of several processes, the first one writes what it computes itself.
+        self._own = [row for row in self._evaluate.local_rows if row < len(self._documents)]
+        length = min(config.model.seq_len, MAX_TOKENS)
+        self._batch = _rows(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
+        self._directory, self._tracker = directory, tracker
+        self._file: TokenFile | None = None
+        if is_lead() and self._own:
+            tokenizer = held_out.tokenizer
+            documents = [self._documents[row][: length + 1].tolist() for row in self._own]
+            self._file = TokenFile(directory, documents, lambda index: tokenizer.decode([index]))
+
+    def record(self, step: int, params: Params) -> None:
+        """Computes the probabilities with these weights, and writes the file and the page."""
+        (found,) = self._evaluate.rows(params, [self._batch])
+        if self._file is None:
+            return
+        places = {row: at for at, row in enumerate(self._evaluate.local_rows)}
+        scored = []
+        for row, ids in zip(self._own, self._file.history.documents, strict=True):
+            of_row = {name: x[places[row], : len(ids) - 1] for name, x in found.items()}
+            scored.append(Scored.of(of_row["nll"], of_row["rank"], of_row["top_ids"], of_row["top_nll"]))
+        self._file.add(step, scored)
+        write_atomically(self._directory / PAGE, token_page({self._directory.name: self._file.history}))
+        self._tracker.log_artifact("token-probabilities", self._directory / PAGE, type="html")
+
+
+def _documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
+    """The first documents of a set that are not too short, int32 each; at least one."""
+    start = np.array([held_out.first_token])
+    tokens = held_out.stream.read(start, min(_READ, held_out.num_tokens))[0]
+    ends = np.flatnonzero(tokens == held_out.eos_id) + 1
+    pieces = np.split(tokens, ends)
+    long_enough = [piece for piece in pieces if len(piece) >= _SHORTEST]
+    return (long_enough or [tokens])[:count]
+
+
+def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
+    """The rows of a batch that this process needs: documents, and padding behind them."""
+    tokens_BT = np.full((len(rows), length + 1), eos_id, np.int32)
+    available_B = np.zeros(len(rows), np.int64)
+    for at, row in enumerate(rows):
+        if row < len(documents):
+            ids = documents[row][: length + 1]
+            tokens_BT[at, : len(ids)], available_B[at] = ids, len(ids)
+    return make_batch(tokens_BT, available_B, eos_id)
+
+
+def first_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
+    """The first held-out set that holds tokens of text, once it is tokenised."""
+    for _, held_out in sets:
+        found = getattr(held_out, "complete", lambda held_out=held_out: held_out)()
+        if isinstance(found, EvalSet) and not found.has_features:
+            return found
+    return None

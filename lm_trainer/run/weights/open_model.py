@@ -1,0 +1,117 @@
+"""Models to export or to sample from: of a run, or in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lm_trainer.core.bucket import Bucket, is_bucket
+from lm_trainer.core.bucket_files import local_copy
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
+from lm_trainer.core.tree import named_leaves
+from lm_trainer.export.adapter import AdapterModel
+from lm_trainer.export.card import TrainingFacts
+from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
+from lm_trainer.export.output import exported_files, is_export
+from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.weights.adapters import base_name, load_whole
+from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
+
+
+def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] | None = None) -> TextModel:
+    """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into the model that it is for.
+
+    Args:
+        source: a run id, a run or checkpoint directory or one step in it, or a directory in Hugging Face's layout.
+        step: which checkpoint of a run; None: the newest that is intact.
+        devices: over which the weights of a checkpoint are cut; None: all of this process.
+
+    Raises:
+        UserError: when there is no such model, or it is damaged.
+    """
+    path = local_model(source)
+    if path is not None:
+        if step is not None:
+            raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
+        return read_hf(path)
+    return _text_model(load_whole(source, step, devices=devices))
+
+
+def local_model(source: str) -> Path | None:
+    """The directory in Hugging Face's layout that is meant, or a local copy of one in a bucket; None: it is a run."""
+    if not is_bucket(source):
+        path = local_path(source)
+        return path if is_hf_directory(path) else None
+    bucket = Bucket(source)
+    return local_copy(bucket, sizes=exported_files(bucket)) if is_export(bucket) else None
+
+
+def local_devices(count: int) -> Sequence[Any]:
+    """The first `count` devices of this process; 0: all.
+
+    Raises:
+        UserError: when there are fewer.
+    """
+    there = jax.local_devices()
+    if not 0 <= count <= len(there):
+        raise UserError(
+            f"--devices {count}: there are {len(there)} devices here; write 1 to {len(there)}, or 0 for all"
+        )
+    return there[: count or None]
+
+
+def open_for_export(source: str, *, step: int | None = None, merge: bool = False) -> TextModel | AdapterModel:
+    """As `open_model`; the adapter of a run that trains one is left by itself unless it is to be merged.
+
+    Raises:
+        UserError: also when there is nothing to merge.
+    """
+    if not merge and local_model(source) is None:
+        loaded = load_model(source, step)
+        if loaded.config.adapter is None:
+            return _text_model(loaded)
+        return AdapterModel(
+            loaded.config.model,
+            loaded.vocab_size,
+            loaded.config.adapter,
+            named_leaves(loaded.params),
+            base_name(loaded.config),
+            loaded.tokenizer,
+            loaded.name,
+            _facts(loaded),
+        )
+    if merge and (local_model(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
+        raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
+    return open_model(source, step=step)
+
+
+def _text_model(loaded: LoadedModel) -> TextModel:
+    config, facts = loaded.config.model, _facts(loaded)
+    return TextModel(config, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, facts, loaded.settings)
+
+
+def _facts(loaded: LoadedModel) -> TrainingFacts:
+    if loaded.step == 0:
+        return TrainingFacts()
+    return TrainingFacts(
+        step=loaded.step,
+        tokens=loaded.config.trainer.batch_schedule.rows_before(loaded.step) * loaded.config.model.seq_len,
+        train_loss=_finite(loaded.record.get("train_loss")),
+        validation_losses=_losses(loaded.record.get("eval_losses")),
+    )
+
+
+def _losses(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        return {}
+    losses = {str(name): _finite(loss) for name, loss in value.items()}
+    return {name: loss for name, loss in losses.items() if loss is not None}
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

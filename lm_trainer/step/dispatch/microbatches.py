@@ -1,0 +1,80 @@
+"""The microbatches that the devices of this process compute together, and values of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.parallel.tree_sum import Shares
+from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Microbatch(NamedTuple):
+    """One microbatch on its device group."""
+
+    group: int
+    """Position of the device group among those of this process."""
+    rows: Batch
+    step: jax.Array
+    """The number of the step, an int32 scalar."""
+    index: jax.Array
+    """The number of the microbatch among those of the global batch, an int32 scalar."""
+
+
+@dataclass(frozen=True)
+class Microbatches(Generic[T]):
+    """A value for each of several microbatches: for each device group of this process those of its own, in order."""
+
+    by_group: list[list[T]]
+
+    def map(self, function: Callable[..., R], *others: Microbatches[Any]) -> Microbatches[R]:
+        """`function(value, *values of others)` of each microbatch."""
+        results: list[list[R]] = [[] for _ in self.by_group]
+        # Group after group for each microbatch, so that all devices have work while the host dispatches.
+        for j in range(max(map(len, self.by_group))):
+            for i, values in enumerate(self.by_group):
+                if j < len(values):
+                    results[i].append(function(values[j], *(other.by_group[i][j] for other in others)))
+        return Microbatches(results)
+
+    def lasts(self) -> list[T]:
+        """The last value of each device group."""
+        return [values[-1] for values in self.by_group]
+
+    def __iter__(self) -> Iterator[T]:
+        return (value for values in self.by_group for value in values)
+
+
+@dataclass(frozen=True)
+class MicrobatchGroup:
+    """Microbatches that share what is gathered."""
+
+    shares: Shares
+    """Their division among all device groups."""
+    microbatches: Microbatches[Microbatch]
+
+
+def microbatch_groups(batch: PlacedBatch, devices: DeviceGroups, step: int) -> Iterator[MicrobatchGroup]:
+    """The microbatches of a batch, those of a device in the order in which it computes them."""
+    shares = devices.shares(batch.plan)
+    steps = [group.put(np.int32(step)) for group in devices.groups]
+    sizes = [len(shares.terms(group.index)) for group in devices.groups]
+    for number in range(batch.plan.count // shares.count):
+        cuts = [slice(number * size, (number + 1) * size) for size in sizes]
+        yield MicrobatchGroup(
+            shares,
+            Microbatches(
+                [
+                    [Microbatch(i, rows, steps[i], at) for rows, at in zip(of_rows[cut], of_at[cut], strict=True)]
+                    for i, (cut, of_rows, of_at) in enumerate(zip(cuts, batch.microbatches, batch.indices, strict=True))
+                ]
+            ),
+        )

@@ -1,0 +1,112 @@
+"""Functions of one microbatch: the loss with its gradient, and an optimizer's estimate of curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.log import RESERVED
+from lm_trainer.step.loss.logged import with_logged
+from lm_trainer.step.state.model_def import ModelDef, Params
+
+LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+"""`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights, metrics)`, all float32 scalars; metrics
+are sums as well, and reported divided by the sum of the weights. The key is for dropout; None switches it off."""
+
+
+CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
+"""`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
+
+
+STEP_SCALARS = ("loss", "weight")
+"""Scalars among the sums of every loss."""
+
+
+class Sums(NamedTuple):
+    """Sums over microbatches, which add up to those over the global batch."""
+
+    scalars: dict[str, jax.Array]
+    """float32."""
+    tree: Params
+    """By parameter name."""
+
+
+MicrobatchFn = Callable[[Params, Batch, jax.Array], Sums]
+"""`function(params, microbatch, key) -> Sums`; the key is the microbatch's own."""
+
+
+def loss_of_params(
+    model: ModelDef, loss: LossFn
+) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
+    """The loss as a function of all parameters, with what is logged inside model and loss among its metrics.
+
+    It raises as `checked_loss`.
+    """
+
+    def losses(params: Params, batch: Batch, key: jax.Array | None) -> Any:
+        return checked_loss(loss(model.merge(params), batch, key))
+
+    return with_logged(losses)
+
+
+def checked_loss(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The result of a `LossFn`, with metrics in a dict of their own.
+
+    Raises:
+        UserError: for another result, and for a metric by the name of a scalar of the step's own.
+    """
+    total, weight, metrics = _sums(result)
+    if taken := sorted(RESERVED & metrics.keys()):
+        raise UserError(f"the loss returns a metric {taken[0]!r}, a name of the step's own; choose another")
+    return total, weight, metrics
+
+
+def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
+        if all(jnp.shape(x) == () for x in result[:2]):
+            return result[0], result[1], dict(result[2])
+        shapes = " and ".join(str(jnp.shape(x)) for x in result[:2])
+        given = f"the first two have the shapes {shapes}, and are to be scalars: sum them over all positions"
+    else:
+        given = f"it returned {_described(result)}"
+    raise UserError(
+        f"the loss must return (sum of the weighted losses, sum of the weights, dict of further sums, which may be "
+        f"empty); {given}"
+    )
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"{len(result)} values, as {type(result).__name__}"
+    return "one value; a mean becomes two sums" if isinstance(result, jax.Array) else type(result).__name__
+
+
+def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The sums that the loss reports, and the gradient of its first for the parameters `trainable`."""
+    losses = loss_of_params(model, loss)
+
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        def objective(chosen: Params) -> tuple[jax.Array, Any]:
+            total, weight, metrics = losses({**params, **chosen}, batch, key)
+            return total, {"loss": total, "weight": weight, **metrics}
+
+        (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)({name: params[name] for name in trainable})
+        return Sums(scalars, grads)
+
+    return function
+
+
+def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The optimizer's estimate for the parameters `trainable`, as sums."""
+
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        sums = curvature(model.merge(params), batch, key)
+        named = model.named(sums)
+        return Sums({}, {name: named[name] for name in trainable})
+
+    return function

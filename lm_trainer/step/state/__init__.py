@@ -1,0 +1,1 @@
+"""The state of training, and where its arrays rest."""

@@ -1,0 +1,1 @@
+"""From summed gradients to new weights."""
