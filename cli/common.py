@@ -128,7 +128,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
 
 
 def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
-    """Loads a configuration of a class as `load_run` that of a run."""
+    """Loads a configuration whose class is `root`; otherwise as `load_run`."""
     # Unknown options are passed through as overrides, so that one may stand in the place of the file.
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")

@@ -1,4 +1,4 @@
-"""Objects by their keys, in whatever TensorStore opens: each is written whole or not at all."""
+"""Objects by their keys, in any store that TensorStore opens. A write is atomic."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class KeyValues(ABC):
         return bytes(self._wait(future, failure, seconds).generation)
 
     def delete(self, *keys: str, seconds: float | None = None) -> None:
-        """Deletes objects, those of them that exist."""
+        """Deletes objects; a key that does not exist is skipped."""
         futures = []
         for key in keys:
             failure = partial(self.failure, "delete", key)

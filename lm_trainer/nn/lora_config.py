@@ -79,4 +79,4 @@ class LoraConfig(Config):
 
 
 AnyAdapter = LoraConfig
-"""Whatever may stand under `adapter:`."""
+"""The kinds of adapter that `adapter:` accepts."""

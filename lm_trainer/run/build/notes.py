@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
-from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.build.model import recomputes_layers
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 

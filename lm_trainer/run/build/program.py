@@ -28,22 +28,22 @@ from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
-from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.config.gather import choose_gather, with_gather
 from lm_trainer.run.build.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
+from lm_trainer.run.config.gather import choose_gather, with_gather
+from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
+from lm_trainer.step.dispatch.model_parallel_limits import check_model_parallel, model_parallel_axes
 from lm_trainer.step.elastic import CurvatureStages, ElasticStep
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
 from lm_trainer.step.loss.gradient import CurvatureFn, LossFn
 from lm_trainer.step.staged.hutchinson import Hutchinson
-from lm_trainer.step.state.model_def import ModelDef, Params
-from lm_trainer.step.dispatch.model_parallel_limits import check_model_parallel, model_parallel_axes
 from lm_trainer.step.staged.split_loss import SplitLoss
-from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
+from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding, plan_state_sharding
+from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.updates.update import Metrics
 
 _DRAWN_TOGETHER = 1024
