@@ -11,11 +11,10 @@ from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, vocab_size_of
 from lm_trainer.plan.cost import MFU, Time, Work, training_time
 from lm_trainer.plan.devices import DeviceGroup
-from lm_trainer.plan.estimate import compile_temporary, estimate_microbatches, estimate_temporary
+from lm_trainer.plan.estimate import compile_temporary, estimate_step, estimate_temporary
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
 from lm_trainer.step.dispatch.memory import PhaseBytes
-from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def _memory(
     else:
         itemsize = ladder.trainer.mp.compute_dtype.itemsize
         temporary = estimate_temporary(config, vocab_size, itemsize, shape.microbatch)
-    count = shape.batch_size // shape.microbatch
-    plan = MicrobatchPlan(shape.batch_size // length, count, shape.microbatch // length)
+    rows = {"train_batch_size": shape.batch_size // length, "per_device_parallelism": shape.microbatch // length}
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=rows)})
     kind = "cpu" if hardware.device.lower() == "cpu" else hardware.device
-    return estimate_microbatches(config, vocab_size, DeviceGroup(shape.devices, kind), plan, temporary)
+    return estimate_step(config, vocab_size, DeviceGroup(shape.devices, kind), temporary)

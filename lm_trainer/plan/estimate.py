@@ -1,214 +1,122 @@
-"""The memory of a step without compiling it: from shapes, shardings and a formula, and without any device.
-
-Only the phase that computes gradients is estimated, which is the largest of most runs. Its parts are those that
-`lm_trainer.step.elastic.ElasticStep.phases` gives and `lm_trainer.plan.memory` adds up; the other phases hold nothing
-that grows with the microbatch.
-"""
+"""The memory of a step without compiling it and without devices: a rehearsal, and formulas for what programs take."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
-from lm_trainer.parallel.tree_sum import Shares
+from lm_trainer.parallel.rehearsal import Description, on_one_shard
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.model import loss_function, recomputes_layers, trace_model
-from lm_trainer.run.build.program import build_program, shard_state
+from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.build.program import Program, build_program, plan_run
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.groups import compute_shardings
-from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
-from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.staged.split_loss import SplitLoss
-from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
-from lm_trainer.step.staged.staged_phases import programs_and_results
-from lm_trainer.step.staged.stages import LAYERS_AT_ONCE
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, taken_memory
+from lm_trainer.step.dispatch.program import Program as StepProgram
+from lm_trainer.step.dispatch.recorder import Key, Measured
 from lm_trainer.step.state.model_def import ModelDef
-from lm_trainer.step.state.state_sharding import StateSharding
-from lm_trainer.step.state.train_state import abstract_state
 
 MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
 """Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them; and
 the one program of `determinism: fast`."""
 
 _FLOAT32 = 4
+_LAYERS_AT_ONCE = 2
+"""Layers that XLA gathers in one program: one while it computes with the other."""
 
 Temporary = Mapping[str, int]
 """Name of a program of one microbatch -> bytes that it takes while it runs."""
 
 
-def estimate_microbatches(
-    config: RunConfig,
-    vocab_size: int,
-    group: DeviceGroup,
-    plan: MicrobatchPlan,
-    temporary: Temporary,
-    *,
-    model: ModelDef | None = None,
+@dataclass(frozen=True)
+class DescribedDevice:
+    """A device that is not there: enough of `jax.Device` for shardings and traces."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int = 0
+    client: None = None
+
+
+def estimate_step(
+    config: RunConfig, vocab_size: int, group: DeviceGroup, temporary: Temporary, *, model: ModelDef | None = None
 ) -> PhaseBytes:
-    """The phase in which a device computes its microbatches, as of `gather: model`; as of `layer` that of a
-    layer or of the loss, whichever takes more; as of `fast` the whole step.
+    """The phase of a step in which a device holds most.
 
     Args:
         config: of the run, with a whole model section.
         vocab_size: rows of the token embedding.
         group: the devices of the run, which need not be there.
-        plan: of the batch.
-        temporary: as `estimate_temporary` or `compile_temporary` gives it.
+        temporary: as `estimate_temporary` or `compile_temporary` gives it; of all other programs nothing is known.
         model: what `trace_model` gives for the configuration, where it is known.
 
     Raises:
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
     """
     config = with_gather(config, vocab_size)
-    trainer, model = config.trainer.step_plan, model or trace_model(config, vocab_size)
-    mesh = trainer.abstract_mesh(group.count)
-    tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
-    averaged = config.trainer.model_averaging is not None
+    platform = device_platform(group.kind)
+    devices = [DescribedDevice(number, platform, group.kind) for number in range(group.count)]
+    with on_one_shard():
+        program = plan_run(config, config.trainer, model or trace_model(config, vocab_size), devices=devices)
     row = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
-    shares = plan.shares(mesh, config.trainer.microbatches_per_gather)
-    held = {
-        "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
-        # All microbatches of a device are sent to it before the first is computed.
-        "batch": plan.count // shares.count * shares.most * plan.rows * sum(x.nbytes for x in jax.tree.leaves(row)),
-    }
-    given = _Given(config, vocab_size, model, sharding, plan, shares, device_platform(group.kind), temporary)
-    whole = _whole if config.trainer.bitwise else _one_program
-    phases = _layerwise(given) if config.trainer.gathers_layers else whole(given)
-    return max(
-        (PhaseBytes(name, {**held, **parts}) for name, parts in phases),
-        key=lambda phase: phase.bytes,
-    )
+    if not config.trainer.bitwise:
+        temporary = {STEP: temporary[STEP] + _inside_step(program, config, vocab_size)}
+
+    def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+        del key
+        return _traced(program, args, temporary.get(program.name, 0))
+
+    return max(program.rehearse(row, platform, measure).phases, key=lambda phase: phase.bytes)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """Everything that the parts of a phase follow from."""
-
-    config: RunConfig
-    vocab_size: int
-    model: ModelDef
-    sharding: StateSharding
-    plan: MicrobatchPlan
-    shares: Shares
-    """The division of the microbatches of a turn among the devices."""
-    platform: str
-    temporary: Temporary
-
-
-def _whole(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
-    model, sharding = given.model, given.sharding
-    compute = compute_shardings(sharding)
-    shardings = sharding.storage if compute is None else compute
-    whole = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in model.shapes.items()}
-    running, results = programs_and_results(given.shares, sharding.mesh, given.platform)
-    yield (
-        MICROBATCH,
-        {
-            "gathered parameters": 0 if compute is None else bytes_per_device(whole),
-            "gradients": results * bytes_per_device({name: whole[name] for name in model.trainable}),
-            "temporary": running * given.temporary[MICROBATCH],
-        },
-    )
+def _traced(program: StepProgram, args: tuple[Any, ...], temporary: int) -> Measured:
+    """A program by its trace; results lie as it says, or else as an argument of the same shape."""
+    traced = program.jitted.trace(*args)
+    shapes, structure = jax.tree.flatten(traced.out_info)
+    given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
+    alike = {x.shape: x.sharding for x in given}
+    default = _everywhere(given[0].sharding) if given else None
+    lies = [x.sharding or alike.get(x.shape) or default for x in shapes]
+    results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, lies, strict=True)]
+    consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
+    outputs = bytes_per_device([about.struct for about in results])
+    taken = bytes_per_device([given[i] for i in consumed])
+    figures = ProgramBytes(bytes_per_device(given), outputs, min(taken, outputs), temporary)
+    return Measured(figures, structure, results, consumed)
 
 
-def _one_program(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
-    model, sharding, config = given.model, given.sharding, given.config
-    itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, len(config.model.spec(given.vocab_size).blocks)
+def _everywhere(sharding: Any) -> Any:
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _inside_step(program: Program, config: RunConfig, vocab_size: int) -> int:
+    """The parameters and gradients that the one program of `determinism: fast` holds inside."""
+    model, sharding = program.model, program.sharding
+    itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, len(config.model.spec(vocab_size).blocks)
     places = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
     gathered = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[n]) for n, x in model.shapes.items()}
     layered = [name for name, axes in model.axes.items() if axes and axes[0] == "layers"]
     layers = bytes_per_device([gathered[name] for name in layered]) // num_layers
     others = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
-    # Two layers, as XLA gathers one while it computes the other, in the dtype of the computation.
-    yield (
-        STEP,
-        {
-            "gathered layers": (LAYERS_AT_ONCE * layers + others) * itemsize // _FLOAT32,
-            # Those of a microbatch, and beside them their sum where there are several.
-            "gradients": (1 + (given.shares.most > 1)) * bytes_per_device([stored[n] for n in model.trainable]),
-            "temporary": given.temporary[STEP],
-        },
-    )
-
-
-def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
-    config, model, sharding, plan = given.config, given.model, given.sharding, given.plan
-    spec = config.model.spec(given.vocab_size)
-    # Any key will do, with which dropout has its masks.
-    key: Any = np.zeros(2, np.uint32)
-    split = SplitLoss(model, loss_function(config).staged(spec), key, model.trainable)
-    rows = random_batch(plan.rows, config.model.seq_len, given.vocab_size, config.model.features_shape)
-    stream, keeps = split.reads(rows).stream, not recomputes_layers(config.trainer, spec)
-    stages = split.stages(rows, saves=keeps)
-    together = given.shares.most
-    running, _ = programs_and_results(given.shares, sharding.mesh, given.platform)
-    rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
-    inside = sum(
-        len(stage.layers) * _bytes(_handed_on(stage, stream, model, rows))
-        for stage in stages
-        if stage.layers is not None and keeps
-    )
-    cut = math.prod(sharding.mesh.shape[axis] for axis in MODEL_PARALLEL_AXES)
-    read = [name for stage in stages for name in stage.reads]
-    shared = {
-        "gradients": Shares(plan.count // given.shares.count, 1).most_held
-        * sum(bytes_per_device(rest[name]) for name in read if name in model.trainable),
-        "activations of layers": together * ((len(spec.blocks) + 1) * _bytes(stream) // cut + inside),
-    }
-    for name, stage, at_once in ((LEAVE, stages[-1], 1), (LAYER, stages[1], LAYERS_AT_ONCE)):
-        gathered = _gathered(given, stage.reads, layered=name == LAYER)
-        narrow = {n: x for n, x in gathered.items() if n in model.trainable}
-        wide = {n: jax.ShapeDtypeStruct(x.shape, model.shapes[n].dtype, sharding=x.sharding) for n, x in narrow.items()}
-        yield (
-            name,
-            {
-                **shared,
-                "gathered layers": at_once * bytes_per_device(gathered),
-                # Results of programs may have narrower values than partial sums.
-                "gradients of a layer": running * bytes_per_device(narrow)
-                + (given.shares.most_held - 1) * bytes_per_device(wide),
-                "temporary": running * given.temporary[name],
-            },
-        )
-
-
-def _handed_on(stage: StageFunctions, stream: Any, model: ModelDef, rows: Batch) -> Any:
-    """The shapes of the values that a layer hands on to its derivative."""
-    forward: Any = stage.forward
-    params = {name: jax.ShapeDtypeStruct(model.shapes[name].shape[1:], dtype) for name, dtype in stage.reads.items()}
-    return jax.eval_shape(forward, params, stream, rows, SCALAR, SCALAR, SCALAR)[1]
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _gathered(given: _Given, part: Mapping[str, Any], *, layered: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters of a part, of one layer where that is what it has, as a device computes with them."""
-    cut = slice(1 if layered else 0, None)
-    found = {}
-    for name, dtype in part.items():
-        sharding = given.sharding.params[name]
-        lies = NamedSharding(given.sharding.mesh, PartitionSpec(*sharding.compute[cut]))
-        found[name] = jax.ShapeDtypeStruct(given.model.shapes[name].shape[cut], dtype, sharding=lies)
-    return found
+    # Gathered in the dtype of the computation. Gradients are those of a microbatch, and their sum where there are more.
+    sums = 1 + (program.step.devices.shares(max(program.step.plans.values, key=taken_memory)).most > 1)
+    in_parts = (_LAYERS_AT_ONCE * layers + others) * itemsize // _FLOAT32
+    return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
 
 
 def estimate_temporary(

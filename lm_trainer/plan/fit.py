@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
@@ -12,10 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.step.dispatch.memory import ProgramBytes
 from lm_trainer.step.dispatch.model_parallel_limits import check_rows
-
-Programs = Mapping[str, ProgramBytes]
 
 _TOO_HIGH = 1.1
 """An estimate from other sizes is at most this many times the truth."""
@@ -63,7 +59,7 @@ def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> 
     return True
 
 
-def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> Fit:
+def find_fit(memory: StepMemory, limit: int, rows: int) -> Fit:
     """Looks for a step that takes at most `limit` bytes on a device, as near to the configured one as there is.
 
     Layer by layer the microbatches that share what is gathered decide no bits. So fewer of them are tried before other
@@ -73,26 +69,23 @@ def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> F
         memory: of the run.
         limit: in bytes.
         rows: of the microbatches that are configured.
-        programs: what `memory.compile` gave for them.
     """
-    if memory.plan(programs).peak.bytes <= limit:
-        return find_largest(memory, limit, {rows: programs})
+    if memory.plan().peak.bytes <= limit:
+        return find_largest(memory, limit)
     trainer, mesh = memory.config.trainer, memory.program.sharding.mesh
     layerwise = memory.program.gathers_layers
     for together in memory.largest_step().fewer_together(mesh, trainer.microbatches_per_gather) if layerwise else ():
-        turns = memory.in_turns(together)
-        # By itself a gradient is exchanged in the dtype in which it was computed.
-        peak = turns.plan(programs if together > 1 else turns.compile()).peak.bytes
+        peak = memory.in_turns(together).plan().peak.bytes
         if peak <= limit:
             return Fit(rows, peak, rows, memory.largest_step().count, None, None, together)
-    found = find_largest(memory, limit, {rows: programs})
-    if found.rows is not None or not memory.program.gathers_layers:
-        return found
+    largest = find_largest(memory, limit)
+    if largest.rows is not None or not layerwise:
+        return largest
     one = find_largest(memory.in_turns(1), limit)
-    return found if one.rows is None and one.bytes >= found.bytes else dataclasses.replace(one, together=1)
+    return largest if one.rows is None and one.bytes >= largest.bytes else dataclasses.replace(one, together=1)
 
 
-def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] | None = None) -> Fit:
+def find_largest(memory: StepMemory, limit: int) -> Fit:
     """The largest microbatch whose step takes at most `limit` bytes on a device.
 
     Temporary memory grows almost linearly with the rows, so that a few compiled sizes say where to look. What is
@@ -101,15 +94,15 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
     Args:
         memory: of the run.
         limit: in bytes.
-        known: what `memory.compile` gave for some rows.
     """
     sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
-    known = dict(known or {})
-    # The largest first: between it and a size that is known, all others can be interpolated.
-    ask = [rows for rows in sizes[-1:] if rows not in known]
-    while True:
-        known |= {rows: memory.compile(rows) for rows in ask}
-        peaks = {rows: memory.plan(_estimate(known, rows), rows).peak.bytes for rows in sizes}
+    # The largest, and the smallest or what is configured: between two sizes all others can be interpolated.
+    known = [rows for rows in sizes if memory.known(rows)] or sizes[:1]
+    ask = [*known, sizes[-1]]
+    while ask:
+        for rows in ask:
+            memory.record(rows)
+        peaks = {rows: memory.estimate(rows).peak.bytes for rows in sizes}
         best = max((rows for rows in sizes if peaks[rows] <= limit), default=None)
         larger = [rows for rows in sizes if best is None or rows > best]
         above = larger[0] if larger else None
@@ -117,32 +110,12 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
         near = [rows for rows in larger if peaks[rows] <= _TOO_HIGH * limit]
         least = min(sizes, key=lambda rows: peaks[rows])
         wanted = (least, above, *near) if best is None else (best, above, *near)
-        ask = [rows for rows in dict.fromkeys(wanted) if rows is not None and rows not in known]
-        if not ask:
-            break
-
-    def peak(rows: int) -> int:
-        return memory.plan(known[rows], rows).peak.bytes
-
+        ask = [rows for rows in dict.fromkeys(wanted) if rows is not None and not memory.known(rows)]
     return Fit(
         rows=best,
-        bytes=peak(least if best is None else best),
+        bytes=peaks[least if best is None else best],
         least_rows=least,
         microbatches=None if best is None else memory.largest_step(best).count,
         next_rows=None if best is None else above,
-        next_bytes=None if best is None or above is None else peak(above),
+        next_bytes=None if best is None or above is None else peaks[above],
     )
-
-
-def _estimate(known: Mapping[int, Programs], rows: int) -> Programs:
-    """The programs for microbatches of `rows`: compiled, or interpolated linearly from the two nearest sizes."""
-    if rows in known or len(known) == 1:
-        return known.get(rows) or next(iter(known.values()))
-    a, b = sorted(known, key=lambda size: abs(math.log(size / rows)))[:2]
-    share = (rows - a) / (b - a)
-    return {
-        name: dataclasses.replace(
-            program, temporary=max(0, round(program.temporary + share * (known[b][name].temporary - program.temporary)))
-        )
-        for name, program in known[a].items()
-    }

@@ -9,23 +9,19 @@ from typing import Any
 import jax
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.program import Program, build_program
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.groups import compute_shardings
-from lm_trainer.step.dispatch.memory import (
-    PhaseBytes,
-    ProgramBytes,
-    bytes_per_device,
-    compile_programs,
-    phase_bytes,
-    state_bytes,
-    taken_memory,
-)
+from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
+from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, state_bytes, taken_memory
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.dispatch.program import Program as StepProgram
+from lm_trainer.step.dispatch.recorder import Key, Measure
+from lm_trainer.step.rehearse import StepRecord
 from lm_trainer.step.state.train_state import abstract_state
 
 
@@ -36,7 +32,7 @@ class MemoryPlan:
     state: Mapping[str, int]
     """The state between steps, name -> bytes: exact, from shapes and shardings."""
     phases: tuple[PhaseBytes, ...]
-    """In the order in which they run."""
+    """While each program of a step runs, in the order of their first runs."""
 
     @property
     def peak(self) -> PhaseBytes:
@@ -47,16 +43,16 @@ class MemoryPlan:
 class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
-    The programs that do not depend on the rows are compiled once, on a mesh of all `devices`. Those that do are
-    compiled for one batch shard, where their program is the same on every mesh; with `determinism: fast` for all.
+    The step is rehearsed on one shard of the batch. Programs of a microbatch are compiled for its devices, where they
+    are the same on every mesh; those that move and add arrays for all `devices`.
 
     Args:
         config: of the run, with a whole model section.
         vocab_size: rows of the token embedding.
         devices: JAX devices, emulated ones for instance.
         platform: on which the step is to run: there may be several microbatches under way on a device of a CPU.
-        texts: gets the text of every program that is compiled, by name.
         growing: in plans, the temporary memory of a program that grows with the rows over what XLA says of it here.
+        programs: those of another plan of the same model, which are not compiled again.
 
     Raises:
         UserError: when the devices or the sharding rules do not fit.
@@ -68,77 +64,102 @@ class StepMemory:
         vocab_size: int,
         devices: Sequence[Any],
         platform: str,
-        texts: dict[str, str] | None = None,
         growing: float = 1.0,
+        programs: MeasuredPrograms | None = None,
     ):
-        self._texts, self._growing = texts, growing
+        self._growing = growing
         self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
         config = self.config = with_gather(config, vocab_size)
-        program = self.program = build_program(config, vocab_size, devices)
+        program = self.program = self._build(config.trainer)
+        plan = self.largest_step()
+        self.rows = plan.rows
+        """Rows that a device computes at once in the largest step."""
+        if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
+            self.rows *= plan.per_shard(program.sharding.mesh)
+        self._built = {self.rows: program}
         state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
         self.state = state_bytes(state)
-        self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
-        self._fixed = compile_programs(self._phases(self.largest_step()), grows=False, texts=texts)
-        self._elastic = config.trainer.bitwise
+        self.programs = MeasuredPrograms() if programs is None else programs
+        self._row: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
+        self._records = dict[int, StepRecord]()
 
-    def _phases(self, plan: MicrobatchPlan) -> list[Phase]:
-        return [*self.program.step.phases(self._batch, plan, self._platform)]
+    def _build(self, trainer: TrainerConfig) -> Program:
+        """A program for rehearsals, which is never run."""
+        with on_one_shard():
+            return build_program(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
-    def compile(self, rows: int | None = None) -> dict[str, ProgramBytes]:
-        """The programs whose memory grows with the rows, by name.
+    def _trainer(self, rows: int | None) -> TrainerConfig:
+        trainer = self.config.trainer
+        return trainer if rows is None else trainer.model_copy(update={"per_device_parallelism": rows})
 
-        Args:
-            rows: of a microbatch; None: as the configuration says.
-        """
-        trainer: dict[str, Any] = {} if rows is None else {"per_device_parallelism": rows}
-        devices = self._devices
-        if self._elastic:
-            # One shard of the batch: its devices compile the same program on every mesh, so the smallest one will do.
-            mesh = self.program.sharding.mesh
-            devices = devices[: mesh.devices.size // batch_shards(mesh)]
-            trainer |= {"replica_ici_axis_size": 1, "replica_dcn_axis_size": 1}
-        config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
-        step = build_program(config, self._vocab_size, devices).step
-        largest = max(step.plans.values, key=taken_memory)
-        return compile_programs(step.phases(self._batch, largest, self._platform), grows=True, texts=self._texts)
+    def texts(self) -> dict[str, str]:
+        """The texts of the programs of the step, by the names of `runs`."""
+        return {name: self.programs.texts[key] for name, key in self._names().items()}
 
     def runs(self) -> dict[str, int]:
-        """The runs of each program on a device in the largest step."""
-        runs = dict[str, int]()
-        for phase in self._phases(self.largest_step()):
-            runs[phase.program.name] = runs.get(phase.program.name, 0) + phase.runs
-        return runs
+        """The runs of each program in the step, by its name; programs of one name are numbered."""
+        record = self.record()
+        return {name: record.runs[key] for name, key in self._names().items()}
+
+    def _names(self) -> dict[str, Key]:
+        names = dict[str, Key]()
+        for key in self.record().runs:
+            count = sum(other[0] == key[0] for other in names.values())
+            names[f"{key[0]} {count + 1}" if count else key[0]] = key
+        return names
 
     def in_turns(self, together: int) -> StepMemory:
         """The memory of the same step with this `trainer.microbatches_per_gather`."""
         trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": together})
         config = self.config.model_copy(update={"trainer": trainer})
-        return StepMemory(config, self._vocab_size, self._devices, self._platform, growing=self._growing)
+        return StepMemory(config, self._vocab_size, self._devices, self._platform, self._growing, self.programs)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
-        """The batch of the run that takes most memory; `rows` as for `compile`."""
-        trainer = self.config.trainer
-        if rows is not None:
-            trainer = trainer.model_copy(update={"per_device_parallelism": rows})
-        return max(trainer.step_plan.microbatches.values, key=taken_memory)
+        """The batch of the run that takes most memory; `rows` as for `record`."""
+        return max(self._trainer(rows).step_plan.microbatches.values, key=taken_memory)
 
-    def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
-        """The memory of a step with these programs, which `compile(rows)` gave."""
-        plan = self.largest_step(rows)
-        # The rows of all microbatches of a device are sent to it before the first is computed.
-        row = sum(x.nbytes for x in jax.tree.leaves(self._batch))
-        batch = max(map(len, self.program.step.devices.numbers(plan))) * plan.rows * row
-        held = {"state": sum(self.state.values()), "batch": batch}
-        found, phases = {**self._fixed, **programs}, self._phases(plan)
-        if self._platform != "cpu" and self._devices[0].platform == "cpu":
-            ran = {phase.program.name: phase.program for phase in phases}
-            found |= {name: self._on_accelerator(program, found[name]) for name, program in ran.items()}
-        return MemoryPlan(self.state, phase_bytes(phases, found, held))
+    def record(self, rows: int | None = None) -> StepRecord:
+        """The programs of the step that takes most memory, each of which is compiled.
 
-    def _on_accelerator(self, program: StepProgram, here: ProgramBytes) -> ProgramBytes:
-        """A program's memory there, from that of the program that a CPU's compiler made."""
-        temporary = round(self._share(program) * here.temporary) + self._copied(program)
-        return replace(here, temporary=temporary)
+        Args:
+            rows: of a microbatch; None: as the configuration says.
+        """
+        rows = self.rows if rows is None else rows
+        if rows not in self._records:
+            with self.programs.of_rows(rows) as measure:
+                self._records[rows] = self._rehearse(rows, measure)
+        return self._records[rows]
+
+    def plan(self, rows: int | None = None) -> MemoryPlan:
+        """The memory of a step with microbatches of so many rows, by its compiled programs."""
+        return MemoryPlan(self.state, self.record(rows).phases)
+
+    def estimate(self, rows: int) -> MemoryPlan:
+        """The same from the programs of other rows, of two sizes at least, where those of `rows` are not compiled."""
+        if rows in self._records:
+            return self.plan(rows)
+        return MemoryPlan(self.state, self._rehearse(rows, self.programs.between(rows)).phases)
+
+    def known(self, rows: int) -> bool:
+        """Returns true if the step with microbatches of so many rows has been planned."""
+        return rows in self._records
+
+    def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
+        if rows not in self._built:
+            self._built[rows] = self._build(self._trainer(rows))
+        return self._built[rows].rehearse(self._row, self._platform, self._on_accelerator(measure))
+
+    def _on_accelerator(self, measure: Measure) -> Measure:
+        """Gives the memory of programs there, from that of those that a CPU's compiler made."""
+        if self._platform == "cpu" or self._devices[0].platform != "cpu":
+            return measure
+
+        def there(program: StepProgram, *args: Any) -> Any:
+            here = measure(program, *args)
+            temporary = round(self._share(program) * here.bytes.temporary) + self._copied(program)
+            return replace(here, bytes=replace(here.bytes, temporary=temporary))
+
+        return there
 
     def _share(self, program: StepProgram) -> float:
         """The temporary memory of a program on an accelerator over that for a CPU."""

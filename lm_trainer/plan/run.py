@@ -142,16 +142,13 @@ def plan_run(
     vocab_size, assumed = find_vocabulary(config) if given is None else Vocabulary(given)
     platform = device_platform(group.kind)
     backend = attention_backend(config, vocab_size, platform)
-    texts: dict[str, str] | None = None
-    if own_compiler:
-        texts = {}
-    else:
+    if not own_compiler:
         config = _as_planned_here(config, platform, backend)
     refusals = explained_refusals(group.kind) if own_compiler else nullcontext()
     with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
         growing = 1.0 if own_compiler else _growing(trainer, backend)
-        memory = StepMemory(config, vocab_size, devices, platform, texts, growing)
-        compiled = memory.compile()
+        memory = StepMemory(config, vocab_size, devices, platform, growing)
+        planned = memory.plan()
     plan, mesh, spec = memory.largest_step(), memory.program.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.program.model)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
@@ -161,9 +158,9 @@ def plan_run(
         steps=steps,
         tokens=schedule.rows_before(steps) * config.model.seq_len,
     )
-    rows, microbatches = plan.rows, plan.count
+    rows, microbatches = memory.rows, plan.count
     if not trainer.bitwise and trainer.per_device_parallelism == -1:
-        rows, microbatches = rows * plan.per_shard(mesh), batch_shards(mesh)
+        microbatches = batch_shards(mesh)
     return RunPlan(
         devices=group,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
@@ -174,23 +171,22 @@ def plan_run(
         dtype=trainer.mp.compute,
         rows=rows,
         microbatches=microbatches,
-        memory=memory.plan(compiled),
+        memory=planned,
         budget=limit,
         # With the devices' own compiler each size would take minutes.
-        fit=None if limit is None or own_compiler else find_fit(memory, limit.bytes, rows, compiled),
+        fit=None if limit is None or own_compiler else find_fit(memory, limit.bytes, rows),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         ring=_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
-        compiled=None if texts is None else _compiled(texts, memory.runs(), work, group, trainer),
+        compiled=_compiled(memory, work, group, trainer) if own_compiler else None,
     )
 
 
-def _compiled(
-    texts: Mapping[str, str], runs: Mapping[str, int], work: Work, group: DeviceGroup, trainer: TrainerConfig
-) -> CompiledStep:
-    programs = tuple(ProgramWork.of(name, runs[name], text) for name, text in texts.items())
+def _compiled(memory: StepMemory, work: Work, group: DeviceGroup, trainer: TrainerConfig) -> CompiledStep:
+    runs = memory.runs()
+    programs = tuple(ProgramWork.of(name, runs[name], text) for name, text in memory.texts().items())
     peak, bandwidths = training_peak(group.kind, trainer), device_bandwidths(group.kind)
     if peak is None or bandwidths is None:
         return CompiledStep(programs, None)

@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.cost import training_peak
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
-from lm_trainer.plan.estimate import estimate_microbatches, estimate_temporary
+from lm_trainer.plan.estimate import estimate_step, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
 from lm_trainer.plan.run import Assumptions, attention_backend
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
@@ -234,7 +234,7 @@ class _Pricing:
             fused=self._backend(config) not in ("xla", "ring"),
             axes=dict(mesh.shape),
         )
-        memory = estimate_microbatches(config, self._vocab_size, self._group, layout.plan, temporary, model=self._model)
+        memory = estimate_step(config, self._vocab_size, self._group, temporary, model=self._model)
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
 
     def _mesh(self, config: RunConfig) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from lm_trainer.optim.averaging import AveragingConfig
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.dispatch.groups import DeviceGroups
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.dispatch.phases import Phase
 from lm_trainer.step.loss.gradient import CurvatureFn, Sums
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState
@@ -61,6 +60,10 @@ class Step(Protocol):
     plans: Piecewise[MicrobatchPlan]
     devices: DeviceGroups
 
+    def prepare(self, batch: Batch, step: int = 0) -> None:
+        """As `compile`; in a rehearsal (`lm_trainer.step.rehearse`) nothing is compiled."""
+        ...
+
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
         """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
 
@@ -79,16 +82,6 @@ class Step(Protocol):
 
     def put(self, batch: Batch, step: int = 0) -> Any:
         """This process's rows of the global batch of `step` on their devices."""
-        ...
-
-    def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
-        """The phases of a step that computes everything that any step does; nothing is compiled.
-
-        Args:
-            batch: rows like those of the step, any number of them.
-            plan: of the batch.
-            platform: on which the step is to run; how many programs a device runs at once depends on it.
-        """
         ...
 
     def gradient(self, state: TrainState, batch: Any) -> Sums:

@@ -7,8 +7,7 @@ then the state is updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,15 +29,14 @@ from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.staged.split_loss import SplitLoss
-from lm_trainer.step.staged.staged_phases import WHOLE
 from lm_trainer.step.staged.staged_sum import StagedSum, StagesOf
 from lm_trainer.step.staged.whole_model import whole_model
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
-from lm_trainer.step.state.train_state import TrainState, abstract_state
+from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.update import Metrics
 
 CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
@@ -74,7 +72,7 @@ class ElasticStep:
         together: int | None = None,
     ):
         mesh, shardings = sharding.mesh, sharding.trained
-        self.plans, self.devices, self._shapes = plans, DeviceGroups(sharding, together), model.shapes
+        self.plans, self.devices = plans, DeviceGroups(sharding, together)
         close_cache_for([list(group.mesh.devices.flat) for group in self.devices.groups])
         # For its errors: a mesh that cannot share a batch is refused before anything is compiled.
         for plan in plans.values:
@@ -97,21 +95,30 @@ class ElasticStep:
             if rule.curvature is not None:
                 function = curvature_sums(model, rule.curvature, trainable)
                 estimate = whole_model("curvature", function, model, trainable, self.devices, curvature_key)
-        self._gradient = StagedSum(stages, model, trainable, self.devices)
-        self._curvature = None if estimate is None else StagedSum(estimate, model, trainable, self.devices)
+        self._gradient, self._curvature = StagedSum(stages, model, trainable, self.devices), None
+        if estimate is not None:
+            names = {"sums": "estimates", "prefix": "curvature "}
+            self._curvature = StagedSum(estimate, model, trainable, self.devices, **names)
         self._rule = rule
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
+        norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
+        self._norm = Program("norm", norm, "numbers")
         self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh)
         # The average is consumed, argument 1: `without_fma` puts its zero in front.
-        self._average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
+        average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
+        self._average = Program("average", average, "new state", elementwise=True)
+
+    def prepare(self, batch: Batch, step: int = 0) -> None:
+        """As `compile`, which returns programs as well; in a rehearsal nothing is compiled."""
+        for sums in (self._curvature, self._gradient):
+            if sums is not None:
+                sums.prepare(batch, self.plans.at(step))
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
         """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`."""
         del observed  # the gradient has a program of its own in any case
-        if self._curvature is not None:
-            self._curvature.compile(batch, self.plans.at(step))
+        self.prepare(batch, step)
         return self._gradient.compile(batch, self.plans.at(step))
 
     def compiled(self, step: int) -> bool:
@@ -157,31 +164,6 @@ class ElasticStep:
 
     def _scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self.devices.sharding.mesh)
-
-    def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
-        """Describes `__call__`, program by program; a change of one needs a change of the other."""
-        sharding, averaged = self.devices.sharding, self._rule.averaging is not None
-        state = abstract_state(self._shapes, self._rule.tx, sharding, averaged=averaged)
-        yield from self._phases_of_sums(batch, plan, platform)
-        # Gradients and estimates have the shapes of the parameters, and lie as they do.
-        grads, curvature = state.params, None if self._curvature is None else state.params
-        yield Phase("norm", StepProgram("norm", partial(Executable.make, self._norm, grads)))
-        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(sharding.mesh, PartitionSpec()))
-        scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
-        yield from self._update.phases(state.params, state.opt_state, grads, curvature, scalars)
-        if averaged:
-            moved = (np.uint32(0), state.averaged, state.params, np.float32(0))
-            average = StepProgram("average", partial(Executable.make, self._average, *moved))
-            yield Phase("average", average, adds={"new state": average.new})
-
-    def _phases_of_sums(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
-        sums = [*self._gradient.phases("gradients", batch, plan, platform)]
-        if self._curvature is not None:
-            sums += self._curvature.phases("estimates", batch, plan, platform, "curvature ")
-        yield from self._gradient.gathering(batch, plan)
-        yield from sums[:-1]
-        # Parameters that are gathered for all of a step live until all sums are there: see `_gradient_and_curvature`.
-        yield replace(sums[-1], frees=(*sums[-1].frees, WHOLE))
 
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
         # Whole parameters live as long as this function: the update finds their memory free.

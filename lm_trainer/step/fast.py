@@ -5,8 +5,8 @@ What the field usually does, and so the measure of what elastic determinism cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,13 +20,14 @@ from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.collectives import batch_in_parts
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
+from lm_trainer.parallel.rehearsal import current_rehearsal, put_on
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.groups import DeviceGroups, pad_rows
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel import shard_over_group
-from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.gather_where_read import GatherWhereRead
 from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -73,14 +74,17 @@ class FastStep:
         self._apply = make_update(rule.optimizer, rule.tx)
         state = (*sharding.trained, self._everywhere)
         # Parameters and optimizer state are consumed: the new ones lie in their memory.
-        self._step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
+        step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
+        self._step = Program("step", step, "new state", grows=True, repeatable=False)
         # To look at a gradient or an estimate is rare, so each is a program of its own.
-        self._sums = self._jitted_sums(self._gradient, stream=0)
+        self._sums = Program("gradient", self._jitted_sums(self._gradient, stream=0), "gradients", grows=True)
         self._curvature = None
         if rule.curvature is not None:
-            self._curvature = self._jitted_sums(curvature_sums(model, rule.curvature, trainable), stream=1)
-        self._average = jax.jit(ema_update, out_shardings=trainable, donate_argnums=0)
-        self._programs: dict[tuple[int, bool], Executable] = {}
+            estimate = self._jitted_sums(curvature_sums(model, rule.curvature, trainable), stream=1)
+            self._curvature = Program("curvature", estimate, "estimates", grows=True)
+        average = jax.jit(ema_update, out_shardings=trainable, donate_argnums=0)
+        self._average = Program("average", average, "new state", elementwise=True)
+        self._programs: dict[tuple[int, bool], Program] = {}
 
     def _jitted_sums(self, function: MicrobatchFn, *, stream: int) -> Any:
         def sums(params: Params, batch: Batch, step: jax.Array) -> Sums:
@@ -88,6 +92,11 @@ class FastStep:
 
         shardings: Any = (self._everywhere, dict(self._sharding.trained.params))
         return jax.jit(sums, out_shardings=Sums(*shardings))
+
+    def prepare(self, batch: Batch, step: int = 0) -> None:
+        """As `compile`, which returns the program as well; in a rehearsal nothing is compiled."""
+        if current_rehearsal() is None:
+            self.compile(batch, step)
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable:
         """Compiles the step for rows like those of `batch` (any number of rows) and the batch size of `step`.
@@ -97,8 +106,10 @@ class FastStep:
         plan, state = self.plans.at(step), self._abstract_state()
         rows = self._whole(batch, plan)
         if observed:
-            self._sums.lower({**state.frozen, **state.params}, rows, self._scalar(np.int32(0))).compile()
-        return self._program((state.params, state.opt_state, state.frozen), rows, plan, None)
+            self._sums.jitted.lower({**state.frozen, **state.params}, rows, self._scalar(np.int32(0))).compile()
+        program = self._program((state.params, state.opt_state, state.frozen), rows, plan, None)
+        assert program.executable is not None, "nothing is compiled in a rehearsal"
+        return program.executable
 
     def _abstract_state(self) -> TrainState:
         averaged = self._rule.averaging is not None
@@ -110,12 +121,13 @@ class FastStep:
         shape: Any = lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
         return jax.tree.map(shape, batch)
 
-    def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Executable:
+    def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Program:
+        if current_rehearsal() is not None:
+            return self._step
         kind = plan.batch_size, curvature is not None
         if kind not in self._programs:
-            self._programs[kind] = Executable.make(
-                self._step, *state, batch, np.int32(0), np.float32(0), curvature, repeatable=False
-            )
+            executable = self._step.compile(*state, batch, np.int32(0), np.float32(0), curvature)
+            self._programs[kind] = replace(self._step, executable=executable)
         return self._programs[kind]
 
     def compiled(self, step: int) -> bool:
@@ -132,6 +144,8 @@ class FastStep:
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
         whole = plan.rows * plan.count
+        if (rehearsed := put_on(self._whole(batch, plan), rows, "batch")) is not None:
+            return rehearsed
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])), local
         )
@@ -151,7 +165,7 @@ class FastStep:
         # Before the step, which consumes the parameters.
         seen = None if observer is None else (observer.before(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
-        program = self._program(arrays, batch, self.plans.at(state.step), curvature).compiled
+        program = self._program(arrays, batch, self.plans.at(state.step), curvature)
         step, rate = self._scalar(np.int32(state.step)), self._scalar(np.float32(learning_rate))
         params, opt_state, metrics = wait_on_cpu(program(*arrays, batch, step, rate, curvature))
         averaged = state.averaged
@@ -166,27 +180,6 @@ class FastStep:
 
     def _scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self._sharding.mesh)
-
-    def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
-        """Describes `__call__`, program by program; a change of one needs a change of the other.
-
-        One program computes the whole step, and its temporary memory has all that it gathers and adds up.
-        """
-        del platform  # a device runs one program at a time on all of them
-        state, rows, estimates = self._abstract_state(), self._whole(batch, plan), None
-        if self._curvature is not None:
-            arrays = ({**state.frozen, **state.params}, rows, np.int32(0))
-            curvature = StepProgram("curvature", partial(Executable.make, self._curvature, *arrays), grows=True)
-            found = {"estimates": curvature.outputs}
-            yield Phase("curvature", curvature, adds=found, leaves=found)
-            estimates = state.params
-        arrays = (state.params, state.opt_state, state.frozen)
-        step = StepProgram("step", partial(self._program, arrays, rows, plan, estimates), grows=True)
-        yield Phase("step", step, adds={"new state": step.new})
-        if state.averaged is not None:
-            moved = (state.averaged, state.params, np.float32(0))
-            average = StepProgram("average", partial(Executable.make, self._average, *moved))
-            yield Phase("average", average, adds={"new state": average.new})
 
     def _whole_step(  # noqa: PLR0913 - what a step reads
         self,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.processes import gather
+from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.program import Program
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.step.dispatch.memory import ProgramBytes, compile_programs, phase_bytes, state_bytes, taken_memory
-from lm_trainer.step.state.train_state import abstract_state
+from lm_trainer.step.dispatch.executable import Executables
+from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
+from lm_trainer.step.dispatch.memory import taken_memory
 
 _USED = 0.95
 """The part of a device's memory that a step may take; the rest is for pieces between arrays."""
@@ -36,7 +36,7 @@ def plan_for_memory(
 ) -> Program:
     """The program of a run, with as many `microbatches_per_gather` as the memory holds where none are configured.
 
-    They decide no bits. What is compiled to find them is what the run needs as well. All processes must call it.
+    They decide no bits. All processes must call it.
 
     Args:
         make: plans the program of a trainer section.
@@ -52,13 +52,24 @@ def plan_for_memory(
     fewer = plan.fewer_together(mesh)
     if not fewer or (limit := memory()) is None:
         return program
-    batch, known = random_batch(1, seq_len, 2), dict[str, ProgramBytes]()
-    tried = [(plan.shares(mesh).most, program, _peak(program, batch, known))]
+    row = random_batch(1, seq_len, 2)
+    # What is compiled here is what the run needs as well.
+    compiled = program.step.compile(row, program.step.plans.starts[program.step.plans.values.index(plan)])
+    programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
+
+    def peak(trainer: TrainerConfig) -> int:
+        """The most bytes that a device holds in a step, the most of all processes."""
+        with on_one_shard():
+            rehearsed = make(trainer)
+        with programs.of_rows(plan.rows) as measure:
+            record = rehearsed.rehearse(row, mesh.devices.flat[0].platform, measure)
+        return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
+
+    tried = [(plan.shares(mesh).most, program, peak(trainer))]
     while tried[-1][2] > _USED * limit and fewer:
         together = fewer.pop(0)
-        other = make(trainer.model_copy(update={"microbatches_per_gather": together}))
-        # By itself a gradient is exchanged in the dtype in which it was computed, by programs of its own.
-        tried.append((together, other, _peak(other, batch, known if together > 1 else {})))
+        turns = trainer.model_copy(update={"microbatches_per_gather": together})
+        tried.append((together, make(turns), peak(turns)))
     (together, chosen, needed), (most, _, whole) = tried[-1], tried[0]
     if needed > limit:
         note(
@@ -71,27 +82,6 @@ def plan_for_memory(
             f"{_gib(whole)} with all {most} microbatches of a device together. The numbers are the same"
         )
     return chosen
-
-
-def _peak(program: Program, batch: Batch, known: dict[str, ProgramBytes]) -> int:
-    """The most bytes that a device holds in a step, the most of all processes.
-
-    Args:
-        program: of the run.
-        batch: rows like its own.
-        known: the programs that grow with the rows of a microbatch, which are compiled and added where it is empty.
-    """
-    plan, devices = max(program.step.plans.values, key=taken_memory), program.sharding.mesh.devices
-    phases = [*program.step.phases(batch, plan, devices.flat[0].platform)]
-    if not known:
-        known |= compile_programs(phases, grows=True)
-    programs: Mapping[str, ProgramBytes] = {**known, **compile_programs(phases, grows=False)}
-    state: Any = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
-    row = sum(x.nbytes for x in jax.tree.leaves(batch))
-    rows = max(map(len, program.step.devices.numbers(plan))) * plan.rows
-    held = {"state": sum(state_bytes(state).values()), "batch": rows * row}
-    most = max(phase.bytes for phase in phase_bytes(phases, programs, held))
-    return int(gather(np.asarray(most, np.int64)).max())
 
 
 def _gib(size: int) -> str:

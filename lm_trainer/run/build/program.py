@@ -35,10 +35,12 @@ from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
 from lm_trainer.step.dispatch.model_parallel_limits import check_model_parallel, model_parallel_axes
+from lm_trainer.step.dispatch.recorder import Measure
 from lm_trainer.step.elastic import CurvatureStages, ElasticStep
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
 from lm_trainer.step.loss.gradient import CurvatureFn, LossFn
+from lm_trainer.step.rehearse import StepRecord, rehearse
 from lm_trainer.step.staged.hutchinson import Hutchinson
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -101,6 +103,20 @@ class Program:
                 **fresh_params(lambda: {n: x for n, x in self.model.init().items() if n in others}, self.sharding),
             }
         return self.from_weights(params)
+
+    def rehearse(self, row: Batch, platform: str, measure: Measure) -> StepRecord:
+        """Rehearses the step that takes most memory; arguments as for `lm_trainer.step.rehearse.rehearse`."""
+        return rehearse(
+            self.step,
+            self.model.shapes,
+            self.tx,
+            self.sharding,
+            row,
+            platform,
+            measure,
+            averaged=self.averages,
+            interval=self.optimizer.curvature_interval if self.optimizer.curvature is not None else 1,
+        )
 
     def take_step(
         self, state: TrainState, batch: Batch, observer: Observer | None = None

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
+from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_on
 from lm_trainer.parallel.sharded_array import by_device
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -48,6 +49,8 @@ class ModelParallelGroup:
 
     def put(self, values: Any) -> Any:
         """Arrays of the host, whole on each device of the group; all of its processes have the same ones."""
+        if (rehearsed := put_on(values, self.sharding(), "batch")) is not None:
+            return rehearsed
         if len(self.local_devices) == self.mesh.size:
             return jax.device_put(values, self.sharding())
         # `device_put` would compare the values over all processes of the run.
@@ -78,9 +81,9 @@ def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
             f"{sizes} is a group of {rows.shape[1]} devices, which processes of {len(mesh.local_devices)} devices "
             f"cannot hold: make it a divisor or a multiple of that, or start another number of processes"
         )
-    groups = []
+    groups, own = [], {*local_devices(mesh)}
     for index, devices in enumerate(rows):
-        if jax.process_index() in holders[index]:
+        if own.intersection(devices):
             grid = devices.reshape((1,) * len(BATCH_AXES) + mesh.devices.shape[len(BATCH_AXES) :])
             groups.append(ModelParallelGroup(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
     return groups
@@ -196,7 +199,7 @@ def _on_group(array: jax.Array, shards: Mapping[Any, jax.Array], group: ModelPar
         return shards[group.mesh.devices.flat[0]]
     spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
     parts = [shards[device] for device in group.local_devices]
-    return jax.make_array_from_single_device_arrays(array.shape, group.sharding(*spec), parts)
+    return join_parts(array.shape, group.sharding(*spec), parts)
 
 
 def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) -> jax.Array:
@@ -209,6 +212,4 @@ def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) ->
     """
     shape = (batch_shards(mesh), *parts[0].shape[1:])
     shards = [shard.data for part in parts for shard in part.addressable_shards]
-    return jax.make_array_from_single_device_arrays(
-        shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards
-    )
+    return join_parts(shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import jax
 from lm_trainer.core.errors import UserError
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.dispatch.phases import Phase, Size
 from lm_trainer.step.state.train_state import TrainState
 
 
@@ -84,57 +83,6 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     }
     found = {name: bytes_per_device(tree) for name, tree in parts.items()}
     return {name: size for name, size in found.items() if size}
-
-
-def compile_programs(
-    phases: Iterable[Phase], *, grows: bool, texts: dict[str, str] | None = None
-) -> dict[str, ProgramBytes]:
-    """The programs of a step, by name, whose memory grows with the rows, or the others.
-
-    Args:
-        phases: of a step.
-        grows: chooses among the programs.
-        texts: gets their texts.
-
-    Raises:
-        UserError: as `ProgramBytes.of`.
-    """
-    programs = {phase.program.name: phase.program for phase in phases if phase.program.grows == grows}
-    found = {}
-    for name, program in programs.items():
-        executable = program.compile()
-        found[name] = ProgramBytes.of(executable)
-        if texts is not None:
-            texts[name] = executable.hlo()
-    return found
-
-
-def phase_bytes(
-    phases: Iterable[Phase], programs: Mapping[str, ProgramBytes], held: Mapping[str, int]
-) -> tuple[PhaseBytes, ...]:
-    """Puts bytes in place of the sizes that a step gives for its phases.
-
-    Args:
-        phases: of a step, in the order in which they run.
-        programs: all of them, by name.
-        held: name -> bytes of arrays that are held from the first phase on.
-    """
-    found, held = [], dict(held)
-    for phase in phases:
-        # A phase finds the arrays that the one before left.
-        inside = _with(held, phase.adds, programs)
-        temporary = _bytes(phase.at_once * phase.program.temporary, programs)
-        found.append(PhaseBytes(phase.name, {**inside, "temporary": temporary}))
-        held = _with({name: size for name, size in held.items() if name not in phase.frees}, phase.leaves, programs)
-    return tuple(found)
-
-
-def _with(held: Mapping[str, int], more: Mapping[str, Size], programs: Mapping[str, ProgramBytes]) -> dict[str, int]:
-    return {**held, **{name: held.get(name, 0) + _bytes(size, programs) for name, size in more.items()}}
-
-
-def _bytes(size: Size, programs: Mapping[str, ProgramBytes]) -> int:
-    return sum(count * getattr(programs[name], figure) for count, name, figure in size.terms)
 
 
 def taken_memory(plan: MicrobatchPlan) -> tuple[int, int]:

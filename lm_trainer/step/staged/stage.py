@@ -5,8 +5,8 @@ A stage is the embedding, a layer, the head, or the whole model: see `lm_trainer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,12 +17,61 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares
-from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
+from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, sums_on_group
 from lm_trainer.step.dispatch.groups import DeviceGroups, ModelParallelGroup, on_groups, same_sharding
-from lm_trainer.step.loss.gradient import STEP_SCALARS, Sums
+from lm_trainer.step.dispatch.program import Program
+from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.state.model_def import Params
+
+
+@dataclass(frozen=True)
+class StageLabels:
+    """What a plan calls the programs of a stage, and the arrays that they return."""
+
+    name: str
+    """Of the stage."""
+    sums: str
+    """Sums over the batch: `gradients`, or `estimates` of curvature."""
+    prefix: str = ""
+    """Of programs of several stages, which tells those of an estimate from those of the gradient."""
+    alone: bool = False
+    """True where the stage is the only one."""
+
+    @property
+    def forward(self) -> str:
+        """The program of the stage itself, for a microbatch."""
+        return f"{self.prefix}{self.name}"
+
+    @property
+    def gradient(self) -> str:
+        """The program of its derivative."""
+        return self.forward if self.alone else f"{self.forward} gradient"
+
+    @property
+    def gradients(self) -> str:
+        """What the derivative of a microbatch returns."""
+        return self.sums if self.alone else "gradients of a layer"
+
+    @property
+    def gather(self) -> str:
+        """The program that gathers parameters."""
+        return "gather" if self.alone else f"{self.prefix}gather {self.name}"
+
+    @property
+    def gathered(self) -> str:
+        """What that returns."""
+        return "gathered parameters" if self.alone else "gathered layers"
+
+    @property
+    def reduce(self) -> str:
+        """The program that adds sums over devices."""
+        return "reduction" if self.alone else f"{self.prefix}reduce {self.name}"
+
+    @property
+    def zeros(self) -> str:
+        """The program that makes room for the sums of all layers."""
+        return f"{self.prefix}zeros {self.name}"
 
 
 class Stage:
@@ -36,6 +85,7 @@ class Stage:
         functions: of the stage. Of layers, the first axis of a parameter is that over layers, of which a stage has one.
         shapes: name -> shape of each parameter at rest.
         trainable: the parameters that have a gradient.
+        labels: of its programs.
     """
 
     def __init__(
@@ -44,6 +94,7 @@ class Stage:
         functions: StageFunctions,
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         trainable: Collection[str],
+        labels: StageLabels,
     ):
         dtypes, layered = functions.reads, functions.layers is not None
         self.devices, self.functions, self.dtypes, self.layered = devices, functions, dict(dtypes), layered
@@ -52,7 +103,7 @@ class Stage:
         self._rest = {name: sharding.params[name] for name in dtypes}
         self.layouts = {n: _of_one(x) for n, x in self._rest.items()} if layered else self._rest
         self._trained_layouts = {name: self.layouts[name] for name in self.trained}
-        self._shapes = {name: shapes[name] for name in dtypes}
+        self._shapes, self.labels = {name: shapes[name] for name in dtypes}, labels
         self._stored = {name: NamedSharding(self._mesh, self.layouts[name].storage) for name in dtypes}
         everywhere = self._everywhere = NamedSharding(self._mesh, PartitionSpec())
         self._at_rest = {name: NamedSharding(self._mesh, self._rest[name].storage) for name in dtypes}
@@ -60,15 +111,20 @@ class Stage:
         # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
         there = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
         there = there and all(same_sharding(computed[name], self._at_rest[name]) for name in dtypes)
-        self._gather = None if there else jax.jit(self._gathered, out_shardings=computed)
+        self._gather = None
+        if not there:
+            gather = jax.jit(self._gathered, out_shardings=computed)
+            self._gather = Program(labels.gather, gather, labels.gathered, queued=layered)
         at_rest = {name: self._at_rest[name] for name in self.trained}
-        self._zeros = jax.jit(self._no_gradients, out_shardings=at_rest)
+        self._zeros = Program(labels.zeros, jax.jit(self._no_gradients, out_shardings=at_rest), labels.sums)
         # The gradients of all layers stay where they are, and get another layer.
-        self._reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
+        reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
+        self._reduce_layer = Program(labels.reduce, reduce_layer, labels.sums)
         summed: Any = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
         # With one shard there is nothing to add, and what comes out lies where it was.
         alone = (0,) if batch_shards(self._mesh) == 1 else ()
-        self._reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=alone)
+        reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=alone)
+        self._reduce = Program(labels.reduce, reduce, labels.sums)
 
     def gather(self, params: Params, row: jax.Array) -> list[Params]:
         """The parameters of this stage as each local group computes with them.
@@ -108,38 +164,6 @@ class Stage:
     def sums_on(self, group: ModelParallelGroup) -> Any:
         """The shardings of a microbatch's sums, with an axis in front, on a group."""
         return sums_on_group(group, self._trained_layouts)
-
-    @property
-    def gathers(self) -> bool:
-        """False where the parameters rest where they are computed with."""
-        return self._gather is not None
-
-    def gathering(self) -> Executable:
-        """The program of `gather`, where that has one."""
-        return Executable.make(self._gather, self._placed(self.dtypes), self._row)
-
-    def reducing(self, shares: Shares) -> Executable:
-        """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has."""
-        shapes = self.shapes()
-        # Sums over several microbatches are wider than what one microbatch gives.
-        if shares.most > 1:
-            shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
-        scalars = () if self.layered else STEP_SCALARS
-        stacked = [stacked_shapes(shapes, self._trained_layouts, self._mesh, scalars)] * shares.most_parts
-        if not self.layered:
-            return Executable.make(self._reduce, stacked, shares)
-        return Executable.make(self._reduce_layer, self._placed(self.trained), stacked, shares, self._row)
-
-    @property
-    def _row(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-
-    def _placed(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of parameters, or of their gradients, at rest."""
-        return {
-            n: jax.ShapeDtypeStruct(self._shapes[n].shape, self._shapes[n].dtype, sharding=self._at_rest[n])
-            for n in names
-        }
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self._shapes[name].shape

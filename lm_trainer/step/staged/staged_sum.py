@@ -14,8 +14,8 @@ head it takes the memory of FSDP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -29,10 +29,9 @@ from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup, microbatch_groups
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
-from lm_trainer.step.dispatch.phases import Phase
+from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions
-from lm_trainer.step.staged.staged_phases import gathering, staged_phases
 from lm_trainer.step.staged.stages import Passed, Queue, Ready, StageAt, StagedForward, Stages
 from lm_trainer.step.state.model_def import ModelDef, Params
 
@@ -77,29 +76,45 @@ class StagedSum:
         model: whose parameters they read.
         trainable: the parameters that have a gradient.
         devices: where.
+        sums: what a plan calls the sums.
+        prefix: of the programs of several stages in a plan.
     """
 
-    def __init__(self, stages_of: StagesOf, model: ModelDef, trainable: Collection[str], devices: DeviceGroups):
+    def __init__(
+        self,
+        stages_of: StagesOf,
+        model: ModelDef,
+        trainable: Collection[str],
+        devices: DeviceGroups,
+        *,
+        sums: str = "gradients",
+        prefix: str = "",
+    ):
         self.devices, self._stages_of, self._shapes = devices, stages_of, model.shapes
+        self._sums, self._prefix = sums, prefix
         self._trainable = trainable
         self._stages: Stages | None = None
         self._programs: dict[int, _Programs] = {}
-        # The sum takes the memory of its first term, unless that has narrower values than the sum.
-        self._widen = jax.jit(self._added)
-        self._add = jax.jit(self._added, donate_argnums=0)
-        self._cast = jax.jit(lambda sums: Sums(sums.scalars, self._as_parameters(sums.tree)))
-        self._add_groups = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        add_groups = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._add_groups = Program("add turns", add_groups, sums, elementwise=True)
         storage = devices.sharding.storage
         zeros: Any = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
         self._zeros = {
-            name: jax.jit(partial(zeros, self._shapes[name]), out_shardings=storage[name]) for name in trainable
+            name: Program(
+                f"zeros of {name}", jax.jit(partial(zeros, self._shapes[name]), out_shardings=storage[name]), sums
+            )
+            for name in trainable
         }
 
-    def compile(self, batch: Batch, plan: MicrobatchPlan) -> Executable | Executables:
+    def prepare(self, batch: Batch, plan: MicrobatchPlan) -> None:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._programs:
             rows = plan.rows_like(batch)
-            self._programs[plan.rows] = _Programs(self._found(rows), rows)
+            self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
+
+    def compile(self, batch: Batch, plan: MicrobatchPlan) -> Executable | Executables:
+        """As `prepare`; returns the programs of a microbatch."""
+        self.prepare(batch, plan)
         stages, by_name = self._programs[plan.rows].stages, self._programs[plan.rows].named()
         if len(by_name) == 1:
             return next(iter(by_name.values())).program
@@ -107,31 +122,31 @@ class StagedSum:
         times = {name: counts[name.removesuffix(" gradient")] for name in by_name}
         return Executables({name: each.program for name, each in by_name.items()}, times)
 
-    def phases(self, sums: str, batch: Batch, plan: MicrobatchPlan, platform: str, prefix: str = "") -> Iterator[Phase]:
-        """The phases of `__call__`.
-
-        Args:
-            sums: name of the arrays that are summed.
-            batch: rows like those of the step.
-            plan: of the batch.
-            platform: on which the step is to run.
-            prefix: of the names of programs, where there are several stages.
-        """
-
-        def compiled(name: str) -> Executable:
-            found = self.compile(batch, plan)
-            return found if isinstance(found, Executable) else found.by_name[name]
-
-        return staged_phases(self._found(plan.rows_like(batch)), compiled, plan, platform, sums, prefix)
-
-    def gathering(self, batch: Batch, plan: MicrobatchPlan) -> Iterator[Phase]:
-        """The phase of `ready`, where that gathers parameters; arguments as for `phases`."""
-        return gathering(self._found(plan.rows_like(batch)))
-
-    def _found(self, rows: Batch) -> Stages:
+    def _stages_for(self, rows: Batch) -> Stages:
         if self._stages is None:
-            self._stages = Stages(self._stages_of(rows), self._shapes, self._trainable, self.devices)
+            functions, names = self._stages_of(rows), {"sums": self._sums, "prefix": self._prefix}
+            self._stages = Stages(functions, self._shapes, self._trainable, self.devices, **names)
         return self._stages
+
+    @cached_property
+    def _terms(self) -> str:
+        """What a plan calls the sums of the microbatches of a device."""
+        assert self._stages is not None
+        return self._stages.last.labels.gradients
+
+    @cached_property
+    def _widen(self) -> Program:
+        return Program("widen", jax.jit(self._added), self._terms, elementwise=True)
+
+    @cached_property
+    def _add(self) -> Program:
+        """The sum takes the memory of its first term, which has values as wide as the sum."""
+        return Program("add", jax.jit(self._added, donate_argnums=0), self._terms, elementwise=True)
+
+    @cached_property
+    def _cast(self) -> Program:
+        cast = jax.jit(lambda sums: Sums(sums.scalars, self._as_parameters(sums.tree)))
+        return Program("cast", cast, self._terms, elementwise=True)
 
     def ready(self, params: Params) -> Ready:
         """All parameters as `__call__` takes them, once it is compiled."""

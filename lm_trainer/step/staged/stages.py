@@ -16,7 +16,8 @@ from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.dispatch.groups import DeviceGroups, ModelParallelGroup
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
-from lm_trainer.step.staged.stage import Stage
+from lm_trainer.step.dispatch.program import Program
+from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.staged.stage_sharing import place_on_group, share_stage, stream_on_group
 from lm_trainer.step.state.model_def import Params
@@ -53,6 +54,8 @@ class Stages:
         shapes: of all parameters.
         trainable: the parameters that have a gradient.
         devices: where they are computed.
+        sums: as in `StageLabels`.
+        prefix: likewise.
     """
 
     def __init__(
@@ -61,9 +64,14 @@ class Stages:
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         trainable: Collection[str],
         devices: DeviceGroups,
+        *,
+        sums: str = "sums",
+        prefix: str = "",
     ):
-        self.devices = devices
-        self.kinds = [Stage(devices, each, shapes, trainable) for each in functions]
+        self.devices, alone = devices, len(functions) == 1
+        self.kinds = [
+            Stage(devices, each, shapes, trainable, StageLabels(each.name, sums, prefix, alone)) for each in functions
+        ]
 
     @property
     def last(self) -> Stage:
@@ -102,7 +110,10 @@ class Stages:
             batch: the shapes of a microbatch.
         """
         kind = self.kinds[place]
-        return self._compile(kind.functions.forward, kind, self._arguments(place, batch), ("stream", "nothing"))
+        program = Program(kind.labels.forward, None, "activations of layers", grows=True, overlaps=True)
+        return self._compile(
+            program, kind.functions.forward, kind, self._arguments(place, batch), ("stream", "nothing")
+        )
 
     def compile_gradient(self, place: int, batch: Batch) -> PerGroupExecutable:
         """The derivative: `(params, stream, handed on, rows, number, derivative, step, index)`; arguments as there."""
@@ -115,12 +126,14 @@ class Stages:
         donated = () if stream is None else (1,)
         returns = ("nothing" if stream is None else "stream", "sums")
         arguments = (stream, handed_on, rows, number, derivative, step, index)
-        return self._compile(kind.functions.gradient, kind, arguments, returns, donated=donated)
+        program = Program(kind.labels.gradient, None, kind.labels.gradients, grows=True, overlaps=True)
+        return self._compile(program, kind.functions.gradient, kind, arguments, returns, donated=donated)
 
     def compile_losses(self, batch: Batch) -> PerGroupExecutable:
         """The sums that the loss reports, from what enters the last stage; otherwise as a forward pass."""
         arguments = self._arguments(len(self.kinds) - 1, batch)
-        return self._compile(self.last.functions.losses, self.last, arguments, "scalars")
+        program = Program(self.last.labels.forward, None, "sums", grows=True, overlaps=True)
+        return self._compile(program, self.last.functions.losses, self.last, arguments, "scalars")
 
     def _arguments(self, place: int, batch: Batch) -> tuple[Any, ...]:
         """The shapes of the arguments of a forward pass after the parameters."""
@@ -143,11 +156,19 @@ class Stages:
         return share_stage(function, kind, self.devices.groups[0].mesh, arguments, returns)
 
     def _compile(
-        self, function: Any, kind: Stage, arguments: Sequence[Any], returns: Any, *, donated: Sequence[int] = ()
+        self,
+        program: Program,
+        function: Any,
+        kind: Stage,
+        arguments: Sequence[Any],
+        returns: Any,
+        *,
+        donated: Sequence[int] = (),
     ) -> PerGroupExecutable:
         """An executable on each group of `function(params, *arguments)`.
 
         Args:
+            program: without its function.
             function: what to compute.
             kind: whose parameters it reads.
             arguments: the shapes of its other arguments, with streams as `_stream` gives them.
@@ -164,7 +185,7 @@ class Stages:
             return jax.tree.map(lambda name: kinds[name], returns)
 
         shared = self._shared(function, kind, arguments, returns)
-        executable = PerGroupExecutable(shared, self.devices.groups, results, donated=donated)
+        executable = PerGroupExecutable(shared, self.devices.groups, results, donated=donated, program=program)
         executable.compile_for(on_group)
         return executable
 

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from lm_trainer.optim import Optimizer, Param
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
+from lm_trainer.parallel.rehearsal import join_parts, local_devices
 from lm_trainer.parallel.sharded_array import by_device, replicate
-from lm_trainer.step.dispatch.executable import Executable, compile_for_each
-from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.dispatch.program import Program, on_each
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 from lm_trainer.step.updates.update import Metrics, make_update
@@ -32,7 +32,7 @@ _SMALL = 1 << 20
 """Numbers of weights of one layer that one program moves and another one updates."""
 
 _ROWS = "some weights"
-"""Name of the weights that a device updates, among the arrays of a plan."""
+"""What a plan calls the weights that a device updates at a time."""
 
 Rows = dict[str, list[jax.Array]]
 """By the name of a weight: the weight, or rows of it, and its own arrays of the optimizer's state."""
@@ -132,7 +132,7 @@ class OwnedUpdate:
         self, optimizer: Optimizer, weights: Sequence[Weight], shardings: TrainedShardings, paths: list[str], mesh: Mesh
     ):
         self._optimizer, self._weights, self._paths, self._mesh = optimizer, weights, paths, mesh
-        self._devices, self._shards = mesh.local_devices, batch_shards(mesh)
+        self._devices, self._shards = local_devices(mesh), batch_shards(mesh)
         self._structure = jax.tree.structure(shardings.opt_state)
         state = dict(zip(paths, jax.tree.leaves(shardings.opt_state), strict=True))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -141,11 +141,12 @@ class OwnedUpdate:
         self._gather, self._scatter = [], []
         for group in self._groups:
             lies = {w.name: [shardings.params[w.name], *(state[path] for path in w.own)] for w in group}
-            self._gather.append(jax.jit(partial(self._rows_of_all, group), out_shardings=self._dealt))
+            gather = jax.jit(partial(self._rows_of_all, group), out_shardings=self._dealt)
+            self._gather.append(Program("update: gather", gather, _ROWS))
             # The state is changed where it lies.
-            scatter = partial(self._with_rows_of_all, group, lies)
-            self._scatter.append(jax.jit(scatter, out_shardings=lies, donate_argnums=0))
-        self._programs: dict[str, list[Executable]] = {}
+            scatter = jax.jit(partial(self._with_rows_of_all, group, lies), out_shardings=lies, donate_argnums=0)
+            self._scatter.append(Program("update: scatter", scatter, "new state"))
+        self._programs: dict[str, list[Program]] = {}
 
     @cached_property
     def _firsts(self) -> list[jax.Array]:
@@ -241,14 +242,14 @@ class OwnedUpdate:
         leaves, structure = jax.tree.flatten(arguments)
         parts = [by_device(x) for x in leaves]
         results = [
-            program.compiled(*jax.tree.unflatten(structure, [part[device] for part in parts]))
+            program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
             for program, device in zip(programs, self._devices, strict=True)
         ]
 
         def joined(parts: Sequence[Any], sharding: NamedSharding, count: int | None) -> Any:
             def one(*x: jax.Array) -> jax.Array:
                 shape = x[0].shape if count is None else (count, *x[0].shape[1:])
-                return jax.make_array_from_single_device_arrays(shape, sharding, list(x))
+                return join_parts(shape, sharding, x)
 
             return jax.tree.map(one, *parts)
 
@@ -275,45 +276,21 @@ class OwnedUpdate:
 
         return jax.jit(of_group, donate_argnums=0)
 
-    def _compiled(self, group: Sequence[Weight], *args: Any) -> list[Executable]:
+    def _compiled(self, group: Sequence[Weight], *args: Any) -> list[Program]:
         name = group[0].name
         if name not in self._programs:
             jitted = self._jitted(group)
 
-            def one(index: int) -> Executable:
+            def arguments(index: int) -> Any:
                 on = SingleDeviceSharding(self._devices[index])
                 local: Any = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype, sharding=on)  # noqa: E731
-                return Executable.make(jitted, *jax.tree.map(local, args))
+                return jax.tree.map(local, args)
 
             devices = [[device] for device in self._devices]
             names = name if len(group) == 1 else f"{name} to {group[-1].name}"
-            self._programs[name] = compile_for_each(one, devices, f"the update of {names}")
+            program, what = Program("update", jitted, _ROWS), f"the update of {names}"
+            self._programs[name] = on_each(program, lambda _: jitted, arguments, devices, what)
         return self._programs[name]
-
-    def phases(
-        self, params: Params, opt_state: Any, grads: Params, curvature: Any, scalars: Mapping[str, Any]
-    ) -> Iterator[Phase]:
-        """The phases of `__call__` with arguments of these shapes, for the weights that take most memory."""
-        del curvature
-        at, group = max(enumerate(self._groups), key=lambda at: sum(weight.size for weight in at[1]))
-        state = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
-        arrays = {w.name: [params[w.name], *(state[path] for path in w.own)] for w in group}
-        own_grads = {w.name: grads[w.name] for w in group}
-        first = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
-        rows = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._dealt),
-            jax.eval_shape(partial(self._rows_of_all, group), arrays, own_grads, first),
-        )
-        alone = SingleDeviceSharding(self._devices[0])
-        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone), rows)
-        shared = {path: state[path] for weight in group for path in weight.shared}
-        common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), (shared, dict(scalars)))
-        gather = StepProgram("update_gather", partial(Executable.make, self._gather[at], arrays, own_grads, first))
-        update = StepProgram("update", partial(Executable.make, self._jitted(group), *local, *common))
-        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter[at], arrays, rows[0], first))
-        yield Phase("update: gather", gather, adds={_ROWS: gather.outputs}, leaves={_ROWS: gather.outputs})
-        yield Phase("update", update, adds={_ROWS: update.new}, leaves={_ROWS: update.new})
-        yield Phase("update: scatter", scatter, adds={"new state": scatter.new}, frees=(_ROWS,))
 
 
 def _updated(

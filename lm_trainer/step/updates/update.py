@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
+from lm_trainer.parallel.rehearsal import join_parts, local_devices
 from lm_trainer.parallel.sharded_array import by_device, replicate
-from lm_trainer.step.dispatch.executable import Executable, compile_for_each
-from lm_trainer.step.dispatch.phases import Phase, StepProgram
+from lm_trainer.step.dispatch.program import Program, on_each
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 
@@ -74,7 +74,9 @@ class ShardedUpdate:
         rounded = without_fma(update)
         self._mesh = mesh
         # Consumes parameters and optimizer state: argument 0 is the zero of `without_fma`.
-        self._update = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
+        jitted = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
+        # The new state lies where the old one was.
+        self._update = Program("update", jitted, "new state", elementwise=True)
 
     @cached_property
     def _zero(self) -> jax.Array:
@@ -84,13 +86,6 @@ class ShardedUpdate:
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
         return wait_on_cpu(self._update(self._zero, *args))
-
-    def phases(self, *args: Any) -> Iterator[Phase]:
-        """The one phase of `__call__` with arguments of these shapes."""
-        zero = jax.ShapeDtypeStruct((), np.uint32, sharding=NamedSharding(self._mesh, PartitionSpec()))
-        update = StepProgram("update", partial(Executable.make, self._update, zero, *args), elementwise=True)
-        # The new state lies where the old one was, which the program consumes.
-        yield Phase("update", update, adds={"new state": update.new})
 
 
 class ReplicatedUpdate:
@@ -107,10 +102,12 @@ class ReplicatedUpdate:
         self._jitted = jax.jit(update, donate_argnums=(0, 1))
         self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._gather = jax.jit(lambda x: x, out_shardings=self._everywhere)
-        self._scatter = jax.jit(lambda x: x, out_shardings=tuple(shardings))
-        self._devices = mesh.local_devices
-        self._compiled: dict[Any, list[Executable]] = {}
+        gather = jax.jit(lambda x: x, out_shardings=self._everywhere)
+        self._gather = Program("update: gather", gather, "whole")
+        scatter = jax.jit(lambda x: x, out_shardings=tuple(shardings))
+        self._scatter = Program("update: scatter", scatter, "new state")
+        self._devices = local_devices(mesh)
+        self._updates: dict[Any, list[Program]] = {}
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
@@ -120,39 +117,21 @@ class ReplicatedUpdate:
         # All parts are taken before a program runs: it consumes its own, and with it the array that they belong to.
         parts = [by_device(x) for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
-        results = [program.compiled(*args) for program, args in zip(programs, local, strict=True)]
+        results = [program(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
         return (*wait_on_cpu(self._scatter((params, opt_state))), metrics)
 
-    def phases(self, *args: Any) -> Iterator[Phase]:
-        """The phases of `__call__` with arguments of these shapes; the second runs on every device by itself."""
-        alone = SingleDeviceSharding(self._devices[0])
-        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), args)
-        everywhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), args[:2])
-        gather = StepProgram("update_gather", partial(Executable.make, self._gather, args))
-        update = StepProgram("update", partial(Executable.make, self._jitted, *whole))
-        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter, everywhere))
-        yield Phase("update: gather", gather, adds={"whole": gather.outputs}, leaves={"whole": gather.outputs})
-        yield Phase("update", update, adds={"new state": update.new}, leaves={"new state": update.new})
-        # The state as it was before the step is still there: the update consumed whole copies of it.
-        yield Phase(
-            "update: scatter",
-            scatter,
-            adds={"new state": scatter.new},
-            frees=("whole", "new state"),
-            leaves={"new state": scatter.outputs},
-        )
-
     def _join(self, *parts: jax.Array) -> jax.Array:
-        return jax.make_array_from_single_device_arrays(parts[0].shape, self._everywhere, list(parts))
+        return join_parts(parts[0].shape, self._everywhere, parts)
 
-    def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[Executable]:
-        if structure not in self._compiled:
+    def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[Program]:
+        if structure not in self._updates:
 
-            def one(index: int) -> Executable:
+            def arguments(index: int) -> Any:
                 on = SingleDeviceSharding(self._devices[index])
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
-                return Executable.make(self._jitted, *jax.tree.unflatten(structure, shapes))
+                return jax.tree.unflatten(structure, shapes)
 
-            self._compiled[structure] = compile_for_each(one, [[device] for device in self._devices], "the update")
-        return self._compiled[structure]
+            program, devices = Program("update", self._jitted, "new state"), [[device] for device in self._devices]
+            self._updates[structure] = on_each(program, lambda _: self._jitted, arguments, devices, "the update")
+        return self._updates[structure]

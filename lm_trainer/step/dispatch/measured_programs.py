@@ -1,0 +1,82 @@
+"""The compiled programs of plans, and what they say of programs that are not compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from lm_trainer.parallel.rehearsal import Description
+from lm_trainer.step.dispatch.executable import Executable
+from lm_trainer.step.dispatch.memory import ProgramBytes
+from lm_trainer.step.dispatch.program import Program
+from lm_trainer.step.dispatch.recorder import Key, Measure, Measured, measure_compiled
+
+
+class MeasuredPrograms:
+    """Programs that are compiled once, however many plans ask for them.
+
+    Args:
+        compiled: programs of a microbatch that are compiled already, by name.
+    """
+
+    def __init__(self, compiled: Mapping[str, Executable] = MappingProxyType({})) -> None:
+        self._compiled = compiled
+        self._by_key = dict[Key, Measured]()
+        self._by_rows = dict[int, dict[str, Measured]]()
+        self._others = dict[Any, Measured]()
+        self.texts = dict[Key, str]()
+        """The texts of the compiled programs."""
+
+    @contextmanager
+    def of_rows(self, rows: int) -> Iterator[Measure]:
+        """Compiles what is not known yet, for a step with microbatches of so many rows."""
+        growing = dict[str, Measured]()
+
+        def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+            if key not in self._by_key:
+                known = replace(program, executable=self._compiled.get(program.name)) if program.grows else program
+                self._by_key[key], executable = measure_compiled(known, args)
+                self.texts[key] = executable.hlo()
+            found = self._by_key[key]
+            if program.grows:
+                growing[program.name] = found
+            else:
+                self._others |= {key[:2]: found, program.name: found}
+            return found
+
+        yield measure
+        self._by_rows[rows] = growing
+
+    def between(self, rows: int) -> Measure:
+        """Takes programs for microbatches of so many rows from those of the two nearest sizes.
+
+        Everything is linear in the rows: sizes of axes, and memory nearly so. Of the other programs, which add what
+        microbatches return, those of any size will do.
+        """
+        a, b = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))[:2]
+        near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a)
+
+        def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+            del args
+            if program.grows:
+                return _between(near[program.name], far[program.name], share)
+            return self._by_key.get(key) or self._others.get(key[:2]) or self._others[program.name]
+
+        return measure
+
+
+def _between(near: Measured, far: Measured, share: float) -> Measured:
+    def linear(a: int, b: int) -> int:
+        return max(0, round(a + share * (b - a)))
+
+    figures: Mapping[str, int] = vars(near.bytes)
+    size = ProgramBytes(**{name: linear(value, getattr(far.bytes, name)) for name, value in figures.items()})
+    results = [
+        Description(tuple(map(linear, a.shape, b.shape)), a.dtype, a.sharding)
+        for a, b in zip(near.results, far.results, strict=True)
+    ]
+    return replace(near, bytes=size, results=results)

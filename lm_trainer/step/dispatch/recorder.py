@@ -1,0 +1,133 @@
+"""The programs of a step in the order in which it calls them, and the memory of a device meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, abstract
+from lm_trainer.step.dispatch.executable import Executable
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
+from lm_trainer.step.dispatch.program import Program
+
+Key = tuple[Any, ...]
+"""Name of a program, and the shapes that it is called with."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A program for arguments of some shapes."""
+
+    bytes: ProgramBytes
+    structure: Any
+    """Tree structure of its results."""
+    results: Sequence[Description]
+    consumed: Sequence[int]
+    """Positions of the arguments that it consumes, among the arrays in all of them."""
+
+
+class Measure(Protocol):
+    """Finds out what a program returns and takes."""
+
+    def __call__(self, program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+        """Of a program with arguments of these shapes."""
+        ...
+
+
+@dataclass
+class _Call:
+    """A program with arguments of some shapes."""
+
+    measured: Measured
+    sizes: list[int]
+    """Bytes of its results on the device."""
+    runs: int = 0
+
+
+class Recorder:
+    """A rehearsal that notes down which programs are called, and what the device holds while they run.
+
+    Args:
+        measure: tells what a program returns and takes; asked once for each program and shapes.
+        devices: of this process that take part; the memory is that of the first.
+        at_once: programs that a device may run at the same time, of those that overlap.
+    """
+
+    def __init__(self, measure: Measure, devices: Sequence[Any], at_once: int = 1):
+        self.memory, self.devices = Memory(devices[0]), devices
+        self._measure, self._at_once = measure, at_once
+        self._calls: dict[Key, _Call] = {}
+        self._peaks: dict[str, PhaseBytes] = {}
+
+    @property
+    def phases(self) -> tuple[PhaseBytes, ...]:
+        """What the device holds while each program runs, where that is most; in the order of their first runs."""
+        return tuple(self._peaks.values())
+
+    @property
+    def runs(self) -> dict[Key, int]:
+        """Runs of each program on the device."""
+        return {key: call.runs for key, call in self._calls.items()}
+
+    def hold(self, tree: Any, purpose: str) -> Any:
+        """Abstract arrays like these shapes with shardings, which are held from now on."""
+        return jax.tree.map(lambda x: abstract(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree)
+
+    def run(self, program: Program, args: tuple[Any, ...]) -> Any:
+        """Notes a run of a program down, and returns its results."""
+        leaves, structure = jax.tree.flatten(args)
+        key = (program.name, structure, tuple(x.about if isinstance(x, AbstractArray) else x for x in leaves))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._measured(program, key, args)
+        memory, found = self.memory, call.measured
+        memory.calls += 1
+        call.runs += 1
+        self._note(program, found.bytes)
+        # Without what a function is compiled for, which is no argument of its program.
+        given = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
+        for position in found.consumed:
+            if (buffer := given[position].buffer) is not None:
+                buffer.free()
+        for x in given:
+            if isinstance(x, AbstractArray) and x.buffer is not None:
+                x.buffer.last_call = memory.calls
+        results = [
+            abstract(about, memory, program.results, queued=program.queued, size=size)
+            for about, size in zip(found.results, call.sizes, strict=True)
+        ]
+        return jax.tree.unflatten(found.structure, results)
+
+    def _measured(self, program: Program, key: Key, args: tuple[Any, ...]) -> _Call:
+        shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
+        found = self._measure(program, key, shapes)
+        return _Call(found, [about.bytes_on(self.memory.device) for about in found.results])
+
+    def _note(self, program: Program, taken: ProgramBytes) -> None:
+        """Notes what the device holds while a program runs, before its results take the place of what it consumes."""
+        at_once = self._at_once if program.overlaps else 1
+        total = self.memory.total + at_once * (taken.new + taken.temporary)
+        peak = self._peaks.get(program.name)
+        if peak is not None and peak.bytes >= total:
+            return
+        parts = {purpose: size for purpose, size in self.memory.held.items() if size}
+        parts[program.results] = parts.get(program.results, 0) + at_once * taken.new
+        self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * taken.temporary})
+
+
+def measure_compiled(program: Program, args: tuple[Any, ...]) -> tuple[Measured, Executable]:
+    """Compiles a program and asks XLA for its memory; returns the `Executable` as well.
+
+    Raises:
+        UserError: as `ProgramBytes.of`.
+    """
+    executable = program.compile(*args)
+    shapes, structure = jax.tree.flatten(executable.traced.out_info)
+    shardings = jax.tree.leaves(executable.compiled.output_shardings)
+    results = [Description(x.shape, x.dtype, lies) for x, lies in zip(shapes, shardings, strict=True)]
+    consumed = [i for i, info in enumerate(jax.tree.leaves(executable.traced.args_info)) if info.donated]
+    return Measured(ProgramBytes.of(executable), structure, results, consumed), executable
