@@ -138,33 +138,28 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
             state, taken, used = runs[kind](state)
             seconds[kind].append(taken)
             cpu[kind].append(used)
-    return {kind: Cost(seconds[kind], cpu[kind], *read_off(program, size)) for kind, program in programs.items()}
+    return {kind: Cost(seconds[kind], cpu[kind], *read_off(kind, devices, size)) for kind in kinds}
 
 
-def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
+def read_off(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
     """Figures of the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
     import jax
 
+    from lm_trainer.parallel.rehearsal import on_one_shard
     from lm_trainer.profile.collectives import bytes_sent
-    from lm_trainer.step.dispatch.memory import ProgramBytes, phase_bytes, state_bytes
-    from lm_trainer.step.state.train_state import abstract_state
+    from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 
-    step, batch = program.step, batch_of(size)
-    plan = step.plans.at(0)
-    phases = [*step.phases(batch, plan, jax.default_backend())]
-    compiled = {phase.program.name: phase.program.compile() for phase in phases}
-    sent: dict[str, float] = {}
-    for phase in phases:
-        for name, count in bytes_sent(compiled[phase.program.name].hlo()).items():
-            sent[name] = sent.get(name, 0.0) + phase.runs * count
-    programs = {name: ProgramBytes.of(executable) for name, executable in compiled.items()}
-    rows = plan.per_shard(program.sharding.mesh) * plan.rows
-    held = {
-        "state": sum(state_bytes(abstract_state(program.model.shapes, program.tx, program.sharding)).values()),
-        "batch": rows * sum(x.nbytes for x in jax.tree.leaves(batch)) // size.batch,
-    }
-    peak = max(phase.bytes for phase in phase_bytes(phases, programs, held))
-    return max(each.temporary for each in programs.values()), peak, sent
+    programs, sent = MeasuredPrograms(), dict[str, float]()
+    with on_one_shard():
+        program = plan(kind, devices, size)
+    row = jax.tree.map(lambda x: x[:1], batch_of(size))
+    with programs.of_rows(1) as measure:
+        record = program.rehearse(row, jax.default_backend(), measure)
+    for key, runs in record.runs.items():
+        for name, count in bytes_sent(programs.texts[key]).items():
+            sent[name] = sent.get(name, 0.0) + runs * count
+    phases = record.phases
+    return max(phase.parts["temporary"] for phase in phases), max(phase.bytes for phase in phases), sent
 
 
 def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:

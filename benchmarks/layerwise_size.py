@@ -57,7 +57,7 @@ def planned(determinism: str, size: argparse.Namespace) -> Any:
     from lm_trainer.plan.memory import StepMemory
 
     memory = StepMemory(config_of(determinism, size), VOCAB, jax.devices(), "cpu")
-    return memory.plan(memory.compile()).peak
+    return memory.plan().peak
 
 
 def train(size: argparse.Namespace) -> None:

@@ -102,57 +102,36 @@ def live_bytes(device: Any) -> int:
     return sum(buffers.values())
 
 
-class _AheadOfTime:
-    """A jitted function whose programs can be asked for their memory."""
-
-    def __init__(self, jitted: Any):
-        self._jitted, self._compiled = jitted, {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
-
-    def __call__(self, *args: Any) -> Any:
-        import jax
-
-        from lm_trainer.parallel.tree_sum import Shares
-
-        # Arguments that a function is compiled for, such as `Shares`, are no arguments of its program.
-        fixed = tuple(x for x in args if isinstance(x, Shares))
-        arrays = [x for x in args if not isinstance(x, Shares)]
-        leaves, structure = jax.tree.flatten(arrays)
-        key = fixed, structure, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
-        if key not in self._compiled:
-            self._compiled[key] = self._jitted.lower(*args).compile()
-        return self._compiled[key](*arrays)
-
-
 @contextmanager
-def watched(step: Any, device: Any) -> Iterator[list[int]]:
+def watched(device: Any) -> Iterator[list[int]]:
     """A list that gets, for every program that a step runs on `device`, the bytes there while it runs."""
     import jax
 
-    found: list[int] = []
-    parts = [step, *(x for x in vars(step).values() if type(x).__module__.startswith("lm_trainer"))]
-    jitted = type(jax.jit(lambda x: x))
-    kept = [(part, name, value) for part in parts for name, value in vars(part).items() if isinstance(value, jitted)]
-    call = jax.stages.Compiled.__call__
+    from lm_trainer.parallel.tree_sum import Shares
+    from lm_trainer.step.dispatch.program import Program
 
-    def counted(self: Any, *args: Any) -> Any:
-        if any(device in s.device_set for s in jax.tree.leaves(self.input_shardings)):
-            memory = self.memory_analysis()
+    found: list[int] = []
+    compiled, call = dict[Any, Any](), Program.__call__
+
+    def counted(program: Program, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        # What a function is compiled for is no argument of its program.
+        arrays = [x for x in leaves if not isinstance(x, Shares)]
+        key = program, structure, tuple((x.shape, x.dtype, x.sharding) for x in arrays)
+        if key not in compiled:
+            compiled[key] = program.compile(*args).compiled
+        executable = compiled[key]
+        if any(device in s.device_set for s in jax.tree.leaves(executable.input_shardings)):
+            memory = executable.memory_analysis()
             added = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
             found.append(live_bytes(device) + added)
-        return call(self, *args)
+        return executable(*(x for x in args if not isinstance(x, Shares)))
 
-    for part, name, value in kept:
-        setattr(part, name, _AheadOfTime(value))
-    jax.stages.Compiled.__call__ = counted
+    Program.__call__ = counted
     try:
         yield found
     finally:
-        jax.stages.Compiled.__call__ = call
-        for part, name, value in kept:
-            setattr(part, name, value)
+        Program.__call__ = call
 
 
 def train(program: Any, config: Any, steps: int = STEPS) -> Any:
@@ -179,7 +158,7 @@ def measure_live(config: Any, devices: list[Any]) -> int:
     others = jax.live_arrays()  # held, so that none of them goes while the steps are measured
     before = live_bytes(devices[0])
     program = build_program(config, VOCAB, devices)
-    with watched(program.step, devices[0]) as found:
+    with watched(devices[0]) as found:
         train(program, config)
     del others
     return max(found) - before
@@ -231,7 +210,7 @@ def report(name: str, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"live": measure_live(config, devices)}
     for name, platform in (("plan", "gpu"), ("plan here", "cpu")):
         memory = StepMemory(config, VOCAB, devices, platform)
-        peak = memory.plan(memory.compile()).peak
+        peak = memory.plan().peak
         found |= {name: peak.bytes, "phase": peak.name}
     return found
 

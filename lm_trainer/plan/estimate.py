@@ -26,7 +26,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, taken_memory
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measured
+from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
 from lm_trainer.step.state.model_def import ModelDef
 
 MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
@@ -76,11 +76,18 @@ def estimate_step(
     if not config.trainer.bitwise:
         temporary = {STEP: temporary[STEP] + _inside_step(program, config, vocab_size)}
 
+    record = program.rehearse(row, platform, traced_programs(temporary))
+    return max(record.phases, key=lambda phase: phase.bytes)
+
+
+def traced_programs(temporary: Temporary) -> Measure:
+    """Knows programs by their traces; what they take while they run is in `temporary`, or 0."""
+
     def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
         del key
         return _traced(program, args, temporary.get(program.name, 0))
 
-    return max(program.rehearse(row, platform, measure).phases, key=lambda phase: phase.bytes)
+    return measure
 
 
 def _traced(program: StepProgram, args: tuple[Any, ...], temporary: int) -> Measured:

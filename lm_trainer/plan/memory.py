@@ -135,7 +135,7 @@ class StepMemory:
         return MemoryPlan(self.state, self.record(rows).phases)
 
     def estimate(self, rows: int) -> MemoryPlan:
-        """The same from the programs of other rows, of two sizes at least, where those of `rows` are not compiled."""
+        """The same, where programs for so many rows are not compiled, from those of other rows."""
         if rows in self._records:
             return self.plan(rows)
         return MemoryPlan(self.state, self._rehearse(rows, self.programs.between(rows)).phases)

@@ -31,6 +31,7 @@ from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.program import build_program
 from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.executable import Executable
 
 pytestmark = pytest.mark.aot
 
@@ -74,11 +75,11 @@ class Step:
 
 @cache
 def step_of(target: str, determinism: str, count: int = DEVICES) -> Step:
-    devices, platform, texts = described(target)[:count], device_platform(parse_devices(target).kind), dict[str, str]()
+    devices, platform = described(target)[:count], device_platform(parse_devices(target).kind)
     with compiling_for(platform):
-        memory = StepMemory(config_for(determinism), VOCAB, devices, platform, texts)
-        peak = memory.plan(memory.compile()).peak.bytes
-    runs = memory.runs()
+        memory = StepMemory(config_for(determinism), VOCAB, devices, platform)
+        peak = memory.plan().peak.bytes
+    runs, texts = memory.runs(), memory.texts()
     works = {name: ProgramWork.of(name, runs[name], text) for name, text in texts.items()}
     return Step(memory, peak, works, texts)
 
@@ -94,10 +95,9 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
     for places in (devices[:1], devices[3:], devices):
         with compiling_for(platform):
             step = build_program(config, VOCAB, places).step
-            batch = random_batch(1, LENGTH, VOCAB)
-            phases = step.phases(batch, step.plans.at(0), platform)
-            program = next(phase.program for phase in phases if phase.program.name == name)
-            found.add(program.compile().fingerprint())
+            compiled = step.compile(random_batch(1, LENGTH, VOCAB))
+            program = compiled if isinstance(compiled, Executable) else compiled.by_name[name]
+            found.add(program.fingerprint())
     assert len(found) == 1
 
 
@@ -198,10 +198,10 @@ def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
     ("target", "kind"), [("4xH100", "fp8"), ("4xH100", "int8"), ("v5e:2x2", "int8"), ("v6e:2x2", "int8")]
 )
 def test_products_of_8_bits_have_operands_of_8_bits(target: str, kind: str):
-    devices, platform, texts = described(target), device_platform(parse_devices(target).kind), dict[str, str]()
+    platform = device_platform(parse_devices(target).kind)
     with compiling_for(platform):
         config = config_for("layerwise", quantization={"type": kind, "backward": True})
-        StepMemory(config, VOCAB, devices, platform, texts).compile()
+        texts = StepMemory(config, VOCAB, described(target), platform).texts()
     # A GPU's compiler makes one product of several of the same operand.
     forward, backward = (4, 11) if platform == "gpu" else (LINEAR_MAPS, 3 * LINEAR_MAPS - 1)
     for name, least in (("layer 0", forward), ("layer 0 gradient", backward)):
@@ -216,12 +216,10 @@ def test_products_of_8_bits_have_operands_of_8_bits(target: str, kind: str):
 
 
 def in_mxfp8(target: str, determinism: str) -> tuple[StepMemory, dict[str, str]]:
-    texts = dict[str, str]()
     with compiling_for("gpu"):
         config = config_for(determinism, quantization={"type": "mxfp8"})
-        memory = StepMemory(config, VOCAB, described(target), "gpu", texts)
-        memory.compile()
-    return memory, texts
+        memory = StepMemory(config, VOCAB, described(target), "gpu")
+        return memory, memory.texts()
 
 
 @pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
@@ -299,4 +297,4 @@ def test_the_compiler_takes_no_more_memory_than_the_plan(target: str, determinis
     planned = StepMemory(
         config.model_copy(update={"model": model}), VOCAB, jax.devices()[:4], device_platform(group.kind)
     )
-    assert step.peak <= 1.1 * planned.plan(planned.compile()).peak.bytes
+    assert step.peak <= 1.1 * planned.plan().peak.bytes

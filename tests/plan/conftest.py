@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
+from lm_trainer.plan import run
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.step.dispatch.memory import ProgramBytes
+from lm_trainer.run.config.run_config import RunConfig
+from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 
 
 @pytest.fixture
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets plans of one test that differ in the budget alone share their programs."""
-    compile_all, kept = StepMemory.compile, dict[tuple[str, int, str, int | None], dict[str, ProgramBytes]]()
+    kept = dict[tuple[str, int], MeasuredPrograms]()
 
-    def compile_new(memory: StepMemory, rows: int | None = None) -> dict[str, ProgramBytes]:
-        key = (memory.config.model_dump_json(), memory.program.sharding.mesh.size, memory._platform, rows)
-        if key not in kept:
-            kept[key] = compile_all(memory, rows)
-        return kept[key]
+    def sharing(config: RunConfig, vocab_size: int, devices: Sequence[Any], *others: Any) -> StepMemory:
+        programs = kept.setdefault((config.model_dump_json(), len(devices)), MeasuredPrograms())
+        return StepMemory(config, vocab_size, devices, *others, programs=programs)
 
-    monkeypatch.setattr(StepMemory, "compile", compile_new)
+    monkeypatch.setattr(run, "StepMemory", sharing)

@@ -22,7 +22,7 @@ def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
     phases, config = {}, config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}})
     for kind in ("cpu", "gpu"):
         memory = StepMemory(config, VOCAB, jax.devices()[:1], kind)
-        phases[kind] = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
+        phases[kind] = {phase.name: phase.parts for phase in memory.plan().phases}
     assert phases["gpu"]["update"]["temporary"] == 0 < phases["cpu"]["update"]["temporary"]
     assert phases["gpu"]["microbatch"]["temporary"] > 0
 
@@ -58,7 +58,7 @@ def test_a_tpu_casts_whole_layers_before_the_loop_over_them():
     temporary = {}
     for kind in ("gpu", "tpu"):
         memory = StepMemory(config, VOCAB, jax.devices()[:1], kind)
-        phases = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
+        phases = {phase.name: phase.parts for phase in memory.plan().phases}
         temporary[kind] = phases["microbatch"]["temporary"]
     spec = config.model.spec(VOCAB)
     layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))

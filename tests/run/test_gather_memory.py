@@ -35,7 +35,7 @@ def planned(together: int | None) -> int:
     """The peak in the plan of `lmt plan`."""
     trainer = CONFIG.trainer.model_copy(update={"microbatches_per_gather": together})
     memory = StepMemory(CONFIG.model_copy(update={"trainer": trainer}), VOCAB, jax.devices()[:1], "cpu")
-    return memory.plan(memory.compile()).peak.bytes
+    return memory.plan().peak.bytes
 
 
 def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[int, str]:

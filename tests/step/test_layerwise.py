@@ -211,7 +211,7 @@ def test_more_layers_take_no_more_memory_but_for_state_and_streams() -> None:
         at_rest = ("state", "gradients", "new state")
         return max(
             sum(size for name, size in phase.parts.items() if name not in at_rest)
-            for phase in memory.plan(memory.compile()).phases
+            for phase in memory.plan().phases
             if phase.name == "layer 0 gradient"
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.plan.devices import DeviceGroup
-from lm_trainer.plan.estimate import LAYER, LEAVE, estimate_microbatches
+from lm_trainer.plan.estimate import estimate_step
 from lm_trainer.profile.roofline import operations
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.notes import recomputation_note
@@ -92,8 +92,7 @@ def test_the_derivative_computes_no_product_of_the_layer_again() -> None:
 
 def activations(config: RunConfig) -> int:
     """Bytes of activations of layers that one device holds, by the plan."""
-    plan, no_temporary = config.trainer.step_plan.microbatches.at(0), {LAYER: 0, LEAVE: 0}
-    phase = estimate_microbatches(config, VOCAB, DeviceGroup(8, "cpu"), plan, no_temporary)
+    phase = estimate_step(config, VOCAB, DeviceGroup(8, "cpu"), {})
     return phase.parts["activations of layers"]
 
 

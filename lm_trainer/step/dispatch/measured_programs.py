@@ -52,13 +52,14 @@ class MeasuredPrograms:
         self._by_rows[rows] = growing
 
     def between(self, rows: int) -> Measure:
-        """Takes programs for microbatches of so many rows from those of the two nearest sizes.
+        """Takes programs for microbatches of so many rows from those of the two nearest sizes, or of the only one.
 
         Everything is linear in the rows: sizes of axes, and memory nearly so. Of the other programs, which add what
         microbatches return, those of any size will do.
         """
-        a, b = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))[:2]
-        near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a)
+        sizes = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))
+        a, b = sizes[0], sizes[min(1, len(sizes) - 1)]
+        near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a) if b != a else 0.0
 
         def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
             del args

@@ -41,7 +41,7 @@ class StageLabels:
     @property
     def forward(self) -> str:
         """The program of the stage itself, for a microbatch."""
-        return f"{self.prefix}{self.name}"
+        return self.name if self.alone else f"{self.prefix}{self.name}"
 
     @property
     def gradient(self) -> str:
