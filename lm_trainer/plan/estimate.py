@@ -19,15 +19,14 @@ from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.model import trace_model
-from lm_trainer.run.build.program import Program, build_program, plan_run
+from lm_trainer.run.build.program import Program, build_program
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, taken_memory
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes, taken_memory
 from lm_trainer.step.dispatch.program import Program as StepProgram
 from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
-from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.train_state import abstract_state
 
 MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
 """Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them; and
@@ -52,8 +51,18 @@ class DescribedDevice:
     client: None = None
 
 
+Traces = dict[Any, Measured]
+"""What is known of programs by their traces."""
+
+
 def estimate_step(
-    config: RunConfig, vocab_size: int, group: DeviceGroup, temporary: Temporary, *, model: ModelDef | None = None
+    config: RunConfig,
+    vocab_size: int,
+    group: DeviceGroup,
+    temporary: Temporary,
+    *,
+    limit: int | None = None,
+    traces: Traces | None = None,
 ) -> PhaseBytes:
     """The phase of a step in which a device holds most.
 
@@ -62,7 +71,8 @@ def estimate_step(
         vocab_size: rows of the token embedding.
         group: the devices of the run, which need not be there.
         temporary: as `estimate_temporary` or `compile_temporary` gives it; of all other programs nothing is known.
-        model: what `trace_model` gives for the configuration, where it is known.
+        limit: bytes above which the rest does not matter: the first phase that takes more is returned.
+        traces: shared by estimates of one model on one kind of device.
 
     Raises:
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
@@ -71,26 +81,45 @@ def estimate_step(
     platform = device_platform(group.kind)
     devices = [DescribedDevice(number, platform, group.kind) for number in range(group.count)]
     with on_one_shard():
-        program = plan_run(config, config.trainer, model or trace_model(config, vocab_size), devices=devices)
+        # Layers that are looped over are traced once.
+        looped = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
+        program = build_program(looped, vocab_size, devices)
+    state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
+    largest = max(temporary, key=lambda name: temporary[name], default=None)
+    if largest is not None and limit is not None:
+        alone = PhaseBytes(largest, {"state": sum(state_bytes(state).values()), "temporary": temporary[largest]})
+        if alone.bytes > limit:
+            return alone
     row = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
     if not config.trainer.bitwise:
         temporary = {STEP: temporary[STEP] + _inside_step(program, config, vocab_size)}
 
-    record = program.rehearse(row, platform, traced_programs(temporary))
+    # Everything else that changes a program shows in the shapes and shardings of its arguments.
+    kind = (looped.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
+    record = program.rehearse(row, platform, traced_programs(temporary, traces, kind), limit)
     return max(record.phases, key=lambda phase: phase.bytes)
 
 
-def traced_programs(temporary: Temporary) -> Measure:
-    """Knows programs by their traces; what they take while they run is in `temporary`, or 0."""
+def traced_programs(temporary: Temporary, traces: Traces | None = None, kind: Any = None) -> Measure:
+    """Knows programs by their traces.
+
+    Args:
+        temporary: what they take while they run, by name; else 0.
+        traces: gets what is found out.
+        kind: of the model and the step, among others in `traces`.
+    """
+    traces = {} if traces is None else traces
 
     def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
-        del key
-        return _traced(program, args, temporary.get(program.name, 0))
+        if (kind, key) not in traces:
+            traces[kind, key] = _traced(program, args)
+        trace = traces[kind, key]
+        return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.name, 0)))
 
     return measure
 
 
-def _traced(program: StepProgram, args: tuple[Any, ...], temporary: int) -> Measured:
+def _traced(program: StepProgram, args: tuple[Any, ...]) -> Measured:
     """A program by its trace; results lie as it says, or else as an argument of the same shape."""
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)
@@ -102,7 +131,7 @@ def _traced(program: StepProgram, args: tuple[Any, ...], temporary: int) -> Meas
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     outputs = bytes_per_device([about.struct for about in results])
     taken = bytes_per_device([given[i] for i in consumed])
-    figures = ProgramBytes(bytes_per_device(given), outputs, min(taken, outputs), temporary)
+    figures = ProgramBytes(bytes_per_device(given), outputs, min(taken, outputs), 0)
     return Measured(figures, structure, results, consumed)
 
 

@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.cost import training_peak
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
-from lm_trainer.plan.estimate import estimate_step, estimate_temporary
+from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
 from lm_trainer.plan.run import Assumptions, attention_backend
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
@@ -175,7 +175,7 @@ def search_layouts(
         considered=len(priced),
         ranked=tuple(ranked[:SHOWN]),
         same_numbers=same,
-        nearest=None if ranked else min(tried, key=lambda each: each.memory.bytes),
+        nearest=None if ranked else _nearest(tried, pricing),
     )
     return found if compile_best is None else _compiled(found, *compile_best)
 
@@ -198,6 +198,7 @@ class _Pricing:
         # No setting of a layout adds a parameter.
         self._model = trace_model(config, vocab_size)
         self._params: dict[tuple[int, ...], int] = {}
+        self._traces = Traces()
 
     def cost(self, layout: Layout) -> StepCost:
         """The time of a step by the cost model.
@@ -223,8 +224,8 @@ class _Pricing:
         )
         return step_cost(work, self._machine)
 
-    def candidate(self, layout: Layout, cost: StepCost, limit: int | None) -> Candidate:
-        """A layout with the estimate of its memory."""
+    def candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, whole: bool = False) -> Candidate:
+        """A layout with the estimate of its memory; with `whole` also of the rest of one that cannot fit."""
         config, mesh = layout.config, self._mesh(layout.config)
         temporary = estimate_temporary(
             config,
@@ -234,7 +235,8 @@ class _Pricing:
             fused=self._backend(config) not in ("xla", "ring"),
             axes=dict(mesh.shape),
         )
-        memory = estimate_step(config, self._vocab_size, self._group, temporary, model=self._model)
+        enough = None if whole else limit
+        memory = estimate_step(config, self._vocab_size, self._group, temporary, limit=enough, traces=self._traces)
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
 
     def _mesh(self, config: RunConfig) -> Any:
@@ -281,6 +283,12 @@ def _choose(
         if found.fits and same is None and not layout.changes:
             same = found
     return [*ranked.values()], same, tried
+
+
+def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
+    """The layout that takes least of those that do not fit."""
+    least = min(tried, key=lambda candidate: candidate.memory.bytes)
+    return pricing.candidate(least.layout, least.cost, least.limit, whole=True)
 
 
 def _kind(layout: Layout) -> tuple[Any, ...]:

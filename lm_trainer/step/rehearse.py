@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.rehearsal import local_devices, rehearsing
 from lm_trainer.step.base import Step
 from lm_trainer.step.dispatch.memory import PhaseBytes, taken_memory
-from lm_trainer.step.dispatch.recorder import Key, Measure, Recorder
+from lm_trainer.step.dispatch.recorder import Enough, Key, Measure, Recorder
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
@@ -41,6 +42,7 @@ def rehearse(  # noqa: PLR0913 - what a step is computed from
     *,
     averaged: bool = False,
     interval: int = 1,
+    limit: int | None = None,
 ) -> StepRecord:
     """Rehearses the step of a run that takes most memory, on the device that has most to do.
 
@@ -54,13 +56,14 @@ def rehearse(  # noqa: PLR0913 - what a step is computed from
         measure: tells what a program returns and takes.
         averaged: whether the state has an average of the parameters.
         interval: steps from one estimate of curvature to the next.
+        limit: bytes of a device, above which the rest of the step does not matter.
     """
     number, mesh = _largest_step(step, interval), sharding.mesh
     plan, shards = step.plans.at(number), batch_shards(mesh)
     side_by_side = programs_at_once(platform, shards, mesh.size // shards)
     at_once = min(side_by_side, step.devices.shares(plan).most)
-    recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once)
-    with rehearsing(recorder):
+    recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once, limit)
+    with rehearsing(recorder), contextlib.suppress(Enough):
         shapes_of_state = abstract_state(shapes, tx, sharding, averaged=averaged)
         state = recorder.hold(shapes_of_state._replace(step=None), "state")._replace(step=number)
         step.prepare(row, number)

@@ -104,7 +104,7 @@ class Program:
             }
         return self.from_weights(params)
 
-    def rehearse(self, row: Batch, platform: str, measure: Measure) -> StepRecord:
+    def rehearse(self, row: Batch, platform: str, measure: Measure, limit: int | None = None) -> StepRecord:
         """Rehearses the step that takes most memory; arguments as for `lm_trainer.step.rehearse.rehearse`."""
         return rehearse(
             self.step,
@@ -116,6 +116,7 @@ class Program:
             measure,
             averaged=self.averages,
             interval=self.optimizer.curvature_interval if self.optimizer.curvature is not None else 1,
+            limit=limit,
         )
 
     def take_step(

@@ -48,6 +48,10 @@ class _Call:
     runs: int = 0
 
 
+class Enough(Exception):
+    """Ends a rehearsal in which the device holds more than it has."""
+
+
 class Recorder:
     """A rehearsal that notes down which programs are called, and what the device holds while they run.
 
@@ -55,10 +59,11 @@ class Recorder:
         measure: tells what a program returns and takes; asked once for each program and shapes.
         devices: of this process that take part; the memory is that of the first.
         at_once: programs that a device may run at the same time, of those that overlap.
+        limit: bytes of the device, above which `Enough` is raised.
     """
 
-    def __init__(self, measure: Measure, devices: Sequence[Any], at_once: int = 1):
-        self.memory, self.devices = Memory(devices[0]), devices
+    def __init__(self, measure: Measure, devices: Sequence[Any], at_once: int = 1, limit: int | None = None):
+        self.memory, self.devices, self._limit = Memory(devices[0]), devices, limit
         self._measure, self._at_once = measure, at_once
         self._calls: dict[Key, _Call] = {}
         self._peaks: dict[str, PhaseBytes] = {}
@@ -117,6 +122,8 @@ class Recorder:
         parts = {purpose: size for purpose, size in self.memory.held.items() if size}
         parts[program.results] = parts.get(program.results, 0) + at_once * taken.new
         self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * taken.temporary})
+        if self._limit is not None and total > self._limit:
+            raise Enough
 
 
 def measure_compiled(program: Program, args: tuple[Any, ...]) -> tuple[Measured, Executable]:
