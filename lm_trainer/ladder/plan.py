@@ -11,7 +11,7 @@ from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, vocab_size_of
 from lm_trainer.plan.cost import MFU, Time, Work, training_time
 from lm_trainer.plan.devices import DeviceGroup
-from lm_trainer.plan.estimate import compile_temporary, estimate_step, estimate_temporary
+from lm_trainer.plan.estimate import Traces, compile_temporary, estimate_step, estimate_temporary
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
 from lm_trainer.step.dispatch.memory import PhaseBytes
@@ -173,4 +173,4 @@ def _memory(
     rows = {"train_batch_size": shape.batch_size // length, "per_device_parallelism": shape.microbatch // length}
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update=rows)})
     kind = "cpu" if hardware.device.lower() == "cpu" else hardware.device
-    return estimate_step(config, vocab_size, DeviceGroup(shape.devices, kind), temporary)
+    return estimate_step(config, DeviceGroup(shape.devices, kind), temporary, Traces(vocab_size))

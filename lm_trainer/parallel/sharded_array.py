@@ -29,7 +29,7 @@ def replicate(value: np.generic, mesh: Mesh) -> jax.Array:
     `jax.device_put` would make the processes compare their values, and with it wait for one another.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
-    if (rehearsed := put_on(value, sharding, "numbers")) is not None:
+    if (rehearsed := put_on(value, sharding, "batch")) is not None:
         return rehearsed
     devices = mesh.local_devices
     return jax.make_array_from_single_device_arrays((), sharding, jax.device_put([value] * len(devices), devices))

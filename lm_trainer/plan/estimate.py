@@ -19,13 +19,16 @@ from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.build.model import trace_model
+from lm_trainer.run.build.program import build_program, plan_run, shard_state
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes, taken_memory
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
+from lm_trainer.step.dispatch.recorder import Key, Measured
+from lm_trainer.step.state.model_def import ModelDef
+from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
 MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
@@ -51,76 +54,79 @@ class DescribedDevice:
     client: None = None
 
 
-Traces = dict[Any, Measured]
-"""What is known of programs by their traces."""
+class Traces:
+    """What is known of models and programs by tracing them, for layouts of one run on one kind of device."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._models = dict[str, ModelDef]()
+        self._programs = dict[Any, Measured]()
+
+    def model(self, config: RunConfig) -> ModelDef:
+        """The model of a configuration."""
+        key = config.model.model_dump_json()
+        if key not in self._models:
+            self._models[key] = trace_model(config, self.vocab_size)
+        return self._models[key]
+
+    def program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+        """A program of a step, without what it takes while it runs."""
+        # Everything else that changes a program shows in the shapes and shardings of its arguments.
+        kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
+        if (kind, key) not in self._programs:
+            self._programs[kind, key] = trace_program(program, key, args)
+        return self._programs[kind, key]
 
 
 def estimate_step(
     config: RunConfig,
-    vocab_size: int,
     group: DeviceGroup,
     temporary: Temporary,
+    traces: Traces,
     *,
     limit: int | None = None,
-    traces: Traces | None = None,
 ) -> PhaseBytes:
     """The phase of a step in which a device holds most.
 
     Args:
         config: of the run, with a whole model section.
-        vocab_size: rows of the token embedding.
         group: the devices of the run, which need not be there.
         temporary: as `estimate_temporary` or `compile_temporary` gives it; of all other programs nothing is known.
+        traces: of the run.
         limit: bytes above which the rest does not matter: the first phase that takes more is returned.
-        traces: shared by estimates of one model on one kind of device.
 
     Raises:
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
     """
-    config = with_gather(config, vocab_size)
+    # Layers that are looped over are traced once.
+    config = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
+    model = traces.model(config)
+    config = with_gather(config, traces.vocab_size)
+    trainer = config.trainer.step_plan
+    tx, sharding = shard_state(trainer, config.optimizer, model, trainer.abstract_mesh(group.count))
+    averaged = config.trainer.model_averaging is not None
+    state = sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values())
+    for name, size in temporary.items():
+        if limit is not None and state + size > limit:
+            return PhaseBytes(name, {"state": state, "temporary": size})
+    if not config.trainer.bitwise:
+        temporary = {STEP: temporary[STEP] + _inside_step(config, model, sharding)}
     platform = device_platform(group.kind)
     devices = [DescribedDevice(number, platform, group.kind) for number in range(group.count)]
     with on_one_shard():
-        # Layers that are looped over are traced once.
-        looped = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
-        program = build_program(looped, vocab_size, devices)
-    state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
-    largest = max(temporary, key=lambda name: temporary[name], default=None)
-    if largest is not None and limit is not None:
-        alone = PhaseBytes(largest, {"state": sum(state_bytes(state).values()), "temporary": temporary[largest]})
-        if alone.bytes > limit:
-            return alone
-    row = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
-    if not config.trainer.bitwise:
-        temporary = {STEP: temporary[STEP] + _inside_step(program, config, vocab_size)}
-
-    # Everything else that changes a program shows in the shapes and shardings of its arguments.
-    kind = (looped.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
-    record = program.rehearse(row, platform, traced_programs(temporary, traces, kind), limit)
-    return max(record.phases, key=lambda phase: phase.bytes)
-
-
-def traced_programs(temporary: Temporary, traces: Traces | None = None, kind: Any = None) -> Measure:
-    """Knows programs by their traces.
-
-    Args:
-        temporary: what they take while they run, by name; else 0.
-        traces: gets what is found out.
-        kind: of the model and the step, among others in `traces`.
-    """
-    traces = {} if traces is None else traces
+        program = plan_run(config, config.trainer, model, devices=devices)
 
     def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
-        if (kind, key) not in traces:
-            traces[kind, key] = _traced(program, args)
-        trace = traces[kind, key]
+        trace = traces.program(config, program, key, args)
         return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.name, 0)))
 
-    return measure
+    row = random_batch(1, config.model.seq_len, traces.vocab_size, config.model.features_shape)
+    return max(program.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)
 
 
-def _traced(program: StepProgram, args: tuple[Any, ...]) -> Measured:
-    """A program by its trace; results lie as it says, or else as an argument of the same shape."""
+def trace_program(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+    """Returns what the trace of a program says; results lie as it does, or else as an argument of the same shape."""
+    del key
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)
     given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
@@ -139,10 +145,9 @@ def _everywhere(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
-def _inside_step(program: Program, config: RunConfig, vocab_size: int) -> int:
+def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:
     """The parameters and gradients that the one program of `determinism: fast` holds inside."""
-    model, sharding = program.model, program.sharding
-    itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, len(config.model.spec(vocab_size).blocks)
+    itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, config.model.num_layers
     places = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
     gathered = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[n]) for n, x in model.shapes.items()}
     layered = [name for name, axes in model.axes.items() if axes and axes[0] == "layers"]
@@ -150,7 +155,8 @@ def _inside_step(program: Program, config: RunConfig, vocab_size: int) -> int:
     others = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
     # Gathered in the dtype of the computation. Gradients are those of a microbatch, and their sum where there are more.
-    sums = 1 + (program.step.devices.shares(max(program.step.plans.values, key=taken_memory)).most > 1)
+    plan = max(config.trainer.step_plan.microbatches.values, key=taken_memory)
+    sums = 1 + (plan.shares(sharding.mesh).most > 1)
     in_parts = (_LAYERS_AT_ONCE * layers + others) * itemsize // _FLOAT32
     return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
 

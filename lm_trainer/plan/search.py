@@ -198,7 +198,7 @@ class _Pricing:
         # No setting of a layout adds a parameter.
         self._model = trace_model(config, vocab_size)
         self._params: dict[tuple[int, ...], int] = {}
-        self._traces = Traces()
+        self._traces = Traces(vocab_size)
 
     def cost(self, layout: Layout) -> StepCost:
         """The time of a step by the cost model.
@@ -236,7 +236,7 @@ class _Pricing:
             axes=dict(mesh.shape),
         )
         enough = None if whole else limit
-        memory = estimate_step(config, self._vocab_size, self._group, temporary, limit=enough, traces=self._traces)
+        memory = estimate_step(config, self._group, temporary, self._traces, limit=enough)
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
 
     def _mesh(self, config: RunConfig) -> Any:

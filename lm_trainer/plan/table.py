@@ -40,7 +40,8 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "microbatch", f"{count_of(plan.rows, 'row')}, {count_of(plan.microbatches, 'microbatch')} in a step"
     yield "state, per device", ", ".join(f"{name} {size_of(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
-        parts = " + ".join(f"{name} {size_of(size)}" for name, size in phase.parts.items() if size)
+        # Numbers of steps and of layers are not worth a word.
+        parts = " + ".join(f"{name} {size_of(size)}" for name, size in phase.parts.items() if size >= _LEAST_BYTES)
         yield f"  {phase.name}", f"{size_of(phase.bytes)} = {parts}"
     yield "peak, per device", f"{size_of(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
     yield "largest microbatch", _largest(plan)
@@ -65,6 +66,8 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield from _programs(plan.compiled)
 
 
+_LEAST_BYTES = 1024
+"""Of an array that is shown."""
 _LEAST_SECONDS = 1e-3
 """A microbatch takes longer: its kernels, some hundreds, take about 5 microseconds each to be launched."""
 

@@ -59,6 +59,8 @@ class Step(Protocol):
 
     plans: Piecewise[MicrobatchPlan]
     devices: DeviceGroups
+    loops: bool
+    """True if programs are called for each microbatch."""
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
         """As `compile`; in a rehearsal (`lm_trainer.step.rehearse`) nothing is compiled."""

@@ -58,6 +58,8 @@ class ElasticStep:
         together: as for `DeviceGroups`.
     """
 
+    loops = True
+
     def __init__(  # noqa: PLR0913 - what a step consists of
         self,
         model: ModelDef,

@@ -49,6 +49,8 @@ class FastStep:
         accumulate: each device computes its microbatches one after the other, instead of all its rows at once.
     """
 
+    loops = False
+
     def __init__(  # noqa: PLR0913 - what a step consists of
         self,
         model: ModelDef,

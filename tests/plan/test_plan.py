@@ -18,7 +18,7 @@ from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
 from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
-from lm_trainer.plan.estimate import estimate_step
+from lm_trainer.plan.estimate import Traces, estimate_step
 from lm_trainer.plan.fit import find_largest, possible_rows
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.programs import ProgramWork, step_time
@@ -96,7 +96,7 @@ def estimate_of(memory: StepMemory) -> tuple[PhaseBytes, dict[str, PhaseBytes]]:
     """The phase that is estimated for a run on two devices, and the phases of its plan."""
     phases = {phase.name: phase for phase in memory.plan().phases}
     temporary = {name: phase.parts["temporary"] for name, phase in phases.items()}
-    return estimate_step(memory.config, VOCAB, parse_devices("2xH100"), temporary), phases
+    return estimate_step(memory.config, parse_devices("2xH100"), temporary, Traces(VOCAB)), phases
 
 
 def test_an_estimate_without_devices_has_the_parts_of_the_plan(memory: StepMemory):

@@ -17,7 +17,7 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
 from lm_trainer.plan.devices import budget
-from lm_trainer.plan.estimate import estimate_step, estimate_temporary
+from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.search import CompiledLayout
@@ -197,7 +197,7 @@ def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[
     plan = memory.largest_step()
     axes = dict(config.trainer.step_plan.abstract_mesh(4).shape)
     temporary = estimate_temporary(config, VOCAB, 4, plan.rows * config.model.seq_len, axes=axes)
-    found = estimate_step(config, VOCAB, group, temporary)
+    found = estimate_step(config, group, temporary, Traces(VOCAB))
     assert found.bytes == pytest.approx(planned.bytes, rel=0.25)
 
 

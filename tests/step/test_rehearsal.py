@@ -14,9 +14,10 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.plan_error import VOCAB, config_of, train
 from lm_trainer.parallel.rehearsal import Buffer, Memory, on_one_shard, rehearsing
-from lm_trainer.plan.estimate import traced_programs
+from lm_trainer.plan.estimate import trace_program
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.program import build_program
+from lm_trainer.step import rehearse
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.dispatch.recorder import Key, Measured, Recorder, measure_compiled
@@ -52,7 +53,7 @@ def config_for(optimizer: str, trainer: dict[str, Any]) -> Any:
 def rehearsed(devices: int, optimizer: str, trainer: dict[str, Any]) -> StepRecord:
     with on_one_shard():
         program = build_program(config_for(optimizer, trainer), VOCAB, jax.devices()[:devices])
-    return program.rehearse(random_batch(1, 16, VOCAB), "gpu", traced_programs({}))
+    return program.rehearse(random_batch(1, 16, VOCAB), "gpu", trace_program)
 
 
 @pytest.mark.parametrize(("devices", "optimizer", "trainer", "names"), STEPS)
@@ -87,6 +88,18 @@ def test_a_run_calls_what_the_rehearsal_did(optimizer: str, trainer: dict[str, A
     for key, count in rehearsed(1, optimizer, trainer).runs.items():
         runs[key[0]] += count
     assert runs == calls
+
+
+@pytest.mark.parametrize("trainer", [{}, BY_LAYER, {**BY_LAYER, "microbatches_per_gather": 2}])
+def test_many_microbatches_are_as_some_are(trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {**trainer, "train_batch_size": 64, "elastic_shards": 64}
+    every = rehearsed(2, "adam", many)
+    monkeypatch.setattr(rehearse, "MOST", 8)
+    some = rehearsed(2, "adam", many)
+    # A step makes a few numbers once, and the rehearsals of one step share them.
+    parts = {phase.name: {part: pytest.approx(n, abs=64) for part, n in phase.parts.items()} for phase in every.phases}
+    assert {phase.name: phase.parts for phase in some.phases} == parts
+    assert [*some.runs.values()] == [*every.runs.values()]
 
 
 def phases_of(*calls: Any) -> list[PhaseBytes]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.parallel.rehearsal import on_one_shard
-from lm_trainer.plan.estimate import traced_programs
+from lm_trainer.plan.estimate import trace_program
 from lm_trainer.profile.roofline import operations
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.notes import recomputation_note
@@ -94,7 +94,7 @@ def activations(config: RunConfig) -> int:
     """Bytes of activations of layers that one device holds, by the plan."""
     with on_one_shard():
         program = build_program(config, VOCAB, jax.devices()[:8])
-    phases = program.rehearse(random_batch(1, config.model.seq_len, VOCAB), "cpu", traced_programs({})).phases
+    phases = program.rehearse(random_batch(1, config.model.seq_len, VOCAB), "cpu", trace_program).phases
     # While the derivative of the loss is computed, nothing that was handed on is used up yet.
     (phase,) = (phase for phase in phases if phase.name == "leave gradient")
     return phase.parts["activations of layers"]

@@ -40,7 +40,7 @@ from lm_trainer.step.elastic import CurvatureStages, ElasticStep
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
 from lm_trainer.step.loss.gradient import CurvatureFn, LossFn
-from lm_trainer.step.rehearse import StepRecord, rehearse
+from lm_trainer.step.rehearse import RehearsedStep, StepRecord
 from lm_trainer.step.staged.hutchinson import Hutchinson
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -105,19 +105,10 @@ class Program:
         return self.from_weights(params)
 
     def rehearse(self, row: Batch, platform: str, measure: Measure, limit: int | None = None) -> StepRecord:
-        """Rehearses the step that takes most memory; arguments as for `lm_trainer.step.rehearse.rehearse`."""
-        return rehearse(
-            self.step,
-            self.model.shapes,
-            self.tx,
-            self.sharding,
-            row,
-            platform,
-            measure,
-            averaged=self.averages,
-            interval=self.optimizer.curvature_interval if self.optimizer.curvature is not None else 1,
-            limit=limit,
-        )
+        """Rehearses the step that takes most memory; arguments as for `RehearsedStep.record`."""
+        interval = self.optimizer.curvature_interval if self.optimizer.curvature is not None else 1
+        step = RehearsedStep(self.step, self.model.shapes, self.tx, self.sharding, self.averages, interval)
+        return step.record(row, platform, measure, limit)
 
     def take_step(
         self, state: TrainState, batch: Batch, observer: Observer | None = None
