@@ -61,7 +61,8 @@ class RehearsedStep:
             limit: bytes of a device, above which the rest of the step does not matter.
         """
         number = self._largest_step()
-        plan, halvings = self.step.plans.at(number), 0
+        plan = whole = self.step.plans.at(number)
+        halvings = 0
         # What is left can be halved twice more.
         while self.step.loops and self.step.devices.shares(plan).most > MOST and plan.count % 8 == 0:
             plan, halvings = halved(plan), halvings + 1
@@ -71,7 +72,11 @@ class RehearsedStep:
         # The first one makes the numbers that a step makes once.
         plans = [quarter, quarter, halved(plan), plan]
         records = [self._record(number, fewer, row, platform, measure, None) for fewer in plans]
-        return _extrapolated(records[1:], halvings)
+        record = _extrapolated(records[1:], halvings)
+        if all(size >= 0 for phase in record.phases for size in phase.parts.values()):
+            return record
+        # Where a device holds most at another point with more microbatches, nothing follows from fewer of them.
+        return self._record(number, whole, row, platform, measure, limit)
 
     def _record(
         self, number: int, plan: MicrobatchPlan, row: Batch, platform: str, measure: Measure, limit: int | None
@@ -109,7 +114,8 @@ def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
     """The record of a step with 2^doublings times the microbatches of the last of three, each of which has twice those
     of the one before.
 
-    Rows and activations grow with the number of microbatches, and partial sums with its logarithm.
+    Rows and activations grow with the number of microbatches, and partial sums with its logarithm. Where a program takes
+    most at another of its runs with more microbatches, its phase is an estimate.
     """
 
     def at(one: int, two: int, four: int) -> int:

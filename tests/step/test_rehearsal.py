@@ -92,13 +92,14 @@ def test_a_run_calls_what_the_rehearsal_did(optimizer: str, trainer: dict[str, A
 
 @pytest.mark.parametrize("trainer", [{}, BY_LAYER, {**BY_LAYER, "microbatches_per_gather": 2}])
 def test_many_microbatches_are_as_some_are(trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    many = {**trainer, "train_batch_size": 64, "elastic_shards": 64}
+    many = {**trainer, "train_batch_size": 512, "elastic_shards": 512}
     every = rehearsed(2, "adam", many)
-    monkeypatch.setattr(rehearse, "MOST", 8)
+    monkeypatch.setattr(rehearse, "MOST", 128)
     some = rehearsed(2, "adam", many)
+    peak, same = (max(record.phases, key=lambda phase: phase.bytes) for record in (every, some))
     # A step makes a few numbers once, and the rehearsals of one step share them.
-    parts = {phase.name: {part: pytest.approx(n, abs=64) for part, n in phase.parts.items()} for phase in every.phases}
-    assert {phase.name: phase.parts for phase in some.phases} == parts
+    assert same.name == peak.name
+    assert same.parts == {part: pytest.approx(size, abs=64) for part, size in peak.parts.items()}
     assert [*some.runs.values()] == [*every.runs.values()]
 
 
