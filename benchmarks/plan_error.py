@@ -113,13 +113,13 @@ def watched(device: Any) -> Iterator[list[int]]:
     found: list[int] = []
     compiled, call = dict[Any, Any](), Program.__call__
 
-    def counted(program: Program, *args: Any) -> Any:
+    def counted(self: Program, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         # What a function is compiled for is no argument of its program.
         arrays = [x for x in leaves if not isinstance(x, Shares)]
-        key = program, structure, tuple((x.shape, x.dtype, x.sharding) for x in arrays)
+        key = self, structure, tuple((x.shape, x.dtype, x.sharding) for x in arrays)
         if key not in compiled:
-            compiled[key] = program.compile(*args).compiled
+            compiled[key] = self.compile(*args).compiled
         executable = compiled[key]
         if any(device in s.device_set for s in jax.tree.leaves(executable.input_shardings)):
             memory = executable.memory_analysis()

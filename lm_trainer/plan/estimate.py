@@ -131,8 +131,7 @@ def trace_program(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Meas
     shapes, structure = jax.tree.flatten(traced.out_info)
     given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
     alike = {x.shape: x.sharding for x in given}
-    default = _everywhere(given[0].sharding) if given else None
-    lies = [x.sharding or alike.get(x.shape) or default for x in shapes]
+    lies: list[Any] = [x.sharding or alike.get(x.shape) or _everywhere(given[0].sharding) for x in shapes]
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, lies, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     outputs = bytes_per_device([about.struct for about in results])

@@ -20,7 +20,7 @@ from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, state_bytes, taken_memory
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measure
+from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
 from lm_trainer.step.rehearse import StepRecord
 from lm_trainer.step.state.train_state import abstract_state
 
@@ -154,8 +154,8 @@ class StepMemory:
         if self._platform == "cpu" or self._devices[0].platform != "cpu":
             return measure
 
-        def there(program: StepProgram, *args: Any) -> Any:
-            here = measure(program, *args)
+        def there(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+            here = measure(program, key, args)
             temporary = round(self._share(program) * here.bytes.temporary) + self._copied(program)
             return replace(here, bytes=replace(here.bytes, temporary=temporary))
 

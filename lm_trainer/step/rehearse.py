@@ -114,8 +114,8 @@ def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
     """The record of a step with 2^doublings times the microbatches of the last of three, each of which has twice those
     of the one before.
 
-    Rows and activations grow with the number of microbatches, and partial sums with its logarithm. Where a program takes
-    most at another of its runs with more microbatches, its phase is an estimate.
+    Rows and activations grow with the number of microbatches, and partial sums with its logarithm. Where a program
+    takes most at another of its runs with more microbatches, its phase is an estimate.
     """
 
     def at(one: int, two: int, four: int) -> int:

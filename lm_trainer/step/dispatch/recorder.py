@@ -95,12 +95,13 @@ class Recorder:
         self._note(program, found.bytes)
         # Without what a function is compiled for, which is no argument of its program.
         given = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
+        buffers = [x.buffer if isinstance(x, AbstractArray) else None for x in given]
         for position in found.consumed:
-            if (buffer := given[position].buffer) is not None:
+            if (buffer := buffers[position]) is not None:
                 buffer.free()
-        for x in given:
-            if isinstance(x, AbstractArray) and x.buffer is not None:
-                x.buffer.last_call = memory.calls
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.last_call = memory.calls
         results = [
             abstract(about, memory, program.results, queued=program.queued, size=size)
             for about, size in zip(found.results, call.sizes, strict=True)
