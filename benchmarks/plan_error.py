@@ -270,7 +270,8 @@ what is left once the state is gone, and shares nothing; with several emulated d
 figure. An error is that of the plan against the measurement.
 
 This is the error on the platform that XLA plans for here, a CPU. It says nothing of the difference between XLA's plan
-for a CPU and its plan for an accelerator.
+for a CPU and its plan for an accelerator. `live` has the copies that a CPU makes in an update; `plan`, which is for an
+accelerator, leaves them out.
 """
     print(text)
     if arguments.results:
