@@ -209,6 +209,7 @@ def main() -> None:
     # Imported for what they bring along. Nothing here may start a thread, which a fork would be without.
     import grain  # noqa: F401
     import orbax.checkpoint  # noqa: F401
+    import tensorboardX  # noqa: F401
 
     import lm_trainer.run.train  # noqa: F401
     from cli.main import main as lmt
@@ -216,6 +217,7 @@ def main() -> None:
 
     keep_all_programs()
     gc.freeze()  # or a collection in a fork would copy all pages
+    gc.set_threshold(100_000, 20, 100)
     request = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is not None:
         os.chdir(request["cwd"])
