@@ -99,7 +99,6 @@ def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     """One run, which each start brings some steps further, until one does not heed SIGHUP and ends it."""
     step = 0
     for number, send in (
-        (signal.SIGTERM, to_launcher),
         (signal.SIGTERM, to_first),
         (signal.SIGTERM, to_second),
         (signal.SIGINT, to_launcher),
