@@ -19,7 +19,7 @@ _SMALL = 2**16
 _SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
-def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
     """Computes a 32-bit checksum of each array: sum over i of bits(x_i) * (2 i + 1) * 0x9E3779B1, modulo 2^32.
 
     Any single flipped bit changes it, since every factor is odd, and so does any swap of two unequal elements whose
@@ -32,7 +32,7 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     return {name: sums[0] for name, sums in _compute(_checksum, arrays).items()}
 
 
-def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+def hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
     """Computes a 64-bit hash of each array, as 16 hex digits: equal for equal bits, else equal by chance alone.
 
     The bits of each element are mixed with its index, and the results are added modulo 2^32, in two such sums with
@@ -64,7 +64,7 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
-def _compute(sums: Sums, arrays: Mapping[str, jax.Array]) -> dict[str, list[int]]:
+def _compute(sums: Sums, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
     # All are started before the first is waited for, so that an accelerator computes without a pause.
     started = {
         name: sums(*_bits_and_index_on_host(x)) if _is_small(x) else wait_on_cpu(_on_devices(sums, x))
@@ -73,14 +73,16 @@ def _compute(sums: Sums, arrays: Mapping[str, jax.Array]) -> dict[str, list[int]
     return {name: [_number(value) for value in values] for name, values in started.items()}
 
 
-def _is_small(x: jax.Array) -> bool:
+def _is_small(x: jax.Array | np.ndarray) -> bool:
     """True of an array that costs less where it is, in the memory of this process."""
+    if isinstance(x, np.ndarray):
+        return x.size <= _SMALL
     return x.size <= _SMALL and x.is_fully_addressable and next(iter(x.devices())).platform == "cpu"
 
 
 # One program for each shape compiles faster than one for all arrays, of which most have the shape of others.
 @functools.partial(jax.jit, static_argnums=0)
-def _on_devices(sums: Sums, x: jax.Array) -> list[jax.Array]:
+def _on_devices(sums: Sums, x: Any) -> list[jax.Array]:
     return sums(*_bits_and_index(x))
 
 
@@ -90,7 +92,7 @@ def _number(x: Any) -> int:
     return int(np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x))
 
 
-def _bits_and_index_on_host(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+def _bits_and_index_on_host(x: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """As `_bits_and_index`, of the flattened array, in NumPy."""
     elements = np.asarray(x).reshape(-1)
     bits = elements.view(_BITS[elements.dtype.itemsize]).astype(np.uint32)
