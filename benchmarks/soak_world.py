@@ -114,8 +114,6 @@ class Soak:
 def prepare(world: World) -> dict[str, Any]:
     """Runs what laps are compared with, and begin from; the results and the calls of undisturbed commands."""
     calls = {}
-    world.place(None)
-    world.run("train", "CONFIG")  # compiles
     for name in ("data build", "train"):
         world.place(None)
         calls[name] = groups(world.counted(*soak_world_calls.COMMANDS[name][1]))

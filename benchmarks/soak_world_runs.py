@@ -117,12 +117,12 @@ class World:
         if not self.config.exists():
             self.config.write_text(json.dumps(configuration(self._data), indent=1))
         self.environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(self.out / "compiled"),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "LD_PRELOAD": str(build(self.out)),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
-            "JAX_COMPILATION_CACHE_DIR": str(self.out / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
             "OMP_NUM_THREADS": "1",

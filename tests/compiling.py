@@ -57,6 +57,8 @@ class _Serialized:
     identify: Callable[..., Any] | None = None
     directory: Path | None = None
     """JAX's cache, also while JAX does without it."""
+    fixed = False
+    """True if runs, each of which names a cache to JAX, leave `directory` as it is."""
     read: deque[tuple[Any, bytes]] = deque(maxlen=8)
     """The programs that were read last, each with its serialized form."""
 
@@ -65,7 +67,7 @@ class _Serialized:
         import jax
 
         assert cls.look_up is not None
-        if (directory := jax.config.values["jax_compilation_cache_dir"]) is not None:
+        if not cls.fixed and (directory := jax.config.values["jax_compilation_cache_dir"]) is not None:
             cls.directory = Path(directory)
         return cls.look_up(*args)
 
@@ -121,11 +123,18 @@ class _Writer:
             cls.write(*args)
 
 
-def keep_all_programs() -> None:
-    """Keeps in the directory of JAX's cache what is compiled without it, and in processes other than the first."""
+def keep_all_programs(directory: Path | None = None) -> None:
+    """Keeps in the directory of JAX's cache what is compiled without it, and in processes other than the first.
+
+    Args:
+        directory: the one for all runs of this process, which have one number of threads; None: that of the last run.
+            What is found would otherwise depend on the tests before.
+    """
     from jax._src import compiler
     from jax.experimental import serialize_executable
 
+    if directory is not None:
+        _Serialized.directory, _Serialized.fixed = directory, True
     if _Serialized.compile is None:
         _Writer.write = compiler._cache_write
         compiler._cache_write = _Writer.write_in_any_process
@@ -150,7 +159,7 @@ def compile_quickly(quick: bool) -> None:
         _unoptimised()  # which compiles by itself
         _Compiler.given = compiler.get_compile_options
         compiler.get_compile_options = _Compiler.options
-        keep_all_programs()
+        keep_all_programs(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
     if _Compiler.quick != quick:
         _Compiler.quick = quick
         jax.clear_caches()

@@ -144,7 +144,7 @@ def test_warm_processes_have_their_own_devices_run_at_once_and_end_in_time(warm_
     one, three = lmt_environment(), lmt_environment(devices=3)
     assert warm_lmt.takes(one)
     assert warm_lmt.takes(three)
-    assert not warm_lmt.takes(lmt_environment(env={"HF_ENDPOINT": "http://localhost:1"}))
+    assert not warm_lmt.takes(lmt_environment(env={"OMP_NUM_THREADS": "2"}))
     os.mkfifo(tmp_path / "waits.yaml")
     waiting = ["config", "check", "waits.yaml"]
     with (tmp_path / "out").open("wb") as out:

@@ -29,7 +29,8 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
             f"--prompt {prompt} and --new {new} are {prompt + new} tokens, but the model's context has {context}; "
             f"make one of them smaller"
         )
-    params = jax.jit(program.model.init, device=jax.local_devices()[0])()
+    with jax.default_device(jax.local_devices()[0]):
+        params = jax.jit(program.model.init)()
     dtype = config.trainer.mp.compute_dtype
     # Cast once, so that each token reads the weights in the compute dtype and not in float32.
     params = jax.tree.map(lambda x: x.astype(dtype), params)

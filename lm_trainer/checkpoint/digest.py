@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,14 @@ import numpy as np
 
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 
-_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_SMALL = 2**16
+"""Elements of an array of a CPU for which NumPy takes less time than JAX takes to make a program of its shape."""
 # One for each of the two sums of `hashes`, so that a chance collision in one is none in the other.
 _SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
-def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
     """Computes a 32-bit checksum of each array: sum over i of bits(x_i) * (2 i + 1) * 0x9E3779B1, modulo 2^32.
 
     Any single flipped bit changes it, since every factor is odd, and so does any swap of two unequal elements whose
@@ -25,19 +29,10 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     Args:
         arrays: of any shape, with 1, 2 or 4 bytes an element.
     """
-    # All are started before the first is waited for, so that an accelerator computes without a pause.
-    values = {name: wait_on_cpu(_digest(x)) for name, x in arrays.items()}
-    return {name: _number(value) for name, value in values.items()}
+    return {name: sums[0] for name, sums in _compute(_checksum, arrays).items()}
 
 
-# One program for each shape compiles faster than one for all arrays, of which most have the shape of others.
-@jax.jit
-def _digest(x: jax.Array) -> jax.Array:
-    bits, index = _bits_and_index(x)
-    return jnp.sum(bits * (index * 2 + 1) * jnp.uint32(0x9E3779B1), dtype=jnp.uint32)
-
-
-def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
+def hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
     """Computes a 64-bit hash of each array, as 16 hex digits: equal for equal bits, else equal by chance alone.
 
     The bits of each element are mixed with its index, and the results are added modulo 2^32, in two such sums with
@@ -47,27 +42,61 @@ def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     Args:
         arrays: of any shape, with 1, 2 or 4 bytes an element.
     """
-    values = {name: wait_on_cpu(_hash(x)) for name, x in arrays.items()}
-    return {name: "".join(f"{_number(part):08x}" for part in parts) for name, parts in values.items()}
+    return {name: "".join(f"{part:08x}" for part in sums) for name, sums in _compute(_salted_sums, arrays).items()}
 
 
-@jax.jit
-def _hash(x: jax.Array) -> list[jax.Array]:
-    bits, index = _bits_and_index(x)
-    return [jnp.sum(_mix(bits ^ _mix(index + jnp.uint32(salt))), dtype=jnp.uint32) for salt in _SALTS]
+Sums = Callable[[Any, Any], list[Any]]
+"""Sums over the bits of all elements and their indices, modulo 2^32, which are arrays of JAX or of NumPy."""
 
 
-def _number(x: jax.Array) -> int:
+def _checksum(bits: Any, index: Any) -> list[Any]:
+    return [(bits * (index * np.uint32(2) + np.uint32(1)) * np.uint32(0x9E3779B1)).sum(dtype=np.uint32)]
+
+
+def _salted_sums(bits: Any, index: Any) -> list[Any]:
+    return [_mix(bits ^ _mix(index + np.uint32(salt))).sum(dtype=np.uint32) for salt in _SALTS]
+
+
+def _mix(x: Any) -> Any:
+    """The finalizer of MurmurHash3 for 32 bits (Appleby 2011), a permutation that mixes every bit into every other."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _compute(sums: Sums, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
+    # All are started before the first is waited for, so that an accelerator computes without a pause.
+    started = {
+        name: sums(*_bits_and_index_on_host(x)) if _is_small(x) else wait_on_cpu(_on_devices(sums, x))
+        for name, x in arrays.items()
+    }
+    return {name: [_number(value) for value in values] for name, values in started.items()}
+
+
+def _is_small(x: jax.Array | np.ndarray) -> bool:
+    """True of an array that costs less where it is, in the memory of this process."""
+    if isinstance(x, np.ndarray):
+        return x.size <= _SMALL
+    return x.size <= _SMALL and x.is_fully_addressable and next(iter(x.devices())).platform == "cpu"
+
+
+# One program for each shape compiles faster than one for all arrays, of which most have the shape of others.
+@functools.partial(jax.jit, static_argnums=0)
+def _on_devices(sums: Sums, x: Any) -> list[jax.Array]:
+    return sums(*_bits_and_index(x))
+
+
+def _number(x: Any) -> int:
     """The value of a replicated scalar; waits until it is computed."""
     # Every process has a copy of its own, while `int(x)` refuses an array that spans several processes.
-    return int(np.asarray(x.addressable_data(0)))
+    return int(np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x))
 
 
-def _mix(x: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3 for 32 bits (Appleby 2011), a permutation that mixes every bit into every other."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+def _bits_and_index_on_host(x: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `_bits_and_index`, of the flattened array, in NumPy."""
+    elements = np.asarray(x).reshape(-1)
+    bits = elements.view(_BITS[elements.dtype.itemsize]).astype(np.uint32)
+    return bits, np.arange(elements.size, dtype=np.uint32)
 
 
 def _bits_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:

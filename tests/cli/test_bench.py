@@ -14,7 +14,7 @@ from tests.conftest import Lmt, RunLmt, refused
 CONFIG = """
 model: {type: gpt2, seq_len: 32, hidden_dim: 16, num_layers: 1, num_heads: 2}
 data: {tokenizer: bytes}
-trainer: {train_batch_size: 8}
+trainer: {train_batch_size: 8, max_devices: 1}
 """
 
 
@@ -26,8 +26,8 @@ def config(in_tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: Path):
-    result = run_lmt("bench", "mfu", config, "--steps", "3", "--warmup", "1", "--json", "model.num_layers=2")
+def test_json_agrees_with_itself_and_with_a_hand_count(lmt: Lmt, config: Path):
+    result = lmt("bench", "mfu", config, "--steps", "3", "--warmup", "1", "--json", "model.num_layers=2")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     vocabulary = (found["num_params"] - 32 * 16 - 2 * 16 - 2 * 3280) // 16
@@ -46,16 +46,16 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
 
 
 @pytest.mark.slow
-def test_the_table_says_what_is_not_known_and_nothing_is_written(run_lmt: RunLmt, config: Path):
-    result = run_lmt("bench", "mfu", config, "--steps", "2", "--warmup", "1")
+def test_the_table_says_what_is_not_known_and_nothing_is_written(lmt: Lmt, config: Path):
+    result = lmt("bench", "mfu", config, "--steps", "2", "--warmup", "1")
     assert result.returncode == 0, result.stderr
     assert "n/a: no datasheet figure for float32 on 'cpu'" in result.stdout
     assert "of measured matmul peak" in result.stdout
     assert list(config.parent.iterdir()) == [config]
 
 
-def measured(run_lmt: RunLmt, what: str, *arguments: str | Path) -> dict[str, Any]:
-    result = run_lmt("bench", what, *arguments, "--json")
+def measured(run: Lmt | RunLmt, what: str, *arguments: str | Path) -> dict[str, Any]:
+    result = run("bench", what, *arguments, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -87,8 +87,8 @@ def test_the_roofline_counts_the_products_of_the_model(
 
 
 @pytest.mark.slow
-def test_data_are_loaded_as_training_loads_them(run_lmt: RunLmt, config: Path):
-    found = measured(run_lmt, "data", config, "--batches", "4", "--repeats", "2")
+def test_data_are_loaded_as_training_loads_them(lmt: Lmt, config: Path):
+    found = measured(lmt, "data", config, "--batches", "4", "--repeats", "2")
     assert found["tokens_per_batch"] == 8 * 32
     assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["batch_seconds"]["median"])
     waiting = found["waiting_fraction"]
@@ -97,8 +97,8 @@ def test_data_are_loaded_as_training_loads_them(run_lmt: RunLmt, config: Path):
 
 
 @pytest.mark.slow
-def test_writing_reads_all_weights_for_each_token(run_lmt: RunLmt, config: Path):
-    found = measured(run_lmt, "decode", config, "--rows", "2", "--prompt", "8", "--new", "16", "--repeats", "2")
+def test_writing_reads_all_weights_for_each_token(lmt: Lmt, config: Path):
+    found = measured(lmt, "decode", config, "--rows", "2", "--prompt", "8", "--new", "16", "--repeats", "2")
     parameters = found["num_params"]
     assert parameters == 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280
     assert found["bytes_read_per_token"] == 4 * (parameters + 2 * 24 * 2 * 16)
@@ -108,9 +108,9 @@ def test_writing_reads_all_weights_for_each_token(run_lmt: RunLmt, config: Path)
 
 @pytest.mark.optimised
 @pytest.mark.slow
-def test_recomputing_saves_the_memory_of_a_loop(run_lmt: RunLmt, config: Path):
+def test_recomputing_saves_the_memory_of_a_loop(lmt: Lmt, config: Path):
     deep = ["model.num_layers=4", "model.scan_layers=true", "model.gradient_checkpointing=false"]
-    found = measured(run_lmt, "memory", config, *deep, "--repeats", "1")
+    found = measured(lmt, "memory", config, *deep, "--repeats", "1")
     temporary = {name: entry["temporary_bytes"] for name, entry in found["gradient"].items()}
     assert temporary["gradient_checkpointing: recompute"] < temporary["as configured"] / 2
     assert "gradient_checkpointing: save_all" not in temporary, "that is what is configured"
@@ -120,11 +120,11 @@ def test_recomputing_saves_the_memory_of_a_loop(run_lmt: RunLmt, config: Path):
 
 
 @pytest.mark.slow
-def test_checkpoints_are_measured_and_removed(run_lmt: RunLmt, config: Path):
+def test_checkpoints_are_measured_and_removed(lmt: Lmt, config: Path):
     # Parents that are made go again, and those that were there stay, though they are empty.
     (config.parent / "there").mkdir()
     place = "trainer.checkpointer.base_path=there/made/checkpoints"
-    found = measured(run_lmt, "checkpoint", config, place, "--repeats", "1", "--steps", "2")
+    found = measured(lmt, "checkpoint", config, place, "--repeats", "1", "--steps", "2")
     parameters = 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280
     # Adam has two moments for each parameter, and some counts.
     assert found["bytes"] == pytest.approx(3 * 4 * parameters, rel=1e-2)

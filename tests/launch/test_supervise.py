@@ -97,15 +97,16 @@ def test_a_stop_is_no_failure() -> None:
     assert run("raise SystemExit(76)", "raise SystemExit(76)") == (76, [])
 
 
-def test_a_signal_reaches_every_process_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_reaches_every_process_once(tmp_path: Path, number: signal.Signals) -> None:
     # Each lives on for a while after its signal, so that a second one would be printed too.
-    counting = """
+    counting = f"""
 import signal, sys, time
 def note(number, frame):
     print("signal", number, flush=True)
     time.sleep(0.5)
     sys.exit(75)
-signal.signal(signal.SIGINT, note)
+signal.signal({number}, note)
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -114,13 +115,13 @@ time.sleep(600)
     def write(line: str) -> None:
         lines.append(line)
         if sum(line.endswith("ready") for line in lines) == 2 and line.endswith("ready"):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     processes = [LocalProcess([sys.executable, "-c", counting], os.environ, str(tmp_path)) for _ in range(2)]
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     assert supervise(processes, write) == 75
-    assert sorted(line for line in lines if "signal" in line) == ["[0] signal 2", "[1] signal 2"]
-    assert signal.getsignal(signal.SIGINT) is before
+    assert sorted(line for line in lines if "signal" in line) == [f"[{index}] signal {number}" for index in (0, 1)]
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is one of Linux")

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.checkpoint import digest
 from lm_trainer.checkpoint.digest import digests, hashes
 from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
 
@@ -21,9 +23,17 @@ def mixed(x: int) -> int:
     return x ^ x >> 16
 
 
-def numpy_hash(x: np.ndarray) -> str:
+def bits_of(x: np.ndarray) -> list[int]:
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
-    bits = np.ascontiguousarray(x).view(unsigned).ravel().tolist()
+    return np.ascontiguousarray(x).view(unsigned).ravel().tolist()
+
+
+def numpy_checksum(x: np.ndarray) -> int:
+    return sum(b * (2 * i + 1) * 0x9E3779B1 for i, b in enumerate(bits_of(x))) % 2**32
+
+
+def numpy_hash(x: np.ndarray) -> str:
+    bits = bits_of(x)
     sums = [
         sum(mixed(b ^ mixed((i + salt) % 2**32)) for i, b in enumerate(bits)) % 2**32
         for salt in (0x9E3779B9, 0x7F4A7C15)
@@ -31,20 +41,25 @@ def numpy_hash(x: np.ndarray) -> str:
     return "".join(f"{s:08x}" for s in sums)
 
 
-def test_hashes_are_those_of_numpy_however_arrays_lie() -> None:
+@pytest.mark.parametrize("most", [2**16, 0], ids=["on the host", "on devices"])
+def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(digest, "_SMALL", most)
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = {
         "a": rng.normal(size=(8, 6)).astype(np.float32),
         "b": rng.normal(size=(16,)).astype(ml_dtypes.bfloat16),
         "c": rng.integers(-9, 9, (2, 8, 3)).astype(np.int8),
         "d": np.array(-0.0, np.float32),
+        "e": np.array([True, False, True]),
     }
     mesh = jax.make_mesh((8,), ("data",))
     specs = {"a": PartitionSpec("data"), "b": PartitionSpec("data"), "c": PartitionSpec(None, "data")}
     cut = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, PartitionSpec()))) for n, x in arrays.items()}
     expected = {name: numpy_hash(x) for name, x in arrays.items()}
+    checksums = {name: numpy_checksum(x) for name, x in arrays.items()}
     assert hashes({name: jnp.asarray(x) for name, x in arrays.items()}) == expected
-    assert hashes(cut) == expected
+    assert hashes(cut) == hashes(arrays) == expected
+    assert digests(cut) == digests(arrays) == checksums
 
     # What one linear sum misses: the signs of two elements.
     x = arrays["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -31,6 +32,7 @@ CONFIG = RunConfig.model_validate(
 )
 
 
+@functools.cache
 def planned(together: int | None) -> int:
     """The peak in the plan of `lmt plan`."""
     trainer = CONFIG.trainer.model_copy(update={"microbatches_per_gather": together})
@@ -51,6 +53,7 @@ def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[in
     return program.step.devices.shares(program.step.plans.at(0)).most, "".join(notes)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
     two, four = planned(2), planned(None)

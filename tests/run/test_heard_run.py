@@ -113,16 +113,6 @@ def test_features_of_an_export_are_those_of_the_run(trained: tuple[Path, dict[st
     assert features.shape == (1, 16, 100)
 
 
-@pytest.mark.slow
-def test_the_same_bits_on_four_devices(trained: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
-    directory, losses = trained
-    monkeypatch.chdir(directory)
-    assert run("trainer.id=four", "trainer.max_devices=4") == losses
-    found = weights("four")
-    for name, x in weights("one").items():
-        np.testing.assert_array_equal(x, found[name], err_msg=name)
-
-
 class Killed(Progress):
     """Ends its process, as a machine that fails does, as soon as a checkpoint is there to go on from."""
 

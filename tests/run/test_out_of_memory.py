@@ -15,7 +15,7 @@ import typer
 from cli.out_of_memory import explained_out_of_memory
 from lm_trainer.core.errors import EXIT_OUT_OF_MEMORY, out_of_memory
 from lm_trainer.run.config.run_config import RunConfig
-from tests.conftest import RunLmt
+from tests.conftest import Lmt, RunLmt
 from tests.run.conftest import write_config
 
 ROWS = 1 << 19
@@ -106,10 +106,11 @@ def test_the_state_of_the_run_is_freed_before_its_plan_is_made(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_run_that_grows_too_large_says_what_fits_and_goes_on_from_its_checkpoint(
-    run_lmt: RunLmt, tmp_path: Path, text_files: tuple[Path, Path]
+    run_lmt: RunLmt, lmt: Lmt, tmp_path: Path, text_files: tuple[Path, Path]
 ) -> None:
-    write_config(tmp_path / "run.yaml", text_files, {"trainer": {"num_train_steps": 2}, "model": {"seq_len": 64}})
-    begun = run_lmt("train", "run.yaml")
+    trainer = {"num_train_steps": 2, "max_devices": 1}
+    write_config(tmp_path / "run.yaml", text_files, {"trainer": trainer, "model": {"seq_len": 64}})
+    begun = lmt("train", "run.yaml")
     assert begun.returncode == 0, begun.stderr
     larger = (f"trainer.train_batch_size={ROWS}", f"trainer.per_device_parallelism={ROWS}")
     done = run_lmt("train", "run.yaml", *larger, "trainer.num_train_steps=4", "--allow-config-change")
@@ -123,6 +124,6 @@ def test_a_run_that_grows_too_large_says_what_fits_and_goes_on_from_its_checkpoi
     assert 0 < int(advised[1]) < ROWS
     assert "lmt plan run.yaml" in done.stdout
     assert "--devices 1xcpu --memory" in done.stdout
-    again = run_lmt("train", "run.yaml", "trainer.num_train_steps=4", "--allow-config-change")
+    again = lmt("train", "run.yaml", "trainer.num_train_steps=4", "--allow-config-change")
     assert again.returncode == 0, again.stderr
     assert "resumed at step 2" in again.stdout + again.stderr

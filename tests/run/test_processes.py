@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.conftest import StartLmt, lmt_environment
+from tests.conftest import StartLmt, lmt_environment, run_here
 from tests.run.conftest import MakeConfig
 
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
@@ -53,7 +54,7 @@ def run_group(start_lmt: StartLmt) -> Group:
                 f"trainer.distributed.num_processes={processes}",
                 f"trainer.distributed.process_id={index}",
             )
-            settings = (*overrides, *(together if processes > 1 else ()))
+            settings = (*overrides, *together)
             running.append(start_lmt("train", config, *settings, cwd=directory, devices=devices, output=output))
         codes = [process.wait(timeout=600) for process in running]
         return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
@@ -63,13 +64,22 @@ def run_group(start_lmt: StartLmt) -> Group:
 
 @pytest.fixture
 def train(run_group: Group) -> Train:
-    """`train(config, directory, processes=1, devices=1, overrides=())`: as `run_group`, for a run that succeeds."""
+    """`train(config, directory, processes=2, devices=1, overrides=())`: as `run_group`, for a run that succeeds."""
 
     def run(config: Path, directory: Path, **settings: Any) -> None:
         ended = run_group(config, directory, **settings)
         assert [code for code, _ in ended] == [0] * len(ended), "\n".join(text for _, text in ended)
 
     return run
+
+
+def train_alone(config: Path, directory: Path, *, devices: int, overrides: tuple[str, ...] = ()) -> str:
+    """Trains in this process alone, to the end; returns what was printed."""
+    directory.mkdir(exist_ok=True)
+    with contextlib.chdir(directory):
+        done = run_here("train", config, f"trainer.max_devices={devices}", *overrides)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def numbers(directory: Path) -> list[tuple[Any, ...]]:
@@ -128,7 +138,7 @@ def test_two_processes_are_one_run_though_one_is_killed_and_one_alone_ends_it(
     config = make_config(
         trainer={"num_train_steps": STEPS, "steps_per_eval": STEPS // 2, "watch": watch, "checkpointer": keep}
     )
-    train(config, tmp_path / "one", processes=1, devices=1)
+    train_alone(config, tmp_path / "one", devices=1)
     reference = numbers(tmp_path / "one")
     assert len(reference) >= STEPS + 2
 
@@ -156,8 +166,7 @@ def test_two_processes_are_one_run_though_one_is_killed_and_one_alone_ends_it(
 
     for step in (STEPS, STEPS - 8):
         (checkpoints / str(step)).rename(tmp_path / f"gone.{step}")
-    train(config, two, processes=1, devices=2)
-    assert f"resumed at step {STEPS - 16} of {STEPS}" in (two / "out.0").read_text()
+    assert f"resumed at step {STEPS - 16} of {STEPS}" in train_alone(config, two, devices=2)
     assert numbers(two) == reference
 
 
@@ -191,7 +200,7 @@ def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
     make_config: MakeConfig, train: Train, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2})
-    train(config, tmp_path / "one", processes=1, devices=2, overrides=overrides)
+    train_alone(config, tmp_path / "one", devices=2, overrides=overrides)
     train(config, tmp_path / "two", processes=2, devices=1, overrides=overrides)
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
 
@@ -203,7 +212,7 @@ def test_turns_of_microbatches_are_the_same_in_two_processes(
 ) -> None:
     """Each process then needs rows that are no neighbours."""
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": "layerwise"})
-    train(config, tmp_path / "one", processes=1, devices=1)
+    train_alone(config, tmp_path / "one", devices=1)
     overrides = ("trainer.microbatches_per_gather=1",)
     train(config, tmp_path / "two", processes=2, devices=1, overrides=overrides)
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
@@ -226,6 +235,6 @@ def test_processes_with_unequal_numbers_of_microbatches_are_one_run(
 ) -> None:
     """8 microbatches on 6 devices: 4 in one process, 2 in each of two others."""
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": determinism})
-    train(config, tmp_path / "one", processes=1, devices=1)
+    train_alone(config, tmp_path / "one", devices=1)
     train(config, tmp_path / "three", processes=3, devices=2)
     assert numbers(tmp_path / "three") == numbers(tmp_path / "one")

@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import lmt_environment
 from tests.run.conftest import MakeConfig, write_config
-from tests.run.test_processes import numbers, of_process, start_launcher
-from tests.warm_lmt import WarmLmt
+from tests.run.test_processes import numbers, of_process, start_launcher, train_alone
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,14 +80,10 @@ def to_second(launcher: subprocess.Popen[bytes], number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    warm_lmt: WarmLmt, text_files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[Any, ...]]:
+def undisturbed(text_files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
     """The losses of the run that nothing stops, in one process."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    write_config(directory / "run.yaml", text_files, {"trainer": TRAINER})
-    done = warm_lmt.run(["train", "run.yaml"], cwd=directory, env=lmt_environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
+    train_alone(write_config(directory / "run.yaml", text_files, {"trainer": TRAINER}), directory, devices=1)
     return losses(directory)
 
 
@@ -105,7 +99,6 @@ def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     """One run, which each start brings some steps further, until one does not heed SIGHUP and ends it."""
     step = 0
     for number, send in (
-        (signal.SIGTERM, to_launcher),
         (signal.SIGTERM, to_first),
         (signal.SIGTERM, to_second),
         (signal.SIGINT, to_launcher),

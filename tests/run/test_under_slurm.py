@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Lmt, RunLmt, lmt_command, lmt_environment
+from tests.conftest import Lmt, lmt_command, lmt_environment
 from tests.launch.slurm_cluster import MISSING, NODES, SlurmCluster, wait_for
-from tests.run.conftest import MakeConfig
-from tests.run.test_processes import keeping_lmt
+from tests.run.conftest import MakeConfig, write_config
+from tests.run.test_processes import keeping_lmt, train_alone
 from tests.run.test_stop_signals import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -76,17 +76,19 @@ def submit(slurm: SlurmCluster, config: Path, *options: str) -> Job:
 
 @pytest.mark.optimised
 def test_a_run_that_is_stopped_requeued_cancelled_and_robbed_of_a_node_is_the_run_that_nothing_disturbed(
-    slurm: SlurmCluster, make_config: MakeConfig, lmt: Lmt, run_lmt: RunLmt, tmp_path: Path
+    slurm: SlurmCluster, make_config: MakeConfig, lmt: Lmt, tmp_path: Path
 ) -> None:
     policy = {"save_interval": "1h", "keep": [{"every": 10}]}
     trainer = {"num_train_steps": 150, "steps_per_eval": 50, "steps_per_log": 1, "checkpointer": policy}
     config = make_config(trainer=trainer)
-    job = submit(slurm, config, "-n", "2", "--nodes", "2")
+    job = submit(slurm, config, "--nodes", "2", "--devices-per-process", "2")
     job.wait_for_steps(5)
     slurm.ask("scancel", "--signal=TERM", job.number)
     job.wait_for_state("PENDING BeginTime")
     stopped = job.last_save()
     assert 5 <= stopped < 150
+    (attempt,) = json.loads((tmp_path / "logs/run/env.json").read_text())
+    assert len(attempt["devices"]) == 4, "as many as each process is to emulate"
 
     slurm.begin(job.number)
     job.wait_for_steps(stopped + 5)
@@ -122,41 +124,30 @@ def test_a_run_that_is_stopped_requeued_cancelled_and_robbed_of_a_node_is_the_ru
     assert re.search(r"resumed at step \d+0 of 150", done.stdout), done.stdout
 
     undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    assert run_lmt("train", config, cwd=undisturbed).returncode == 0
+    train_alone(config, undisturbed, devices=1)
     assert losses(tmp_path) == losses(undisturbed)
     same = lmt("diff", tmp_path / "logs/run", undisturbed / "logs/run")
     assert same.returncode == 0, same.stdout
 
 
-def test_processes_have_the_devices_that_they_are_to_emulate(
-    slurm: SlurmCluster, make_config: MakeConfig, tmp_path: Path
+def test_a_time_limit_requeues_and_a_stop_that_a_person_asks_for_does_not(
+    slurm: SlurmCluster, text_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    job = submit(slurm, make_config(trainer={"num_train_steps": 3}), "--nodes", "2", "--devices-per-process", "2")
-    job.wait_for_state("COMPLETED")
-    assert "2 processes, as SLURM job" in job.output
-    (attempt,) = json.loads((tmp_path / "logs/run/env.json").read_text())
-    assert len(attempt["devices"]) == 4
-
-
-def test_a_time_limit_comes_with_a_notice_that_saves_and_requeues(
-    slurm: SlurmCluster, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(trainer={"num_train_steps": 1_000_000, "steps_per_eval": 1_000_000})
-    job = submit(slurm, config, "-n", "2", "--nodes", "2", "--time", "2", "--notice", "60")
-    job.wait_for_steps(1)
-    job.wait_for_state("PENDING BeginTime")
-    assert (tmp_path / "checkpoints/run" / str(job.last_save())).is_dir()
-    slurm.ask("scancel", job.number)
-
-
-def test_a_stop_that_a_person_asks_for_is_not_queued_again(
-    slurm: SlurmCluster, make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(trainer={"num_train_steps": 1_000_000, "steps_per_eval": 1_000_000})
-    job = submit(slurm, config, "-n", "1")
-    job.wait_for_steps(2)
+    """The limit comes with a notice, which saves; the other run goes by meanwhile."""
+    endless = {"trainer": {"num_train_steps": 1_000_000, "steps_per_eval": 1_000_000}}
+    for name in ("limited", "asked"):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name / "run.yaml", text_files, endless)
+    limits = ("-n", "2", "--nodes", "2", "--time", "2", "--notice", "60")
+    limited = submit(slurm, tmp_path / "limited/run.yaml", *limits)
+    limited.wait_for_steps(1)
+    asked = submit(slurm, tmp_path / "asked/run.yaml", "-n", "1")
+    asked.wait_for_steps(2)
     for name in ("stop-after-save", "save-now"):
-        (tmp_path / "logs/run" / name).touch()
-    job.wait_for_state("FAILED")
-    assert job.last_save() >= 2
+        (tmp_path / "asked/logs/run" / name).touch()
+    asked.wait_for_state("FAILED")
+    assert asked.last_save() >= 2
+
+    limited.wait_for_state("PENDING BeginTime")
+    assert (tmp_path / "limited/checkpoints/run" / str(limited.last_save())).is_dir()
+    slurm.ask("scancel", limited.number)
