@@ -81,7 +81,7 @@ def assert_close(found: Any, expected: Any) -> None:
     [
         LLAMA,
         # Of a tied head and learned positions the test of dropout tells as well.
-        pytest.param({**GPT2, **NO_DROPOUT}, marks=pytest.mark.slow),
+        pytest.param({**GPT2, **NO_DROPOUT}, marks=pytest.mark.exhaustive),
         pytest.param(GEMMA2, marks=pytest.mark.slow),
         pytest.param({**BACKPACK, **NO_DROPOUT}, marks=pytest.mark.slow),
         pytest.param(MIXTRAL, marks=pytest.mark.slow),
