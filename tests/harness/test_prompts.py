@@ -79,6 +79,7 @@ def test_answers_end_where_those_of_the_harness_do(make_hf_model: MakeHfModel, t
         (tmp_path / name).write_bytes((base / name).read_bytes())
     with_specials(*SPECIALS).save(tmp_path)
     peer: Any = huggingface.HFLM
+    model = read_hf(tmp_path).build()
 
     def ask(until: list[str], ends: list[int], **generation: Any) -> tuple[list[str], list[str]]:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, **generation}))
@@ -86,9 +87,9 @@ def test_answers_end_where_those_of_the_harness_do(make_hf_model: MakeHfModel, t
         texts = [f"def f{number}(" for number in range(12)]
         asked = [Instance("generate_until", {}, (text, settings), 0) for text in texts]
         read = read_hf(tmp_path)
-        ours = HarnessModel(read.build(), read.tokenizer, settings=read.settings).generate_until(asked)
-        model = peer(pretrained=str(tmp_path), batch_size=1, dtype="float32", device="cpu")
-        return ours, model.generate_until(asked)
+        ours = HarnessModel(model, read.tokenizer, settings=read.settings).generate_until(asked)
+        theirs = peer(pretrained=str(tmp_path), batch_size=1, dtype="float32", device="cpu")
+        return ours, theirs.generate_until(asked)
 
     free, expected = ask([], [256])
     assert free == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Iterator
@@ -62,9 +63,12 @@ def _documents(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _task(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     import datasets
+    from datasets.table import InMemoryTable
     from lm_eval.api.task import ConfigurableTask
 
-    data = datasets.DatasetDict({"test": datasets.Dataset.from_list(_documents(config))})
+    # A fingerprint that is given is not computed, which takes longer than all else.
+    documents = datasets.Dataset(InMemoryTable.from_pylist(_documents(config)), fingerprint="made-up")
+    data = datasets.DatasetDict({"test": documents})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
     splits = {"test_split": "test", "fewshot_split": "test", "dataset_path": "made-up"}
     return ConfigurableTask(config={"task": "made-up", **config, **splits})
@@ -72,15 +76,20 @@ def _task(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _compare(files: list[Path], template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Tasks of each kind whose questions were compared."""
+    from lm_eval.utils import env as templates
+
+    # The harness parses a template again for each document.
+    monkeypatch.setattr(templates, "from_string", functools.cache(templates.from_string))
     ours, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[template])), theirs(tmp_path)
     options: dict[str, Any] = {"fewshot_as_multiturn": True, "system_instruction": "Be brief."}
     counts: dict[str, int] = {}
     for config in _configs(files):
         try:
-            expected = requests(_task(config, monkeypatch), peer.apply_chat_template, 1, **options)
+            task = _task(config, monkeypatch)
+            expected = requests(task, peer.apply_chat_template, 1, **options)
         except Exception:  # made-up documents do not suit every task
             continue
-        assert requests(_task(config, monkeypatch), ours.write, 1, **options) == expected, config
+        assert requests(task, ours.write, 1, **options) == expected, config
         counts[config["output_type"]] = counts.get(config["output_type"], 0) + bool(expected)
     return counts
 

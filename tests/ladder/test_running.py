@@ -21,16 +21,20 @@ def small(root: Path, multiple: float = 1, **changes: Any) -> dict[str, Any]:
     """A ladder of two sizes that train in seconds."""
     model = {"type": "llama", "intermediate_dim": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     plain = {"gradient_checkpointing": False, "scan_layers": False}
-    text = root / "text.txt"
+    text, held_out = root / "text.txt", root / "held_out.txt"
     if not text.exists():
-        text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000)))
+        lines = [f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000)]
+        text.write_text("".join(lines))
+        held_out.write_text("".join(lines[::100]))
     return {
         "name": "small",
         "dir": str(root / "ladder"),
         "sizes": ["2k", "3k"],
         "sequence_length": 16,
         "tokenizer": "bytes",
-        "instance_sources": [{"train_urls": str(text), "validation_urls": str(text), "cache_dir": str(root / "cache")}],
+        "instance_sources": [
+            {"train_urls": str(text), "validation_urls": str(held_out), "cache_dir": str(root / "cache")}
+        ],
         "model_configurator": {
             "type": "transformer",
             "models": {

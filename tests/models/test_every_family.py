@@ -204,8 +204,15 @@ def test_blockwise_loss_equals_whole(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [TINY[name] for name in FEATURES], ids=FEATURES)
 def test_gradient_checkpointing_keeps_less(config):
+    known: dict[str, int] = {}
+
     def kept(policy: Any) -> int:
-        wide = change(config, gradient_checkpointing=policy, num_layers=6, scan_layers=False)
+        if str(policy) not in known:
+            known[str(policy)] = measured(policy)
+        return known[str(policy)]
+
+    def measured(policy: Any) -> int:
+        wide = change(config, gradient_checkpointing=policy, num_layers=2, scan_layers=False)
         graph, rows = graphdef(wide), tokens()
 
         def loss(p: Any) -> jax.Array:

@@ -106,6 +106,18 @@ class Run:
         self.params, self.state = self._update(grads, self.state, self.params, **scalars)
         return self.weights()
 
+    def repeat(self, grads: Arrays, steps: int, *, lr: float = 0.01) -> None:
+        """Takes many steps with the same gradients, as one program."""
+        scalars = {"learning_rate": jnp.float32(lr), "loss": jnp.float32(1.0), "grad_norm": jnp.float32(norm(grads))}
+
+        update = applied(self.tx)
+
+        def step(_: Any, reached: tuple[Any, Any]) -> tuple[Any, Any]:
+            return update(grads, reached[1], reached[0], **scalars)
+
+        loop = quick_jit(lambda *reached: jax.lax.fori_loop(0, steps, step, reached))
+        self.params, self.state = loop(self.params, self.state)
+
     def weights(self) -> Arrays:
         return {name: np.asarray(x) for name, x in self.params.items()}
 

@@ -180,11 +180,11 @@ def like_large_weights(state: Any) -> list[Any]:
 @pytest.mark.slow
 def test_an_average_that_moves_slowly_arrives() -> None:
     """Rounded to the nearest, the average of squares would stop: a step of 0.001 of it is too small."""
-    training = Run(AdamConfig(beta2=0.999, state_dtype="float8", weight_decay=0, max_grad_norm=None), PARAMS)
-    grads = {name: np.full(param.shape, 0.5, np.float32) for name, param in PARAMS.items()}
-    for _ in range(3000):
-        training.step(grads)
-    nu = training.state.inner[1][0].nu["blocks.0.up.weight"]
+    config = AdamConfig(beta2=0.999, state_dtype="float8", weight_decay=0, max_grad_norm=None)
+    param = Param("blocks.0.up.weight", (1, 64, 72), ("layers", "embed", "mlp"))
+    training = Run(config, {param.name: param})
+    training.repeat({param.name: np.full(param.shape, 0.5, np.float32)}, 3000)
+    nu = training.state.inner[1][0].nu[param.name]
     found = np.asarray(decode(nu, UNSIGNED, Blocks(1, 8)), np.float64)
     assert found.mean() == pytest.approx(0.25 * (1 - 0.999**3000), rel=0.01)
 

@@ -51,8 +51,7 @@ def test_an_average_that_moves_slowly_arrives() -> None:
     """Rounded to the nearest, the average of squares would stop at a quarter: a step of 0.001 of it is too small."""
     training = Run(AdamConfig(beta2=0.999, state_dtype="bfloat16", weight_decay=0, max_grad_norm=None), FEW)
     grads = {name: np.full(param.shape, 0.5, np.float32) for name, param in FEW.items()}
-    for _ in range(3000):
-        training.step(grads)
+    training.repeat(grads, 3000)
     nu = np.concatenate([np.asarray(x, np.float64).ravel() for x in training.state.inner[1][0].nu.values()])
     assert nu.mean() == pytest.approx(0.25 * (1 - 0.999**3000), rel=0.01)
 

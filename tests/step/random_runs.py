@@ -269,13 +269,24 @@ def outcome(run: RandomRun, devices: int, mesh: Plain) -> Outcome:
     )
 
 
+_REFERENCES: dict[str, Outcome] = {}
+
+
+def reference_of(run: RandomRun) -> Outcome:
+    """The outcome of `run` on one device, computed once for all meshes that it is compared on."""
+    key = repr(replace(run, devices=1, mesh={}))
+    if key not in _REFERENCES:
+        _REFERENCES[key] = outcome(run, 1, {})
+    return _REFERENCES[key]
+
+
 def difference(run: RandomRun) -> str | None:
     """The first difference between the run on its devices and on one device; None where they are equal.
 
     Raises:
         AssertionError: when the run does nothing whose bits could differ.
     """
-    reference = outcome(run, 1, {})
+    reference = reference_of(run)
     assert reference.finite, run
     assert reference.moved, run
     return reference.first_difference(outcome(run, run.devices, run.mesh))

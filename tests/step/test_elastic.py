@@ -98,8 +98,7 @@ def test_precisions_shapes_and_odd_numbers_of_microbatches(make_config: MakeConf
 def test_replicas_and_unsharded_state(make_config: MakeConfig, in_tmp_path: Path) -> None:
     variants = [
         (2, {"fsdp_axis": "null"}),
-        (2, {"fsdp_axis": "mlp"}),
-        (4, {"replica_ici_axis_size": 2}),
+        (4, {"replica_ici_axis_size": 2, "fsdp_axis": "mlp"}),
         (8, {"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}),
     ]
     check_all_equal(make_config(**SHORT), variants)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.step.random_runs import RandomRun, difference, draw_family, draw_shapes, draw_uneven, outcome, uneven
+from tests.step.random_runs import (
+    RandomRun,
+    difference,
+    draw_family,
+    draw_shapes,
+    draw_uneven,
+    outcome,
+    reference_of,
+    uneven,
+)
 
 pytestmark = pytest.mark.optimised
 
@@ -57,4 +66,4 @@ def test_products_in_blocks_that_share_a_scale(determinism: str) -> None:
 def test_another_order_of_additions_is_noticed() -> None:
     run = draw_shapes(0)
     half = run.trainer["per_device_parallelism"] * 2
-    assert outcome(run, 1, {}).first_difference(outcome(run, 1, {"per_device_parallelism": half})) is not None
+    assert reference_of(run).first_difference(outcome(run, 1, {"per_device_parallelism": half})) is not None

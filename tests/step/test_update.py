@@ -131,9 +131,13 @@ IN_8_BITS = (AdamConfig, LionConfig, CautiousConfig, AdoptConfig, AdanConfig, Rm
 @pytest.mark.parametrize(
     ("kind", "meshes"),
     [
-        pytest.param(kind, [(d, axis) for d in devices for axis in ("embed", "mlp")], id=kind().type)
+        pytest.param(kind, meshes, id=kind().type)
         # How blocks are cut does not depend on the optimizer.
-        for kind, devices in zip(IN_8_BITS, [(2, 3, 4, 8), *[(3, 8)] * 5], strict=True)
+        for kind, meshes in zip(
+            IN_8_BITS,
+            [[(d, axis) for d in (2, 3, 4, 8) for axis in ("embed", "mlp")], *[[(3, "embed"), (8, "mlp")]] * 5],
+            strict=True,
+        )
     ],
 )
 def test_blocks_of_8_bits_are_the_same_on_every_mesh(
@@ -143,7 +147,8 @@ def test_blocks_of_8_bits_are_the_same_on_every_mesh(
     reference = updated(config, 1, True, LARGE)
     for devices, axis in meshes:
         assert updated(config, devices, True, LARGE, axis) == reference, (devices, axis)
-    assert updated(config.model_copy(update={"state_dtype": "float32"}), 1, True, LARGE) != reference
+    if kind is AdamConfig:
+        assert updated(config.model_copy(update={"state_dtype": "float32"}), 1, True, LARGE) != reference
 
 
 def test_exponents_of_blocks_lie_as_the_weights_where_there_are_enough() -> None:

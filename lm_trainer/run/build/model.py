@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.models.peft import module_names
@@ -61,11 +63,39 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 
+    recorded = _Recorded(cast)
     if isinstance(is_trainable, bool):
-        return ModelDef.trace(cast, lambda _: is_trainable)
+        return ModelDef.trace(recorded, lambda _: is_trainable)
     if isinstance(is_trainable, Mapping):
-        return ModelDef.trace(cast, lambda name: is_trainable.get(name, False))
-    return ModelDef.trace(cast, is_trainable)
+        return ModelDef.trace(recorded, lambda name: is_trainable.get(name, False))
+    return ModelDef.trace(recorded, is_trainable)
+
+
+class _Recorded:
+    """A function that builds a module, and whose operations are recorded once and repeated at each call.
+
+    A run builds its model several times under `jit`, and tracing its Python takes longer than all that compiles it.
+    """
+
+    def __init__(self, build: Callable[[], nnx.Module]) -> None:
+        self._build = build
+
+    def __call__(self) -> nnx.Module:
+        graphdef, operations, tree = self._recording
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, jaxpr_as_fun(operations)()))
+
+    @functools.cached_property
+    def _recording(self) -> tuple[nnx.GraphDef, ClosedJaxpr, Any]:
+        """The structure of the module, the operations that make its arrays, and the tree that these are leaves of."""
+        graphdefs = []
+
+        def arrays() -> nnx.State:
+            graphdef, state = nnx.split(self._build())
+            graphdefs.append(graphdef)
+            return state
+
+        operations, shapes = jax.make_jaxpr(arrays, return_shape=True)()
+        return graphdefs[0], operations, jax.tree.structure(shapes)
 
 
 def loss_function(config: RunConfig) -> NextTokenLoss:
