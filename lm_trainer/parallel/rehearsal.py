@@ -199,7 +199,7 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
 
 @contextmanager
 def on_one_shard() -> Iterator[None]:
-    """What is built meanwhile takes the devices of one shard of the batch for all that this process has.
+    """Has what is built meanwhile take the devices of one shard of the batch for all that this process has.
 
     The devices of other shards do as much or less, and need not be rehearsed.
     """

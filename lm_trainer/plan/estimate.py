@@ -55,7 +55,7 @@ class DescribedDevice:
 
 
 class Traces:
-    """What is known of models and programs by tracing them, for layouts of one run on one kind of device."""
+    """Models and programs that are traced once, for layouts of one run on one kind of device."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -67,7 +67,7 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 _LEAST_BYTES = 1024
-"""Of an array that is shown."""
+"""Bytes of the smallest part of a phase that is shown."""
 _LEAST_SECONDS = 1e-3
 """A microbatch takes longer: its kernels, some hundreds, take about 5 microseconds each to be launched."""
 

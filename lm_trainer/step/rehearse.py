@@ -33,7 +33,7 @@ class StepRecord:
     phases: tuple[PhaseBytes, ...]
     """The memory while each program runs, where that is most, in the order of first runs."""
     runs: Mapping[Key, int]
-    """How often each program runs."""
+    """Runs of each program."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RehearsedStep:
     step: Step
     """Built under `on_one_shard`, for nothing else."""
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """Of all parameters."""
+    """The shapes of all parameters."""
     tx: optax.GradientTransformation
     sharding: StateSharding
     averaged: bool

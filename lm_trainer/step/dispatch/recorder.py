@@ -34,7 +34,7 @@ class Measure(Protocol):
     """Finds out what a program returns and takes."""
 
     def __call__(self, program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
-        """Of a program with arguments of these shapes."""
+        """Measures a program with arguments of these shapes."""
         ...
 
 
@@ -70,7 +70,7 @@ class Recorder:
 
     @property
     def phases(self) -> tuple[PhaseBytes, ...]:
-        """What the device holds while each program runs, where that is most; in the order of their first runs."""
+        """The memory of the device while each program runs, where that is most; in the order of their first runs."""
         return tuple(self._peaks.values())
 
     @property

@@ -27,14 +27,14 @@ from lm_trainer.step.state.model_def import Params
 
 @dataclass(frozen=True)
 class StageLabels:
-    """What a plan calls the programs of a stage, and the arrays that they return."""
+    """The names that a plan has for the programs of a stage, and for the arrays that they return."""
 
     name: str
-    """Of the stage."""
+    """The name of the stage."""
     sums: str
     """Sums over the batch: `gradients`, or `estimates` of curvature."""
     prefix: str = ""
-    """Of programs of several stages, which tells those of an estimate from those of the gradient."""
+    """A prefix of programs of several stages, which tells an estimate from the gradient."""
     alone: bool = False
     """True where the stage is the only one."""
 
@@ -50,7 +50,7 @@ class StageLabels:
 
     @property
     def gradients(self) -> str:
-        """What the derivative of a microbatch returns."""
+        """The results of the derivative for a microbatch."""
         return self.sums if self.alone else "gradients of a layer"
 
     @property
@@ -60,7 +60,7 @@ class StageLabels:
 
     @property
     def gathered(self) -> str:
-        """What that returns."""
+        """The results of `gather`."""
         return "gathered parameters" if self.alone else "gathered layers"
 
     @property

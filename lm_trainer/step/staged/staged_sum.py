@@ -130,7 +130,7 @@ class StagedSum:
 
     @cached_property
     def _terms(self) -> str:
-        """What a plan calls the sums of the microbatches of a device."""
+        """The name that a plan has for the sums of the microbatches of a device."""
         assert self._stages is not None
         return self._stages.last.labels.gradients
 

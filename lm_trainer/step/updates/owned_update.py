@@ -32,7 +32,7 @@ _SMALL = 1 << 20
 """Numbers of weights of one layer that one program moves and another one updates."""
 
 _ROWS = "some weights"
-"""What a plan calls the weights that a device updates at a time."""
+"""The name that a plan has for the weights that a device updates at a time."""
 
 Rows = dict[str, list[jax.Array]]
 """By the name of a weight: the weight, or rows of it, and its own arrays of the optimizer's state."""
