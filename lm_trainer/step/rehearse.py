@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -82,12 +82,11 @@ class RehearsedStep:
         self, number: int, plan: MicrobatchPlan, row: Batch, platform: str, measure: Measure, limit: int | None
     ) -> StepRecord:
         step, mesh = self.step, self.sharding.mesh
-        step.plans = Piecewise.make([(0, plan)])
         shards = batch_shards(mesh)
         side_by_side = programs_at_once(platform, shards, mesh.size // shards)
         at_once = min(side_by_side, step.devices.shares(plan).most)
         recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once, limit)
-        with rehearsing(recorder), contextlib.suppress(Enough):
+        with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(Enough):
             arrays = abstract_state(self.shapes, self.tx, self.sharding, averaged=self.averaged)
             state = recorder.hold(arrays._replace(step=None), "state")._replace(step=number)
             step.prepare(row, number)
@@ -103,6 +102,16 @@ class RehearsedStep:
         start = plans.starts[plans.values.index(largest)]
         estimated = -(-start // self.interval) * self.interval
         return estimated if plans.at(estimated) == largest else start
+
+
+@contextlib.contextmanager
+def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
+    """Has every batch of a step divided so."""
+    before, step.plans = step.plans, Piecewise.make([(0, plan)])
+    try:
+        yield
+    finally:
+        step.plans = before
 
 
 def halved(plan: MicrobatchPlan) -> MicrobatchPlan:

@@ -155,3 +155,11 @@ def test_what_is_queued_is_taken_until_the_host_has_waited() -> None:
     assert memory.held == {"gathered": 300}
     memory.wait(2)
     assert memory.held == {"gathered": 100}
+
+
+def test_a_step_may_be_rehearsed_again() -> None:
+    with on_one_shard():
+        program = build_program(config_for("adam", {}), VOCAB, jax.devices()[:1])
+    first, second = (program.rehearse(random_batch(1, 16, VOCAB), "gpu", trace_program) for _ in range(2))
+    assert first.runs == second.runs
+    assert program.step.plans.at(0).count == 8

@@ -89,14 +89,14 @@ class Recorder:
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = self._measured(program, key, args)
-        memory, found = self.memory, call.measured
+        memory, measured = self.memory, call.measured
         memory.calls += 1
         call.runs += 1
-        self._note(program, found.bytes)
+        self._note(program, measured.bytes)
         # Without what a function is compiled for, which is no argument of its program.
-        given = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
-        buffers = [x.buffer if isinstance(x, AbstractArray) else None for x in given]
-        for position in found.consumed:
+        arguments = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
+        buffers = [x.buffer if isinstance(x, AbstractArray) else None for x in arguments]
+        for position in measured.consumed:
             if (buffer := buffers[position]) is not None:
                 buffer.free()
         for buffer in buffers:
@@ -104,14 +104,14 @@ class Recorder:
                 buffer.last_call = memory.calls
         results = [
             abstract(about, memory, program.results, queued=program.queued, size=size)
-            for about, size in zip(found.results, call.sizes, strict=True)
+            for about, size in zip(measured.results, call.sizes, strict=True)
         ]
-        return jax.tree.unflatten(found.structure, results)
+        return jax.tree.unflatten(measured.structure, results)
 
     def _measured(self, program: Program, key: Key, args: tuple[Any, ...]) -> _Call:
         shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
-        found = self._measure(program, key, shapes)
-        return _Call(found, [about.bytes_on(self.memory.device) for about in found.results])
+        measured = self._measure(program, key, shapes)
+        return _Call(measured, [about.bytes_on(self.memory.device) for about in measured.results])
 
     def _note(self, program: Program, taken: ProgramBytes) -> None:
         """Notes what the device holds while a program runs, before its results take the place of what it consumes."""
