@@ -129,14 +129,14 @@ def trace_program(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Meas
     del key
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)
-    given = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
-    alike = {x.shape: x.sharding for x in given}
-    lies: list[Any] = [x.sharding or alike.get(x.shape) or _everywhere(given[0].sharding) for x in shapes]
+    arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
+    alike = {x.shape: x.sharding for x in arguments}
+    lies: list[Any] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, lies, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     outputs = bytes_per_device([about.struct for about in results])
-    taken = bytes_per_device([given[i] for i in consumed])
-    figures = ProgramBytes(bytes_per_device(given), outputs, min(taken, outputs), 0)
+    taken = bytes_per_device([arguments[i] for i in consumed])
+    figures = ProgramBytes(bytes_per_device(arguments), outputs, min(taken, outputs), 0)
     return Measured(figures, structure, results, consumed)
 
 

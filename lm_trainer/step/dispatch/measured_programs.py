@@ -41,12 +41,12 @@ class MeasuredPrograms:
                 known = replace(program, executable=self._compiled.get(program.name)) if program.grows else program
                 self._by_key[key], executable = measure_compiled(known, args)
                 self.texts[key] = executable.hlo()
-            found = self._by_key[key]
+            measured = self._by_key[key]
             if program.grows:
-                growing[program.name] = found
+                growing[program.name] = measured
             else:
-                self._others |= {key[:2]: found, program.name: found}
-            return found
+                self._others |= {key[:2]: measured, program.name: measured}
+            return measured
 
         yield measure
         self._by_rows[rows] = growing
