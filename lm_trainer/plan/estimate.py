@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
-from lm_trainer.parallel.rehearsal import Description, on_one_shard
+from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
@@ -26,7 +26,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes, taken_memory
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measured
+from lm_trainer.step.dispatch.recorder import Key, Measured, measure_traced
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
@@ -74,7 +74,7 @@ class Traces:
         # Everything else that changes a program shows in the shapes and shardings of its arguments.
         kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
         if (kind, key) not in self._programs:
-            self._programs[kind, key] = trace_program(program, key, args)
+            self._programs[kind, key] = measure_traced(program, key, args)
         return self._programs[kind, key]
 
 
@@ -122,26 +122,6 @@ def estimate_step(
 
     row = random_batch(1, config.model.seq_len, traces.vocab_size, config.model.features_shape)
     return max(program.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)
-
-
-def trace_program(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
-    """Returns what the trace of a program says; results lie as it does, or else as an argument of the same shape."""
-    del key
-    traced = program.jitted.trace(*args)
-    shapes, structure = jax.tree.flatten(traced.out_info)
-    arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
-    alike = {x.shape: x.sharding for x in arguments}
-    lies: list[Any] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
-    results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, lies, strict=True)]
-    consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-    outputs = bytes_per_device([about.struct for about in results])
-    taken = bytes_per_device([arguments[i] for i in consumed])
-    figures = ProgramBytes(bytes_per_device(arguments), outputs, min(taken, outputs), 0)
-    return Measured(figures, structure, results, consumed)
-
-
-def _everywhere(sharding: Any) -> Any:
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:

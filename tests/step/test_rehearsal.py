@@ -14,13 +14,12 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks.plan_error import VOCAB, config_of, train
 from lm_trainer.parallel.rehearsal import Buffer, Memory, on_one_shard, rehearsing
-from lm_trainer.plan.estimate import trace_program
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.program import build_program
 from lm_trainer.step import rehearse
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
 from lm_trainer.step.dispatch.program import Program
-from lm_trainer.step.dispatch.recorder import Key, Measured, Recorder, measure_compiled
+from lm_trainer.step.dispatch.recorder import Key, Measured, Recorder, measure_compiled, measure_traced
 from lm_trainer.step.rehearse import StepRecord
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 16, "intermediate_dim": 16, "num_layers": 2}
@@ -53,7 +52,7 @@ def config_for(optimizer: str, trainer: dict[str, Any]) -> Any:
 def rehearsed(devices: int, optimizer: str, trainer: dict[str, Any]) -> StepRecord:
     with on_one_shard():
         program = build_program(config_for(optimizer, trainer), VOCAB, jax.devices()[:devices])
-    return program.rehearse(random_batch(1, 16, VOCAB), "gpu", trace_program)
+    return program.rehearse(random_batch(1, 16, VOCAB), "gpu", measure_traced)
 
 
 @pytest.mark.parametrize(("devices", "optimizer", "trainer", "names"), STEPS)
@@ -160,6 +159,6 @@ def test_what_is_queued_is_taken_until_the_host_has_waited() -> None:
 def test_a_step_may_be_rehearsed_again() -> None:
     with on_one_shard():
         program = build_program(config_for("adam", {}), VOCAB, jax.devices()[:1])
-    first, second = (program.rehearse(random_batch(1, 16, VOCAB), "gpu", trace_program) for _ in range(2))
+    first, second = (program.rehearse(random_batch(1, 16, VOCAB), "gpu", measure_traced) for _ in range(2))
     assert first.runs == second.runs
     assert program.step.plans.at(0).count == 8

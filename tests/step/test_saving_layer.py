@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from lm_trainer.parallel.rehearsal import on_one_shard
-from lm_trainer.plan.estimate import trace_program
 from lm_trainer.profile.roofline import operations
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.notes import recomputation_note
 from lm_trainer.run.build.program import build_program
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executables
+from lm_trainer.step.dispatch.recorder import measure_traced
 from lm_trainer.step.state.train_state import to_host
 from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, VOCAB, assert_close, config_of, gradient
 
@@ -91,7 +91,7 @@ def activations(config: RunConfig) -> int:
     """Bytes of activations of layers that one device holds, by the plan."""
     with on_one_shard():
         program = build_program(config, VOCAB, jax.devices()[:8])
-    phases = program.rehearse(random_batch(1, config.model.seq_len, VOCAB), "cpu", trace_program).phases
+    phases = program.rehearse(random_batch(1, config.model.seq_len, VOCAB), "cpu", measure_traced).phases
     # While the derivative of the loss is computed, nothing that was handed on is used up yet.
     (phase,) = (phase for phase in phases if phase.name == "leave gradient")
     return phase.parts["activations of layers"]

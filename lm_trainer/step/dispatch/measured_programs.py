@@ -13,7 +13,7 @@ from lm_trainer.parallel.rehearsal import Description
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import ProgramBytes
 from lm_trainer.step.dispatch.program import Program
-from lm_trainer.step.dispatch.recorder import Key, Measure, Measured, measure_compiled
+from lm_trainer.step.dispatch.recorder import Key, Measure, Measured, measure_compiled, measure_traced
 
 
 class MeasuredPrograms:
@@ -27,7 +27,8 @@ class MeasuredPrograms:
         self._compiled = compiled
         self._by_key = dict[Key, Measured]()
         self._by_rows = dict[int, dict[str, Measured]]()
-        self._others = dict[Any, Measured]()
+        self._others = dict[Key, Measured]()
+        self._temporary = dict[str, int]()
         self.texts = dict[Key, str]()
         """The texts of the compiled programs."""
 
@@ -45,7 +46,8 @@ class MeasuredPrograms:
             if program.grows:
                 growing[program.name] = measured
             else:
-                self._others |= {key[:2]: measured, program.name: measured}
+                self._others[key[:2]] = measured
+                self._temporary[program.name] = measured.bytes.temporary
             return measured
 
         yield measure
@@ -54,18 +56,20 @@ class MeasuredPrograms:
     def between(self, rows: int) -> Measure:
         """Takes programs for microbatches of so many rows from those of the two nearest sizes, or of the only one.
 
-        Everything is linear in the rows: sizes of axes, and memory nearly so. Of the other programs, which add what
-        microbatches return, those of any size will do.
+        Everything is linear in the rows: sizes of axes, and memory nearly so. Of other programs, which add what
+        microbatches return, those of any size will do; what is new is traced.
         """
         sizes = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))
         a, b = sizes[0], sizes[min(1, len(sizes) - 1)]
         near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a) if b != a else 0.0
 
         def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
-            del args
             if program.grows:
                 return _between(near[program.name], far[program.name], share)
-            return self._by_key.get(key) or self._others.get(key[:2]) or self._others[program.name]
+            if (measured := self._by_key.get(key) or self._others.get(key[:2])) is not None:
+                return measured
+            traced, temporary = measure_traced(program, key, args), self._temporary.get(program.name, 0)
+            return replace(traced, bytes=replace(traced.bytes, temporary=temporary))
 
         return measure
 

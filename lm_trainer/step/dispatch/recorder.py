@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, abstract
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device
 from lm_trainer.step.dispatch.program import Program
 
 Key = tuple[Any, ...]
@@ -139,3 +140,23 @@ def measure_compiled(program: Program, args: tuple[Any, ...]) -> tuple[Measured,
     results = [Description(x.shape, x.dtype, lies) for x, lies in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(executable.traced.args_info)) if info.donated]
     return Measured(ProgramBytes.of(executable), structure, results, consumed), executable
+
+
+def measure_traced(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+    """Returns what the trace of a program says; results lie as it does, or else as an argument of the same shape."""
+    del key
+    traced = program.jitted.trace(*args)
+    shapes, structure = jax.tree.flatten(traced.out_info)
+    arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
+    alike = {x.shape: x.sharding for x in arguments}
+    lies: list[Any] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
+    results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, lies, strict=True)]
+    consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
+    outputs = bytes_per_device([about.struct for about in results])
+    taken = bytes_per_device([arguments[i] for i in consumed])
+    figures = ProgramBytes(bytes_per_device(arguments), outputs, min(taken, outputs), 0)
+    return Measured(figures, structure, results, consumed)
+
+
+def _everywhere(sharding: Any) -> Any:
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
