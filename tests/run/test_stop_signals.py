@@ -93,6 +93,15 @@ def recorded(directory: Path) -> list[int]:
     return [row["step"] for row in map(json.loads, lines) if "train/loss" in row]
 
 
+@pytest.fixture
+def _heeds_hangup() -> Iterator[None]:
+    """Has the processes of a test heed SIGHUP, where the tests were started by nohup as well."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_heeds_hangup")
 def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     launch: Launch, undisturbed: list[tuple[Any, ...]], tmp_path: Path
 ) -> None:
