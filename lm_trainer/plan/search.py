@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -224,8 +225,8 @@ class _Pricing:
         )
         return step_cost(work, self._machine)
 
-    def candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, whole: bool = False) -> Candidate:
-        """A layout with the estimate of its memory; with `whole` also of the rest of one that cannot fit."""
+    def candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
+        """A layout with the estimate of its memory; of one that takes more than `enough` bytes, a part of it."""
         config, mesh = layout.config, self._mesh(layout.config)
         temporary = estimate_temporary(
             config,
@@ -235,7 +236,6 @@ class _Pricing:
             fused=self._backend(config) not in ("xla", "ring"),
             axes=dict(mesh.shape),
         )
-        enough = None if whole else limit
         memory = estimate_step(config, self._group, temporary, self._traces, limit=enough)
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
 
@@ -276,7 +276,7 @@ def _choose(
         wanted = len(ranked) < SHOWN and _kind(layout) not in ranked
         if not wanted and (same is not None or layout.changes):
             continue
-        found = pricing.candidate(layout, cost, limit)
+        found = pricing.candidate(layout, cost, limit, enough=limit)
         tried.append(found)
         if found.fits and wanted:
             ranked[_kind(layout)] = found
@@ -287,8 +287,13 @@ def _choose(
 
 def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
     """The layout that takes least of those that do not fit."""
-    least = min(tried, key=lambda candidate: candidate.memory.bytes)
-    return pricing.candidate(least.layout, least.cost, least.limit, whole=True)
+    order = sorted(tried, key=lambda candidate: candidate.memory.bytes)
+    nearest = pricing.candidate(order[0].layout, order[0].cost, order[0].limit, enough=None)
+    # What is known of the others is the least that they take.
+    for other in itertools.takewhile(lambda other: other.memory.bytes < nearest.memory.bytes, order[1:]):
+        candidate = pricing.candidate(other.layout, other.cost, other.limit, enough=nearest.memory.bytes)
+        nearest = min(nearest, candidate, key=lambda candidate: candidate.memory.bytes)
+    return nearest
 
 
 def _kind(layout: Layout) -> tuple[Any, ...]:
