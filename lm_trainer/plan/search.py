@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -289,8 +288,10 @@ def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
     """The layout that takes least of those that do not fit."""
     order = sorted(tried, key=lambda candidate: candidate.memory.bytes)
     nearest = pricing.candidate(order[0].layout, order[0].cost, order[0].limit, enough=None)
-    # What is known of the others is the least that they take.
-    for other in itertools.takewhile(lambda other: other.memory.bytes < nearest.memory.bytes, order[1:]):
+    for other in order[1:]:
+        # What is known of the others is the least that they take.
+        if other.memory.bytes >= nearest.memory.bytes:
+            break
         candidate = pricing.candidate(other.layout, other.cost, other.limit, enough=nearest.memory.bytes)
         nearest = min(nearest, candidate, key=lambda candidate: candidate.memory.bytes)
     return nearest
