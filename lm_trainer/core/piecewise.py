@@ -37,6 +37,10 @@ class Piecewise(Generic[T]):
             raise ValueError(f"the phases must start at rising steps, got {list(starts)}")
         return cls(starts, tuple(value for _, value in phases))
 
+    def start_of(self, value: T) -> int:
+        """The first step with that value, which is one of `values`."""
+        return self.starts[self.values.index(value)]
+
     def at(self, step: int) -> T:
         """The value at `step`."""
         return self.values[bisect.bisect_right(self.starts, step) - 1]

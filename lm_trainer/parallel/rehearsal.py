@@ -233,7 +233,7 @@ def put_on(values: Any, sharding: Sharding, purpose: str) -> Any:
 def abstract(
     about: Description, memory: Memory, purpose: str, *, queued: bool = False, size: int | None = None
 ) -> AbstractArray:
-    """A new array; `size` is that of its part on the device, where it is known."""
+    """A new array; `size` is the number of its bytes on the device, computed if not given."""
     size = about.bytes_on(memory.device) if size is None else size
     return AbstractArray(about, Buffer(memory, purpose, size, queued=queued) if size else None, memory.calls)
 

@@ -97,8 +97,8 @@ def find_largest(memory: StepMemory, limit: int) -> Fit:
     """
     sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
     # The largest, and the smallest or what is configured: between two sizes all others can be interpolated.
-    known = [rows for rows in sizes if memory.known(rows)] or sizes[:1]
-    ask = [*known, sizes[-1]]
+    planned = [rows for rows in sizes if memory.known(rows)] or sizes[:1]
+    ask = [*planned, sizes[-1]]
     while ask:
         for rows in ask:
             memory.record(rows)

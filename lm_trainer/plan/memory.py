@@ -135,7 +135,7 @@ class StepMemory:
         return MemoryPlan(self.state, self.record(rows).phases)
 
     def estimate(self, rows: int) -> MemoryPlan:
-        """The same, where programs for so many rows are not compiled, from those of other rows."""
+        """As `plan`; programs for so many rows that are not compiled are interpolated from other rows."""
         if rows in self._records:
             return self.plan(rows)
         return MemoryPlan(self.state, self._rehearse(rows, self.programs.between(rows)).phases)
@@ -150,14 +150,14 @@ class StepMemory:
         return self._built[rows].rehearse(self._row, self._platform, self._on_accelerator(measure))
 
     def _on_accelerator(self, measure: Measure) -> Measure:
-        """Gives the memory of programs there, from that of those that a CPU's compiler made."""
+        """Corrects the memory that a CPU's compiler reports to what an accelerator takes."""
         if self._platform == "cpu" or self._devices[0].platform != "cpu":
             return measure
 
         def there(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
-            here = measure(program, key, args)
-            temporary = round(self._share(program) * here.bytes.temporary) + self._copied(program)
-            return replace(here, bytes=replace(here.bytes, temporary=temporary))
+            measured = measure(program, key, args)
+            temporary = round(self._share(program) * measured.bytes.temporary) + self._copied(program)
+            return replace(measured, bytes=replace(measured.bytes, temporary=temporary))
 
         return there
 

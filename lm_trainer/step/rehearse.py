@@ -61,7 +61,7 @@ class RehearsedStep:
             limit: bytes of a device, above which the rest of the step does not matter.
         """
         number = self._largest_step()
-        plan = whole = self.step.plans.at(number)
+        plan = full_plan = self.step.plans.at(number)
         halvings = 0
         # What is left can be halved twice more.
         while self.step.loops and self.step.devices.shares(plan).most > MOST and plan.count % 8 == 0:
@@ -76,7 +76,7 @@ class RehearsedStep:
         if all(size >= 0 for phase in record.phases for size in phase.parts.values()):
             return record
         # Where a device holds most at another point with more microbatches, nothing follows from fewer of them.
-        return self._record(number, whole, row, platform, measure, limit)
+        return self._record(number, full_plan, row, platform, measure, limit)
 
     def _record(
         self, number: int, plan: MicrobatchPlan, row: Batch, platform: str, measure: Measure, limit: int | None
@@ -99,7 +99,7 @@ class RehearsedStep:
         """The number of a step with the batch that takes most memory, with an estimate of curvature if it can be."""
         plans = self.step.plans
         largest = max(plans.values, key=taken_memory)
-        start = plans.starts[plans.values.index(largest)]
+        start = plans.start_of(largest)
         estimated = -(-start // self.interval) * self.interval
         return estimated if plans.at(estimated) == largest else start
 

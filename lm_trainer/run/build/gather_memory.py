@@ -54,7 +54,7 @@ def plan_for_memory(
         return program
     row = random_batch(1, seq_len, 2)
     # What is compiled here is what the run needs as well.
-    compiled = program.step.compile(row, program.step.plans.starts[program.step.plans.values.index(plan)])
+    compiled = program.step.compile(row, program.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
     def peak(trainer: TrainerConfig) -> int:
@@ -65,11 +65,11 @@ def plan_for_memory(
             record = rehearsed.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
-    tried = [(plan.shares(mesh).most, program, peak(trainer))]
+    tried = [(plan.shares(mesh).most, trainer, peak(trainer))]
     while tried[-1][2] > _USED * limit and fewer:
         together = fewer.pop(0)
         turns = trainer.model_copy(update={"microbatches_per_gather": together})
-        tried.append((together, make(turns), peak(turns)))
+        tried.append((together, turns, peak(turns)))
     (together, chosen, needed), (most, _, whole) = tried[-1], tried[0]
     if needed > limit:
         note(
@@ -81,7 +81,7 @@ def plan_for_memory(
             f"microbatches_per_gather={together}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
             f"{_gib(whole)} with all {most} microbatches of a device together. The numbers are the same"
         )
-    return chosen
+    return program if chosen is trainer else make(chosen)
 
 
 def _gib(size: int) -> str:

@@ -39,8 +39,9 @@ class MeasuredPrograms:
 
         def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
             if key not in self._by_key:
-                known = replace(program, executable=self._compiled.get(program.name)) if program.grows else program
-                self._by_key[key], executable = measure_compiled(known, args)
+                if program.grows:
+                    program = replace(program, executable=self._compiled.get(program.name))
+                self._by_key[key], executable = measure_compiled(program, args)
                 self.texts[key] = executable.hlo()
             measured = self._by_key[key]
             if program.grows:
@@ -54,7 +55,7 @@ class MeasuredPrograms:
         self._by_rows[rows] = growing
 
     def between(self, rows: int) -> Measure:
-        """Takes programs for microbatches of so many rows from those of the two nearest sizes, or of the only one.
+        """Interpolates programs for microbatches of so many rows between the two nearest sizes, or takes the only one.
 
         Everything is linear in the rows: sizes of axes, and memory nearly so. Of other programs, which add what
         microbatches return, those of any size will do; what is new is traced.

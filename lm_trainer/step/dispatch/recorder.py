@@ -143,7 +143,7 @@ def measure_compiled(program: Program, args: tuple[Any, ...]) -> tuple[Measured,
 
 
 def measure_traced(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
-    """Returns what the trace of a program says; results lie as it does, or else as an argument of the same shape."""
+    """Measures a program by its trace; a result without a sharding gets that of an argument of the same shape."""
     del key
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)

@@ -70,7 +70,8 @@ class Stages:
     ):
         self.devices, alone = devices, len(functions) == 1
         self.kinds = [
-            Stage(devices, each, shapes, trainable, StageLabels(each.name, sums, prefix, alone)) for each in functions
+            Stage(devices, stage, shapes, trainable, StageLabels(stage.name, sums, prefix, alone))
+            for stage in functions
         ]
 
     @property

@@ -75,7 +75,7 @@ class ShardedUpdate:
         self._mesh = mesh
         # Consumes parameters and optimizer state: argument 0 is the zero of `without_fma`.
         jitted = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
-        # The new state lies where the old one was.
+        # The new state takes the memory of the old one.
         self._update = Program("update", jitted, "new state", elementwise=True)
 
     @cached_property
