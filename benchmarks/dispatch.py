@@ -53,18 +53,18 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
 
     from lm_trainer.plan.memory import StepMemory
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
 
     config = config_of(determinism, chosen)
-    program = build_program(config, VOCAB)
+    setup = build_setup(config, VOCAB)
     batch = random_batch(config.trainer.train_batch_size, LENGTH, VOCAB)
-    program.step.compile(batch)
-    state, seconds = program.init(), []
+    setup.step.compile(batch)
+    state, seconds = setup.init(), []
     for _ in range(chosen.steps + 2):
-        placed = program.step.put(batch, state.step)
+        placed = setup.step.put(batch, state.step)
         jax.block_until_ready((state.params, placed))
         before = time.thread_time()
-        state, metrics = program.compute_step(state, placed)
+        state, metrics = setup.compute_step(state, placed)
         seconds.append(time.thread_time() - before)
         jax.block_until_ready((state.params, metrics))
     runs = StepMemory(config, VOCAB, jax.devices(), "cpu").runs()

@@ -62,7 +62,7 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
     """The program of the model of `size`."""
     import jax
 
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
     from lm_trainer.run.config.run_config import RunConfig
 
     settings, shape = dict(KINDS[kind]), shape_of(size)
@@ -85,7 +85,7 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
             "optimizer": {"type": "adam", "learning_rate": 1e-3},
         }
     )
-    return build_program(config, shape.vocab, jax.devices()[:devices])
+    return build_setup(config, shape.vocab, jax.devices()[:devices])
 
 
 def shape_of(size: argparse.Namespace) -> Shape:
@@ -102,17 +102,17 @@ def batch_of(size: argparse.Namespace) -> Any:
     return random_batch(size.batch, shape.seq_len, shape.vocab)
 
 
-def step_of(program: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
+def step_of(setup: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
     """A function that takes a state one step further, and tells how many seconds and CPU seconds it took."""
     import jax
 
     batch = batch_of(size)
-    program.step.compile(batch)
-    placed = program.step.put(batch)
+    setup.step.compile(batch)
+    placed = setup.step.put(batch)
 
     def run(state: Any) -> tuple[Any, float, float]:
         started, used = time.perf_counter(), time.process_time()
-        state, metrics = program.step(state, placed, 1e-3)
+        state, metrics = setup.step(state, placed, 1e-3)
         jax.block_until_ready((state.params, metrics))
         return state, time.perf_counter() - started, time.process_time() - used
 
@@ -125,7 +125,7 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     kinds = [kind for kind in size.kinds if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: plan(kind, devices, size) for kind in kinds}
     state = programs[kinds[0]].init()
-    runs = {kind: step_of(program, size) for kind, program in programs.items()}
+    runs = {kind: step_of(setup, size) for kind, setup in programs.items()}
     for run in runs.values():
         # The first compiles what the others reuse.
         for _ in range(2):
@@ -151,10 +151,10 @@ def read_off(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, 
 
     programs, sent = MeasuredPrograms(), dict[str, float]()
     with on_one_shard():
-        program = plan(kind, devices, size)
+        setup = plan(kind, devices, size)
     row = jax.tree.map(lambda x: x[:1], batch_of(size))
     with programs.of_rows(1) as measure:
-        record = program.rehearse(row, jax.default_backend(), measure)
+        record = setup.rehearse(row, jax.default_backend(), measure)
     for key, runs in record.runs.items():
         for name, count in bytes_sent(programs.texts[key]).items():
             sent[name] = sent.get(name, 0.0) + runs * count
@@ -284,8 +284,8 @@ def main() -> None:
         print(*rows(size.rows_of, size), sep="\n")
         return
     if size.peak_of:
-        program = plan(size.peak_of, size.devices[0], size)
-        run, state = step_of(program, size), program.init()
+        setup = plan(size.peak_of, size.devices[0], size)
+        run, state = step_of(setup, size), setup.init()
         for _ in range(4):
             state, _, _ = run(state)
         stats = [device.memory_stats() for device in jax.devices()[: size.devices[0]]]

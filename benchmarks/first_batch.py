@@ -89,7 +89,7 @@ def write_corpus(directory: Path, copies: int) -> None:
 
 def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
     from lm_trainer.data.pipeline import open_data
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
     from lm_trainer.run.config.run_config import RunConfig
 
     config = RunConfig.model_validate(
@@ -112,9 +112,9 @@ def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
         batch = next(data.train(16, rows=range(16), num_steps=1))
         marks |= since(before, "first_batch")
         marks |= {"tokens_at_first_batch": data.num_train_tokens, "complete_at_first_batch": int(data.complete)}
-        program = build_program(config, data.tokenizer.vocab_size)
-        program.step.compile(batch)
-        _, metrics = program.step(program.init(), program.step.put(batch), 1e-3)
+        setup = build_setup(config, data.tokenizer.vocab_size)
+        setup.step.compile(batch)
+        _, metrics = setup.step(setup.init(), setup.step.put(batch), 1e-3)
         assert float(metrics["loss"]) > 0
         marks |= since(before, "first_step")
         data.close()

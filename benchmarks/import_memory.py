@@ -95,19 +95,19 @@ def measure(directory: Path) -> dict[str, int]:
     import jax
     import jax.numpy as jnp
 
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
     from lm_trainer.run.config.run_config import RunConfig
     from lm_trainer.run.weights.pretrained import HfCheckpoint
 
     config = RunConfig.model_validate({"initialize_from_hf": str(directory), "optimizer": {"type": "lion"}})
     source = HfCheckpoint.open(config)
     config = config.model_copy(update={"model": source.config})
-    program = build_program(config, source.vocab_size)
+    setup = build_setup(config, source.vocab_size)
     # The first computation starts threads and pools of XLA, whose memory is no part of the reading.
     jax.block_until_ready(jnp.zeros(8) + 1)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
-    params = source.load(source.config, program.model.shapes, program.sharding.storage)
+    params = source.load(source.config, setup.model.shapes, setup.sharding.storage)
     jax.block_until_ready(params)
     share = sum(shard.data.nbytes for x in params.values() for shard in x.addressable_shards)
     return {"before": before, "peak": _status("VmHWM"), "after": _status("VmRSS"), "share": share}

@@ -65,15 +65,15 @@ def train(size: argparse.Namespace) -> None:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
 
-    program = build_program(config_of("layerwise", size), VOCAB)
+    setup = build_setup(config_of("layerwise", size), VOCAB)
     batch = random_batch(ROWS, LENGTH, VOCAB)
-    program.step.compile(batch)
-    state = program.init()
+    setup.step.compile(batch)
+    state = setup.init()
     for _ in range(size.steps):
         started = time.perf_counter()
-        state, metrics = program.take_step(state, batch)
+        state, metrics = setup.take_step(state, batch)
         jax.block_until_ready((state.params, metrics))
         seconds = time.perf_counter() - started
         print(f"step {state.step}: loss {float(metrics['loss']):.4f}, {seconds:.0f} s, {peak_gib():.1f} GiB so far")

@@ -25,7 +25,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.models import hf
 from lm_trainer.optim import Param
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 
@@ -48,10 +48,10 @@ def losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
     return (nll * weights).sum(), float(weights.sum())
 
 
-def torch_model(config: RunConfig, program: Any, eos_id: int) -> tuple[Any, torch.optim.Optimizer]:
+def torch_model(config: RunConfig, setup: Any, eos_id: int) -> tuple[Any, torch.optim.Optimizer]:
     """The same initial weights in transformers, and AdamW over the same two groups."""
-    params = to_host(program.init().params)
-    tensors = hf.params_to_hf(config.model, program.model.nested(params))
+    params = to_host(setup.init().params)
+    tensors = hf.params_to_hf(config.model, setup.model.nested(params))
     vocab_size = len(params["embed.tokens"])
     settings = hf.config_to_hf(config.model, vocab_size=vocab_size, eos_id=eos_id, bos_id=None)
     hf_config = transformers.GPT2Config(**{k: v for k, v in settings.items() if k != "architectures"})
@@ -60,7 +60,7 @@ def torch_model(config: RunConfig, program: Any, eos_id: int) -> tuple[Any, torc
     missing = model.load_state_dict({k: torch.tensor(v) for k, v in tensors.items()}, strict=False).missing_keys
     assert missing == ["lm_head.weight"], missing
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "wte" not in n and "wpe" not in n]
-    known = {n: Param(n, x.shape, program.model.axes[n]) for n, x in params.items()}
+    known = {n: Param(n, x.shape, setup.model.axes[n]) for n, x in params.items()}
     decaying = sum(params[n].size for n, decays in config.optimizer.decay_mask(known).items() if decays)
     assert sum(p.numel() for p in matrices) == decaying
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
@@ -77,8 +77,8 @@ def main() -> None:
     config = load(args.config, [], RunConfig).config
     trainer = config.trainer
     data = open_data(config.data, seq_len=config.model.seq_len, seed=trainer.seed)
-    program = build_program(config, data.tokenizer.vocab_size)
-    model, optimizer = torch_model(config, program, data.tokenizer.eos_id)
+    setup = build_setup(config, data.tokenizer.vocab_size)
+    model, optimizer = torch_model(config, setup, data.tokenizer.eos_id)
     rows = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
     ours = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
 

@@ -134,17 +134,17 @@ def watched(device: Any) -> Iterator[list[int]]:
         Program.__call__ = call
 
 
-def train(program: Any, config: Any, steps: int = STEPS) -> Any:
+def train(setup: Any, config: Any, steps: int = STEPS) -> Any:
     """Some steps on random tokens; returns the last state."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
 
-    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, VOCAB)
-    program.step.compile(batch)
-    state = program.init()
+    batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, VOCAB)
+    setup.step.compile(batch)
+    state = setup.init()
     for _ in range(steps):
-        state, metrics = program.step(state, program.step.put(batch, state.step), 1e-3)
+        state, metrics = setup.step(state, setup.step.put(batch, state.step), 1e-3)
         jax.block_until_ready((state.params, metrics))
     return state
 
@@ -153,13 +153,13 @@ def measure_live(config: Any, devices: list[Any]) -> int:
     """The peak of some steps on the first device, in bytes, beyond the arrays that are there before."""
     import jax
 
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
 
     others = jax.live_arrays()  # held, so that none of them goes while the steps are measured
     before = live_bytes(devices[0])
-    program = build_program(config, VOCAB, devices)
+    setup = build_setup(config, VOCAB, devices)
     with watched(devices[0]) as found:
-        train(program, config)
+        train(setup, config)
     del others
     return max(found) - before
 
@@ -169,15 +169,15 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
 
-    program = build_program(config, VOCAB, devices)
-    state = train(program, config, 2)
-    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, VOCAB)
+    setup = build_setup(config, VOCAB, devices)
+    state = train(setup, config, 2)
+    batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, VOCAB)
     _release()
     Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
     for _ in range(STEPS):
-        state, metrics = program.step(state, program.step.put(batch, state.step), 1e-3)
+        state, metrics = setup.step(state, setup.step.put(batch, state.step), 1e-3)
         jax.block_until_ready((state.params, metrics))
     highest = _status("VmHWM")
     del state, metrics

@@ -26,7 +26,7 @@ from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan import parse_devices
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.step.dispatch.executable import Executable
 
 SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "v4:2x2x1", "v4:2x2x2")
@@ -71,7 +71,7 @@ def program_hashes(determinism: str, devices: list[Any]) -> Iterator[tuple[str, 
     """Names and hashes of the programs on a mesh of `devices`."""
     with compiling_for("tpu"):
         config = config_of({"model": MODEL, "trainer": {**TRAINER, "determinism": determinism}})
-        step = build_program(config, VOCAB, devices).step
+        step = build_setup(config, VOCAB, devices).step
         compiled = step.compile(random_batch(1, LENGTH, VOCAB))
         for name in PROGRAMS[determinism]:
             yield name, (compiled if isinstance(compiled, Executable) else compiled.by_name[name]).fingerprint()

@@ -119,7 +119,7 @@ def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], fl
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.build.program import build_program
+    from lm_trainer.run.build.setup import build_setup
     from lm_trainer.run.config.run_config import RunConfig
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -129,10 +129,10 @@ def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], fl
             model = {"type": "gpt2", "seq_len": 128, "hidden_dim": 128, "num_heads": 4, "num_layers": count}
             model |= {"scan_layers": True}
             config = RunConfig.model_validate({"model": model, "data": {"tokenizer": "bytes"}})
-            program = build_program(config, 512, jax.devices()[:1])
+            setup = build_setup(config, 512, jax.devices()[:1])
             batch = random_batch(config.trainer.batch_schedule.at(0), 128, 512)
             started = time.perf_counter()
-            program.step.compile(batch)
+            setup.step.compile(batch)
             seconds[count].append(time.perf_counter() - started)
     rows = [
         [str(count), f"{statistics.median(of):.2f}", f"{min(of):.2f} to {max(of):.2f}"] for count, of in seconds.items()

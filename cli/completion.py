@@ -31,10 +31,10 @@ def config_keys() -> list[str]:
 
 
 def _find_keys() -> list[str]:
-    from lm_trainer.config.place import Place, all_keys
+    from lm_trainer.config.config_node import ConfigNode, all_keys
     from lm_trainer.run.config.run_config import RunConfig
 
-    return all_keys(Place.root(RunConfig), every=True)
+    return all_keys(ConfigNode.root(RunConfig), every=True)
 
 
 def _cache_directory() -> Path:

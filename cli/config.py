@@ -96,7 +96,7 @@ _KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
 
 
 def _check_files(loaded: "Loaded[RunConfig]") -> None:
-    from lm_trainer.data.check import missing_data
+    from lm_trainer.data.missing_files import missing_data
 
     missing = [
         f"{loaded.origin(f'data.{key}')}: data.{key}: {reason}"

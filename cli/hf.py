@@ -70,7 +70,7 @@ def export_hf(
 
         lmt export-hf my-adapter out/ --merge
     """
-    from lm_trainer.core.bucket import open_place
+    from lm_trainer.core.bucket import storage_path
     from lm_trainer.export.huggingface import ExportOptions
     from lm_trainer.export.weights import parse_size
     from lm_trainer.run.weights.hf_transfer import check_export, export_model
@@ -84,7 +84,7 @@ def export_hf(
         context=context,
     )
     # Before the weights are read, which takes a while for a large model.
-    place = open_place(out)
+    place = storage_path(out)
     check_export(place, options)
     result = export_model(open_for_export(run, step=step, merge=merge), place, options, public=public)
     clean.echo(f"exported to {out}")

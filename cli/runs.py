@@ -38,7 +38,7 @@ def runs(
     import json
     from dataclasses import asdict
 
-    from lm_trainer.run.files.find import log_directories, log_directory
+    from lm_trainer.run.files.find_run import log_directories, log_directory
     from lm_trainer.run.files.listing import list_runs
 
     missing = [place for place in places or () if not place.exists()]

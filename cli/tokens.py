@@ -28,7 +28,7 @@ def tokens(
         lmt tokens my-run other-run --out both.html
     """
     from lm_trainer.core.files import write_atomically
-    from lm_trainer.run.files.find import find_run
+    from lm_trainer.run.files.find_run import find_run
     from lm_trainer.trackers.token_page import TokenHistory, token_page
 
     found = [find_run(each) for each in (run, other) if each is not None]

@@ -50,7 +50,7 @@ def verify(
     import random
     import sys
 
-    from lm_trainer.reproduce.lost import lost_lines
+    from lm_trainer.reproduce.lost_metrics import lost_lines
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (

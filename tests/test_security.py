@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lm_trainer.config.place import Place, all_keys
+from lm_trainer.config.config_node import ConfigNode, all_keys
 from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import Lmt
 from tests.test_project import ROOT, dotted, name_of, nodes, python_files, tracked_files
@@ -104,7 +104,7 @@ def test_all_that_runs_code_is_known() -> None:
 
 def test_the_page_names_keys_that_there_are() -> None:
     page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
-    known = {*all_keys(Place.root(RunConfig), every=True)}
+    known = {*all_keys(ConfigNode.root(RunConfig), every=True)}
     named = set(re.findall(r"`((?:data|trainer|eval_harness|hf)[\w]*\.[\w.]+|hf_\w+)`", page))
     assert len(named) > 10
     assert named <= known

@@ -25,7 +25,7 @@ from benchmarks.peers.shapes import (
 from lm_trainer.models import hf
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 
@@ -75,7 +75,7 @@ class LmtTrainer:
 
     def __init__(self, shape: Shape, weights: Path, determinism: Literal["elastic", "fast"]):
         config = run_config(shape, determinism)
-        self._program: Program = build_program(config, shape.vocab, jax.devices()[:1])
+        self._program: TrainingSetup = build_setup(config, shape.vocab, jax.devices()[:1])
         nested = hf.params_from_hf(config.model, shape.vocab, read_weights(weights))
         self._state = self._program.from_weights(self._program.model.named(nested))
         plain = random_batch(shape.rows, shape.seq_len, shape.vocab)
@@ -108,8 +108,8 @@ def make(shape: Shape, weights: Path, *, determinism: Literal["elastic", "fast"]
 def write_weights(shape: Shape, path: Path) -> None:
     """`lmt`'s initial weights, with biases and gains drawn at random: zeros and ones would hide mistakes in them."""
     config = run_config(shape, "elastic")
-    program = build_program(config, shape.vocab, jax.devices()[:1])
-    tensors = hf.params_to_hf(config.model, program.model.nested(to_host(program.init().params)))
+    setup = build_setup(config, shape.vocab, jax.devices()[:1])
+    tensors = hf.params_to_hf(config.model, setup.model.nested(to_host(setup.init().params)))
     generator = np.random.default_rng(1)
     moved = {n: x + 0.1 * generator.standard_normal(x.shape, np.float32) for n, x in tensors.items() if x.ndim == 1}
     arrays: dict[str, Any] = {**tensors, **moved}

@@ -47,10 +47,10 @@ def levanter_key(section: str, kind: str | None, key: str, there: Any) -> str:
 
 
 def _block(section: str, kind: str | None) -> Any:
-    from lm_trainer.config.place import Place
+    from lm_trainer.config.config_node import ConfigNode
     from lm_trainer.run.config.run_config import RunConfig
 
-    place = Place.root(RunConfig)
+    place = ConfigNode.root(RunConfig)
     for name in section.split("."):
         place = place.step(None, name)
     model = place.model_for({"type": kind} if kind else None)

@@ -18,7 +18,7 @@ from lm_trainer.core.files import local_path, make_writable
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.run.weights.saved_state import save_state, saved_arrays
 
@@ -29,7 +29,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
     In turn: `steps` training steps alone; as many with a save before the first; a plain write of as many bytes.
 
     Raises:
-        UserError: as `configured_program`, or when the directory cannot be written.
+        UserError: as `configured_setup`, or when the directory cannot be written.
     """
     base = local_path(config.trainer.checkpointer.base_path)
     # The innermost first.
@@ -59,7 +59,7 @@ class _Run:
     """A run that trains, saves and restores on command."""
 
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
-        self._program, vocab_size = configured_program(config)
+        self._program, vocab_size = configured_setup(config)
         step = self._program.step
         batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
         step.compile(batch)

@@ -12,9 +12,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.profile.timing import Measured, Spread, si
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
@@ -27,22 +27,22 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     What is not tokenised yet is tokenised first, into the cache that training uses.
 
     Raises:
-        UserError: for missing or damaged data, or as `configured_program`.
+        UserError: for missing or damaged data, or as `configured_setup`.
     """
     config = resolve_model(config, "bench")
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
     with closing(data):
-        program, _ = configured_program(config, data.tokenizer.vocab_size)
+        setup, _ = configured_setup(config, data.tokenizer.vocab_size)
         tokens = config.trainer.batch_schedule.at(0) * config.model.seq_len
         wall, cpu, waits, steps = [], [], [], []
-        train = _trainer(program)
+        train = _trainer(setup)
         for turn in range(repeats):
             # Each turn reads other rows, since those of the turn before are in memory.
             start = turn * (batches + 2 * _AHEAD)
-            seconds, work = _load(_batches(config, data, program, start, batches), batches)
+            seconds, work = _load(_batches(config, data, setup, start, batches), batches)
             wall.append(seconds / batches)
             cpu.append(work / batches)
-            for waited, whole in train(_batches(config, data, program, start, batches), batches):
+            for waited, whole in train(_batches(config, data, setup, start, batches), batches):
                 waits.append(waited / whole)
                 steps.append(whole)
     loading, work, share, step = Spread.of(wall), Spread.of(cpu), Spread.of(waits), Spread.of(steps)
@@ -68,12 +68,12 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     return Measured(table, values)
 
 
-def _batches(config: RunConfig, data: Data, program: Program, first: int, count: int) -> Iterator[Batch]:
-    plans = {plan.batch_size: plan for plan in program.step.plans.values}
+def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, count: int) -> Iterator[Batch]:
+    plans = {plan.batch_size: plan for plan in setup.step.plans.values}
     return iter(
         data.train(
             config.trainer.batch_schedule,
-            rows=lambda batch_size: program.step.devices.local_rows(plans[batch_size]),
+            rows=lambda batch_size: setup.step.devices.local_rows(plans[batch_size]),
             first_step=first,
             num_steps=count + 2 * _AHEAD,
         )
@@ -91,9 +91,9 @@ def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - used
 
 
-def _trainer(program: Program) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
+def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
     """A function that trains on batches and returns, for each, the seconds of waiting for it and of the whole step."""
-    state = program.init()
+    state = setup.init()
 
     def step(batches: Iterator[Batch]) -> tuple[float, float]:
         nonlocal state
@@ -101,9 +101,9 @@ def _trainer(program: Program) -> Callable[[Iterator[Batch], int], list[tuple[fl
         batch = next(batches)
         waited = time.perf_counter() - started
         # At the first batch, whose time is not counted.
-        if not program.step.compiled(0):
-            program.step.compile(batch)
-        state, metrics = program.step(state, program.step.put(batch), 1e-4)
+        if not setup.step.compiled(0):
+            setup.step.compile(batch)
+        state, metrics = setup.step(state, setup.step.put(batch), 1e-4)
         jax.block_until_ready(metrics)
         return waited, time.perf_counter() - started
 

@@ -10,10 +10,10 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.step.dispatch.memory import bytes_per_device
 from lm_trainer.step.state.train_state import TrainState
@@ -26,15 +26,15 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     """Compiles the gradient once for each way to save memory, reads XLA's analysis, and times all of them in turn.
 
     Raises:
-        UserError: as `configured_program`.
+        UserError: as `configured_setup`.
     """
-    program, vocab_size = configured_program(config := resolve_model(config, "bench"))
-    rows, seq_len = program.step.local_rows(), config.model.seq_len
+    setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
+    rows, seq_len = setup.step.local_rows(), config.model.seq_len
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
-    state = program.init()
-    plan = program.step.plans.at(0)
+    state = setup.init()
+    plan = setup.step.plans.at(0)
     variants = dict(_variants(with_gather(config, vocab_size), plan.rows * seq_len))
-    programs = {name: configured_program(variant, vocab_size)[0] for name, variant in variants.items()}
+    programs = {name: configured_setup(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
     # Once untimed, since the first call allocates.
@@ -85,15 +85,15 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
             yield name, config.model_copy(update={"model": changed})
 
 
-def _gradient(program: Program, state: TrainState, batch: Batch) -> Callable[[], float]:
+def _gradient(setup: TrainingSetup, state: TrainState, batch: Batch) -> Callable[[], float]:
     """A function that computes the gradient of a whole batch and returns how many seconds it took."""
-    placed = program.step.put(batch)
-    return lambda: timed(lambda: jax.block_until_ready(program.step.gradient(state, placed)))
+    placed = setup.step.put(batch)
+    return lambda: timed(lambda: jax.block_until_ready(setup.step.gradient(state, placed)))
 
 
-def _temporary(program: Program, batch: Batch) -> int | None:
+def _temporary(setup: TrainingSetup, batch: Batch) -> int | None:
     """Bytes that the gradient of a microbatch needs beside what it is given and what it returns."""
-    memory = program.step.compile(batch).memory()
+    memory = setup.step.compile(batch).memory()
     return None if memory is None else memory.temp_size_in_bytes
 
 

@@ -12,11 +12,11 @@ import jax
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import recomputes_layers
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.step.dispatch.executable import Executable, Executables
@@ -42,7 +42,7 @@ class BenchSession:
     """The program or programs that compute the gradient of a microbatch, or, where that is one program, of the step."""
     gradients_per_step: int
     """Times that each device computes it in a step."""
-    _program: Program
+    _program: TrainingSetup
     _state: TrainState
     _batch: Any
 
@@ -60,16 +60,16 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
-    program, vocab_size = configured_program(config := resolve_model(config, "bench"))
+    setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
     config = with_gather(config, vocab_size)
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
-    rows = program.step.local_rows()
+    rows = setup.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
-    gradient = program.step.compile(batch)
-    devices = program.sharding.mesh.devices
+    gradient = setup.step.compile(batch)
+    devices = setup.sharding.mesh.devices
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
-        flops_per_token=training_flops(flops_per_token(spec, seq_len), program.model),
+        flops_per_token=training_flops(flops_per_token(spec, seq_len), setup.model),
         recomputed_flops_per_token=recomputed_flops_per_token(
             spec, seq_len, every_layer=recomputes_layers(trainer, spec)
         ),
@@ -79,14 +79,14 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         num_params=parameter_count(spec),
         vocab_size=vocab_size,
         gradient=gradient,
-        gradients_per_step=_gradients(trainer, program),
-        _program=program,
-        _state=program.init(),
-        _batch=program.step.put(batch),
+        gradients_per_step=_gradients(trainer, setup),
+        _program=setup,
+        _state=setup.init(),
+        _batch=setup.step.put(batch),
     )
 
 
-def _gradients(trainer: TrainerConfig, program: Program) -> int:
+def _gradients(trainer: TrainerConfig, setup: TrainingSetup) -> int:
     if not trainer.bitwise:
         return 1
-    return program.step.plans.at(0).shares(program.sharding.mesh).most
+    return setup.step.plans.at(0).shares(setup.sharding.mesh).most

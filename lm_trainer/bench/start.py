@@ -100,7 +100,7 @@ def _measure() -> None:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.dry_run import configured_program
+    from lm_trainer.run.dry_run import configured_setup
 
     marks = {"imports": time.time() - started}
     events: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def _measure() -> None:
 
     config = RunConfig.model_validate_json(sys.stdin.read())
     now = time.time()
-    program, vocab_size = configured_program(config)
+    program, vocab_size = configured_setup(config)
     batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
     program.step.compile(batch)
     now = mark("compile", now)

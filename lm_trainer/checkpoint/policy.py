@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import PositiveInt, model_validator
 
-from lm_trainer.core.bucket import open_place
+from lm_trainer.core.bucket import storage_path
 from lm_trainer.core.config import Config, Duration, PlacePath, PositiveDuration
 
 
@@ -49,7 +49,7 @@ class CheckpointerConfig(Config):
 
     def expanded_path(self, run_id: str) -> str:
         """The directory of the checkpoints of a run."""
-        base = open_place(self.base_path)
+        base = storage_path(self.base_path)
         return str(base / run_id if self.append_run_id_to_base_path else base)
 
     @model_validator(mode="after")

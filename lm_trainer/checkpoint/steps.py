@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 
 from lm_trainer.checkpoint.record import CheckpointError
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.parallel.processes import wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Writer(Protocol):
     """Steps as they are written, by all processes of a run alike."""
 
     @property
-    def directory(self) -> Place: ...
+    def directory(self) -> StoragePath: ...
 
     @property
     def remedy(self) -> str:

@@ -16,7 +16,7 @@ from lm_trainer.checkpoint.on_disk import DiskSteps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause
 from lm_trainer.checkpoint.steps import Holder, Nobody, Steps, set_aside
-from lm_trainer.core.bucket import Bucket, Place
+from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.seal import sealed
 from lm_trainer.parallel.processes import any_process, wait_for_all
@@ -66,7 +66,7 @@ class CheckpointStore:
         promised: permanent checkpoints that were there at the start and that `config.keep` does not ask for.
     """
 
-    def __init__(self, directory: Place, config: CheckpointerConfig, holder: Holder | None = None):
+    def __init__(self, directory: StoragePath, config: CheckpointerConfig, holder: Holder | None = None):
         self._steps = _steps_of(directory, config)
         self.directory = self._steps.directory
         self._config = config
@@ -228,16 +228,16 @@ class CheckpointStore:
         )
 
 
-def _steps_of(directory: Place, config: CheckpointerConfig | None = None) -> Steps:
+def _steps_of(directory: StoragePath, config: CheckpointerConfig | None = None) -> Steps:
     return BucketSteps(directory, config) if isinstance(directory, Bucket) else DiskSteps(directory)
 
 
-def committed_steps(directory: Place) -> list[int]:
+def committed_steps(directory: StoragePath) -> list[int]:
     """Lists the steps of a checkpoint directory in order; empty when it does not exist."""
     return _steps_of(directory).committed()
 
 
-def read_record(directory: Place, step: int) -> dict[str, Any]:
+def read_record(directory: StoragePath, step: int) -> dict[str, Any]:
     """Reads the JSON that was saved with a step.
 
     Raises:
@@ -247,7 +247,7 @@ def read_record(directory: Place, step: int) -> dict[str, Any]:
 
 
 def read_step(
-    directory: Place,
+    directory: StoragePath,
     step: int,
     like: Mapping[str, jax.ShapeDtypeStruct],
     *,

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child
 from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
 from lm_trainer.config.foreign import lists_of
-from lm_trainer.config.place import NoSuchKey, Place, all_keys, child
 from lm_trainer.config.shape import Shape, tags
 from lm_trainer.core.credentials import is_secret_name
 
@@ -61,9 +61,9 @@ class Explainer:
         self.document = document
         self.root = root
 
-    def find(self, path: KeyPath) -> tuple[Place | None, Any]:
+    def find(self, path: KeyPath) -> tuple[ConfigNode | None, Any]:
         """The place of `path`, None if there is none, and the value there."""
-        place, value = Place.root(self.root), self.document.data
+        place, value = ConfigNode.root(self.root), self.document.data
         for key in path:
             try:
                 place = place.step(value, key)
@@ -76,7 +76,7 @@ class Explainer:
         """Records every error of a failed validation."""
         # pydantic reports each member of a union that did not fit; together they are one mistake of the user.
         groups: dict[KeyPath, list[ErrorDetails]] = {}
-        for path, detail in self._located(error, Place.root(self.root), self.document.data):
+        for path, detail in self._located(error, ConfigNode.root(self.root), self.document.data):
             groups.setdefault(path, []).append(detail)
         for path in [path for path, details in groups.items() if details[0]["type"] == "union_tag_invalid"]:
             groups |= self._below_unknown_type(path)
@@ -110,13 +110,13 @@ class Explainer:
             model.model_validate(copy.deepcopy(typed))
         except ValidationError as error:
             groups: dict[KeyPath, list[ErrorDetails]] = {}
-            for below, detail in self._located(error, Place.root(model), typed, path):
+            for below, detail in self._located(error, ConfigNode.root(model), typed, path):
                 groups.setdefault(below, []).append(detail)
             return groups
         return {}
 
     def _located(
-        self, error: ValidationError, place: Place, value: Any, path: KeyPath = ()
+        self, error: ValidationError, place: ConfigNode, value: Any, path: KeyPath = ()
     ) -> Iterator[tuple[KeyPath, ErrorDetails]]:
         """Yields the errors of `value`, which stands at a place with this path, each with its own path."""
         for detail in error.errors(include_url=False):
@@ -125,7 +125,7 @@ class Explainer:
                 yield below, detail
 
     @staticmethod
-    def _path_of(location: tuple[int | str, ...], place: Place, value: Any, path: KeyPath) -> KeyPath | None:
+    def _path_of(location: tuple[int | str, ...], place: ConfigNode, value: Any, path: KeyPath) -> KeyPath | None:
         """Turns the location of an error into a path, without names of union members; None for a member not meant."""
         for index, key in enumerate(location):
             if place.shape.alternatives:
@@ -134,11 +134,11 @@ class Explainer:
                 branch = place.shape.branch(str(key))
                 if not _fits(branch, value) and any(_fits(other, value) for other in place.shape.alternatives):
                     return None
-                place = Place(branch, place.default)
+                place = ConfigNode(branch, place.default)
             elif place.shape.tagged and isinstance(value, dict):
                 # The `type` is named, not a key.
                 model = place.model_for(value)
-                place = Place(Shape("model", model, (model,) if model else ()), place.default)
+                place = ConfigNode(Shape("model", model, (model,) if model else ()), place.default)
             elif location[index + 1 :] == ("[key]",):
                 return path
             else:
@@ -228,7 +228,7 @@ class Explainer:
     @cached_property
     def _known(self) -> list[tuple[str, str]]:
         """Every dotted key that may be written in the document, and its last part."""
-        keys = all_keys(Place.root(self.root), self.document.data)
+        keys = all_keys(ConfigNode.root(self.root), self.document.data)
         return [(name, name.rsplit(".", 1)[-1]) for name in keys]
 
     def _suggestion(self, path: KeyPath, models: Sequence[type[BaseModel]], full: bool) -> str:
@@ -266,7 +266,7 @@ class Explainer:
         self.document.problems.append(Problem(origin, f"{dotted(path)}: {message}" if path else message))
 
 
-def _keys(place: Place | None, value: Any) -> set[str]:
+def _keys(place: ConfigNode | None, value: Any) -> set[str]:
     """The declared keys of a block."""
     return {name for model in (place.models(value) if place else ()) for name in model.model_fields}
 
@@ -292,7 +292,7 @@ def _one_of(options: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
 
 
-def _types_with(place: Place, models: Sequence[type[BaseModel]], key: str) -> list[str]:
+def _types_with(place: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
     """The types of the other classes of a union that have `key`."""
     every = place.models(None, every=True)
     return [tags(m)[0] for m in every if m not in models and key in m.model_fields and tags(m)]

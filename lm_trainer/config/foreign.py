@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lm_trainer.config.config_node import ConfigNode, child
 from lm_trainer.config.document import Document, KeyPath, Origin, dotted
-from lm_trainer.config.place import Place, child
 from lm_trainer.core.config import Config
 
 _NOT_READ = object()
@@ -33,7 +33,7 @@ def lists_of(model: type[BaseModel] | None) -> type[Config]:
     return model if model is not None and issubclass(model, Config) else Config
 
 
-def adopt(place: Place, data: Any, path: KeyPath, document: Document) -> None:
+def adopt(place: ConfigNode, data: Any, path: KeyPath, document: Document) -> None:
     """Rewrites the data at a place to the keys that there are here, and adds notes to the document.
 
     Args:
@@ -63,7 +63,7 @@ def adopt_override(
         root: the class of that data.
         shown: the override in a note.
     """
-    place, data, own = Place.root(root), document.data, ()
+    place, data, own = ConfigNode.root(root), document.data, ()
     for depth, key in enumerate(path):
         model, given = place.model_for(data), value if depth == len(path) - 1 else _NOT_READ
         # What the key of ours is set to in the file does not count: an override takes its place.
@@ -85,14 +85,14 @@ def adopt_override(
 def sets_type(path: KeyPath, value: Any, document: Document, root: type[BaseModel]) -> bool:
     """Returns true for an override that sets the `type` of a block, by that key or by a foreign one that means it."""
     *parent, key = path
-    place, data = Place.root(root), document.data
+    place, data = ConfigNode.root(root), document.data
     for step in parent:
         place, data = place.step_or_nowhere(data, step), child(data, step)
     respelt = _respelt(place.model_for(data), key, value, {})
     return (key if respelt is None else respelt[0]) == "type"
 
 
-def _adopt(place: Place, data: Any, path: KeyPath, document: Document) -> Iterator[_Found]:
+def _adopt(place: ConfigNode, data: Any, path: KeyPath, document: Document) -> Iterator[_Found]:
     if isinstance(data, list):
         for index, item in enumerate(data):
             yield from _adopt(place.step_or_nowhere(data, index), item, (*path, index), document)

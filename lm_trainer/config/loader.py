@@ -11,10 +11,10 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from lm_trainer.config import overrides as overriding
+from lm_trainer.config.config_node import ConfigNode, complete
 from lm_trainer.config.document import Document, KeyPath
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
 from lm_trainer.config.foreign import adopt, lists_of
-from lm_trainer.config.place import Place, complete
 from lm_trainer.config.yaml_nodes import read_file
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import is_secret_name
@@ -70,7 +70,7 @@ def load(
     document = read_file(path)
     if document.data is None:
         raise ConfigError(document.lines())
-    place = Place.root(root)
+    place = ConfigNode.root(root)
     adopt(place, document.data, (), document)
     # Before the overrides, which find the class of a block by its `type`.
     document.data = complete(place, document.data)
@@ -94,7 +94,7 @@ def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:
     return None
 
 
-def _check(place: Place, value: Any, path: KeyPath, document: Document) -> None:
+def _check(place: ConfigNode, value: Any, path: KeyPath, document: Document) -> None:
     """Reports values that pydantic would take: undeclared keys that name a secret, and `true` as a number."""
     if isinstance(value, list):
         for index, item in enumerate(value):

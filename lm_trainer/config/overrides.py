@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child, complete
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted, suggest
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
 from lm_trainer.config.foreign import adopt, adopt_override, lists_of, sets_type
-from lm_trainer.config.place import NoSuchKey, Place, all_keys, child, complete
 from lm_trainer.config.shape import tags
 from lm_trainer.config.yaml_nodes import read_text
 from lm_trainer.core.credentials import COMMAND, is_secret_name, without_credentials
@@ -136,7 +136,7 @@ def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, d
 
 def _meant_option(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
     """The options that a word may have meant, as `suggest`."""
-    keys = [f"--{key}" for key in all_keys(Place.root(root))]
+    keys = [f"--{key}" for key in all_keys(ConfigNode.root(root))]
     foreign = suggestions.foreign(word.lstrip("-")) if suggestions.foreign is not None else ()
     theirs = [f"--{key}" for key in foreign if f"--{key}" in keys]
     return suggest(theirs) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
@@ -181,7 +181,7 @@ def _apply_one(override: Override, document: Document, root: type[BaseModel]) ->
     if key == "type" and isinstance(holder, dict) and not _same_type(around, holder.get("type"), value):
         _start_afresh(holder, override, document)
     elif value not in (None, [], {}):
-        _replace(Place.root(root), override, document)
+        _replace(ConfigNode.root(root), override, document)
     document.forget(override.path)
     holder[key] = complete(place, value)
     # Of the value as it was typed: a `type` that was added by default has no position.
@@ -189,13 +189,13 @@ def _apply_one(override: Override, document: Document, root: type[BaseModel]) ->
         document.values[path] = document.keys[path] = override.origin
 
 
-def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[Place, list[Any]]:
+def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[ConfigNode, list[Any]]:
     """Finds the place that the override names, and the blocks and lists around it from the root on, new if missing.
 
     Raises:
         ValueError: if there is no such place.
     """
-    place, value, holders = Place.root(root), document.data, []
+    place, value, holders = ConfigNode.root(root), document.data, []
     for depth, key in enumerate(override.path):
         at = override.path[:depth]
         if depth:
@@ -213,7 +213,7 @@ def _descend(override: Override, document: Document, root: type[BaseModel]) -> t
     return place, holders
 
 
-def _entered(value: Any, key: str | int, place: Place, override: Override, depth: int) -> Any:
+def _entered(value: Any, key: str | int, place: ConfigNode, override: Override, depth: int) -> Any:
     """The block or list in which `key` is looked up: the value that stands there, else a new block.
 
     Raises:
@@ -237,7 +237,7 @@ def _entered(value: Any, key: str | int, place: Place, override: Override, depth
     return value
 
 
-def _same_type(place: Place | None, old: Any, new: Any) -> bool:
+def _same_type(place: ConfigNode | None, old: Any, new: Any) -> bool:
     """True if a block's new `type` is its old one, or another word for it."""
     named = [place.model_for({"type": each}) for each in (old, new)] if place else [None, None]
     return old == new or (named[0] is not None and named[0] is named[1])
@@ -255,7 +255,7 @@ def _start_afresh(holder: dict[str, Any], override: Override, document: Document
         document.notes.append(f"{override.origin.text} starts a new block, without {names} of the file")
 
 
-def _replace(place: Place, override: Override, document: Document) -> None:
+def _replace(place: ConfigNode, override: Override, document: Document) -> None:
     """Drops the keys of the file in whose place the override stands, as `Config.replaced_keys` says."""
     *parent, key = override.path
     block = document.data
@@ -276,7 +276,7 @@ def _is_overridden(path: KeyPath, document: Document) -> bool:
     return path in document.values and document.values[path].is_override
 
 
-def _value(override: Override, place: Place) -> Any:
+def _value(override: Override, place: ConfigNode) -> Any:
     """The value that the text of an override has at its place."""
     text = override.text.strip()
     listed = _BRACKETED.fullmatch(text)

@@ -176,11 +176,11 @@ class Bucket(KeyValues):
         return MachineError(f"{self}: cannot {verb} {key or 'objects'}: {self.reason(error, seconds)}")
 
 
-Place = Path | Bucket
+StoragePath = Path | Bucket
 """A directory: on this machine, or in object storage."""
 
 
-def open_place(path: str | os.PathLike[str]) -> Place:
+def storage_path(path: str | os.PathLike[str]) -> StoragePath:
     """Returns the directory that a path (with `~` for the home of a user) or a URL of one of `PLACES` names."""
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lm_trainer.core.bucket import Bucket, Place, explain
+from lm_trainer.core.bucket import Bucket, StoragePath, explain
 from lm_trainer.core.errors import MachineError, UserError, disk_error
 from lm_trainer.core.inside import path_inside
 
@@ -103,7 +103,7 @@ def _writer_in_parts(directory: Bucket, key: str, size: int) -> Callable[[str, P
 
 
 @contextlib.contextmanager
-def written_to(directory: Place) -> Iterator[Path]:
+def written_to(directory: StoragePath) -> Iterator[Path]:
     """Hands out a local directory to write files into, which come to `directory`: that itself, where it is local."""
     if isinstance(directory, Path):
         yield directory
@@ -113,7 +113,7 @@ def written_to(directory: Place) -> Iterator[Path]:
         put(Path(draft), directory)
 
 
-def local_copy(directory: Place, *keys: str, sizes: Mapping[str, int] | None = None) -> Path:
+def local_copy(directory: StoragePath, *keys: str, sizes: Mapping[str, int] | None = None) -> Path:
     """Returns a local directory with these files of `directory`, and all below them; that itself where it is local.
 
     The copy is removed when the process ends. `sizes` as of `fetch`, whose keys are copied as well.

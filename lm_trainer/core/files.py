@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_]\w*)")
 def expanded(path: AnyPath) -> str:
     """Returns a path with the home of a user in place of `~` or `~USER` at its beginning.
 
-    Every path that a person writes goes through here (`local_path` and `open_place` do so) when it is used, and stays
+    Every path that a person writes goes through here (`local_path` and `storage_path` do so) when it is used, and stays
     as it was written in the configuration, which may be read on a machine with another home.
     """
     return os.path.expanduser(os.fspath(path))

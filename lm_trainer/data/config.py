@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 
 from lm_trainer.core.config import Config, Ignored, LocalPath, LocalPathOrHubName
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.numeric import Numeric, Operational
+from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
 from lm_trainer.data.formats.usual_packing import Packing, usual_packing
@@ -47,30 +47,30 @@ _NO_FILES = "train_urls is an empty list; name files, or leave the key out (or n
 class SetConfig(Config):
     """One set of documents: its sources, and how they are read."""
 
-    train_urls: Numeric[Urls | None] = None
+    train_urls: AffectsResults[Urls | None] = None
     """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz`,
     `.lzma`, `.zst`, `.zstd` and `.zip` are unpacked. `.jsonl` and `.parquet` files hold one document per line or row
     under `text_key`, `.txt`, `.md`, `.py` and the like hold one."""
-    validation_urls: Numeric[Urls] = []
+    validation_urls: AffectsResults[Urls] = []
     """Files to evaluate on, like `train_urls`. If absent or empty, nothing is held out from `train_urls` and evaluation
     is left out."""
-    id: Numeric[str | None] = None
+    id: AffectsResults[str | None] = None
     """A data set of the Hugging Face hub, such as `org/dataset`, in place of `train_urls`."""
-    name: Numeric[str | None] = None
+    name: AffectsResults[str | None] = None
     """Configuration (subset) of the data set `id`; its default one, if absent."""
-    revision: Numeric[str | None] = None
+    revision: AffectsResults[str | None] = None
     """Branch, tag or commit of the data set `id`; `main`, if absent."""
     stream: Operational[bool] = True
     """Reads the data set `id` over the network while tokenising; `false` first keeps a copy of its files."""
-    splits: Numeric[list[str]] = Field(default=["train", "validation"], min_length=1, max_length=2)
+    splits: AffectsResults[list[str]] = Field(default=["train", "validation"], min_length=1, max_length=2)
     """The splits of the data set `id`: that to train on and, if any, that to evaluate on."""
-    source: Numeric[AnySource | None] = None
+    source: AffectsResults[AnySource | None] = None
     """Reader of documents: by the names of the files, if absent; `embedded` where there are no `train_urls`."""
-    text_key: Numeric[str] = "text"
+    text_key: AffectsResults[str] = "text"
     """The field of a record (a JSON line, a Parquet row) that holds the document; `a.b.c` for one inside of others."""
-    text_template: Numeric[str | None] = None
+    text_template: AffectsResults[str | None] = None
     """A text of several fields, in place of `text_key`: `"{title}\\n\\n{body}"`; `{{` stands for a brace."""
-    format: Numeric[AnyFormat] = TextFormat()
+    format: AffectsResults[AnyFormat] = TextFormat()
     """Format by which a row becomes tokens with a loss mask: plain text, or a block with a `type`."""
     cache_dir: Operational[CachePath | None] = None
     """Directory of tokenised text: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
@@ -196,48 +196,48 @@ PerSet = PositiveInt | dict[str, PositiveInt]
 class DataConfig(SetConfig):
     """Data to train on. Without any key: the text that Python itself carries, so that nothing needs a download."""
 
-    tokenizer: Numeric[LocalPathOrHubName | AnyTokenizer | None] = None
+    tokenizer: AffectsResults[LocalPathOrHubName | AnyTokenizer | None] = None
     """`bytes`, a directory with a `tokenizer.json`, a Hugging Face name, or a block with a `type`. If absent, a
     byte-level BPE of 4096 tokens is trained on the training text."""
     tokenizer_backend: Operational[Backend] = "auto"
     """Package that runs the tokenizer: `tokenizers`, or `fastokens`, which is several times as fast. `auto` takes
     `fastokens` for a new cache where it is installed and gives the same ids for a sample of every source."""
-    shuffle: Numeric[bool | PositiveInt | AnyShuffle] = True
+    shuffle: AffectsResults[bool | PositiveInt | AnyShuffle] = True
     """The order of training: `true` draws all rows at random, anew in every epoch, `false` in their order; a number
     draws at random within eras of so many rows, one era after the other; or a block with a `type`."""
-    on_bad_row: Numeric[Literal["raise", "skip"]] = "raise"
+    on_bad_row: AffectsResults[Literal["raise", "skip"]] = "raise"
     """Treatment of a row that is no text, such as broken UTF-8 or JSON: stop, or leave it out and count it."""
-    max_bad_rows: Numeric[float] = Field(default=0.01, ge=0, le=1)
+    max_bad_rows: AffectsResults[float] = Field(default=0.01, ge=0, le=1)
     """With `on_bad_row: skip`, the share of rows that may be bad before the build fails after all."""
     num_workers: Operational[int | None] = Field(default=None, ge=0)
     """Processes that tokenise; 0 is none but this one. If absent, by the size of the source and the number of cores."""
 
-    packing: Numeric[Packing | dict[str, Packing]] = "concat"
+    packing: AffectsResults[Packing | dict[str, Packing]] = "concat"
     """Way in which documents fill rows; for all sets, or by name. `concat` lays them end to end and cuts the whole into
     rows, through documents. `best_fit` cuts only documents longer than a row, and leaves a little padding. In both,
     attention stays within a document, and held-out text fills rows in the same way. If absent, `best_fit` for sets
     whose `format` is `chat` or `supervised`, so that an answer has its prompt in view, and `concat` for others."""
-    configs: Numeric[dict[str, SetConfig]] = {}
+    configs: AffectsResults[dict[str, SetConfig]] = {}
     """A mixture: several sets by name, each with files, cache and validation text of its own, in place of those of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
-    train_weights: Numeric[dict[str, Weight] | list[Stage] | None] = None
+    train_weights: AffectsResults[dict[str, Weight] | list[Stage] | None] = None
     """Share of training that each set of `configs` makes up, in rows: `{wiki: 0.7, code: 0.3}`; weights need not sum
     to 1, and a set of weight 0 is only evaluated. Or weights that change at given steps, counted from 0:
     `[[0, {wiki: 0.7, code: 0.3}], [10000, {wiki: 1}]]`. Proportions are exact to one row at any time between changes,
     as far as parts of 1/65536 can express them."""
-    stop_strategy: Numeric[Literal["restart", "first_exhausted", "all_exhausted"]] = "restart"
+    stop_strategy: AffectsResults[Literal["restart", "first_exhausted", "all_exhausted"]] = "restart"
     """Meaning of the end of a set: `restart` begins it anew, in another order, for as long as training goes on. With
     `first_exhausted` the data end when a set would begin anew, with `all_exhausted` when every set has come to its end
     once; a run of more steps is refused, and told how many there are."""
-    epochs: Numeric[PerSet | None] = None
+    epochs: AffectsResults[PerSet | None] = None
     """Passes after which a set counts as exhausted by `stop_strategy`; for all sets, or by name. 1, if absent."""
-    max_train_batches: Numeric[PerSet | None] = None
+    max_train_batches: AffectsResults[PerSet | None] = None
     """Trains on the first rows of a set alone: as many as make so many batches of the first step's size; for all sets,
     or by name."""
-    exclude: Numeric[Lists] = []
+    exclude: AffectsResults[Lists] = []
     """Lists of documents of the training text to leave out, as `lmt data dedup` and `lmt data overlap` write them: the
     run is that of text without these documents, and nothing is tokenised again."""
-    num_validation_sequences: Numeric[PerSet | None] = None
+    num_validation_sequences: AffectsResults[PerSet | None] = None
     """Holds the last rows of the training text out, so many, as validation text; for all sets, or by name."""
 
     ignored_keys: ClassVar[Mapping[str, Ignored]] = {

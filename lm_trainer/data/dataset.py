@@ -13,7 +13,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.identity import DataIdentity
+from lm_trainer.data.fingerprints import DataIdentity
 from lm_trainer.data.loader import HostRows, TrainIterator, row_dataset
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows

@@ -24,7 +24,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.corpus import Documents, beside, documents_of, train_caches
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats.ids import IdsFormat
-from lm_trainer.data.words import ngrams_of, words_of
+from lm_trainer.data.ngrams import ngrams_of, words_of
 
 PERMUTATIONS = 128
 """Values of a signature: the similarity is estimated within 0.04 or so."""

@@ -19,7 +19,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.corpus import Documents, beside, documents_of, train_caches
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.words import Words, ngrams_of, words_of
+from lm_trainer.data.ngrams import Words, ngrams_of, words_of
 
 NGRAM = 13
 DIRTY, CLEAN = 0.8, 0.2

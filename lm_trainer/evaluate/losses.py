@@ -15,7 +15,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.held_out import HeldOut
 from lm_trainer.evaluate.model import EvalModel
-from lm_trainer.run.training.set_groups import groups_of
+from lm_trainer.run.training.eval_groups import groups_of
 
 
 class Mean(NamedTuple):

@@ -25,9 +25,9 @@ from lm_trainer.export.huggingface import TextModel, read_hf, read_hf_config
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.run.build.model import TokenNll, trace_model
-from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_whole
 from lm_trainer.run.weights.local_params import local_params
 from lm_trainer.run.weights.open_model import local_model
@@ -62,7 +62,7 @@ class EvalModel:
     """Tokens in a row."""
     vocab_size: int
     """Rows of the embedding."""
-    program: Program
+    setup: TrainingSetup
     params: Params
     settings: HfSettings | None
     """Those of the published model that it comes from."""
@@ -70,11 +70,11 @@ class EvalModel:
     @property
     def losses(self) -> Evaluator:
         """Computes the losses of tokens."""
-        return self.program.evaluate
+        return self.setup.evaluate
 
     def decoder(self) -> Decoder:
         """The module with its parameters, as `local_params` gives them."""
-        return self.program.model.merge(local_params(self.program, self.params))
+        return self.setup.model.merge(local_params(self.setup, self.params))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
@@ -142,12 +142,12 @@ def _place(model: LoadedModel | TextModel, step: int | None, config: RunConfig, 
     trainer = config.trainer
     loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
     traced = trace_model(config, model.vocab_size)
-    program = plan_program(trainer, config.optimizer, traced, loss, seq_len=config.model.seq_len)
-    storage, dtype = program.sharding.storage, trainer.mp.param_dtype
+    setup = plan_training(trainer, config.optimizer, traced, loss, seq_len=config.model.seq_len)
+    storage, dtype = setup.sharding.storage, trainer.mp.param_dtype
     params = named_leaves(dict(model.params))
     placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in params.items()}
     row = context or config.model.seq_len
-    return EvalModel(model.name, step, config, model.tokenizer, row, model.vocab_size, program, placed, model.settings)
+    return EvalModel(model.name, step, config, model.tokenizer, row, model.vocab_size, setup, placed, model.settings)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -20,7 +20,7 @@ from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_mea
 from lm_trainer.evaluate.model import EvalModel
 from lm_trainer.evaluate.speech import ErrorRates, error_rates
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.find import find_run, root_of
+from lm_trainer.run.files.find_run import find_run, root_of
 
 _YAML = (".yaml", ".yml")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.export.card import TrainingFacts, adapter_card
 from lm_trainer.export.files import FILES
 from lm_trainer.export.huggingface import DTYPES, ExportOptions
@@ -41,7 +41,7 @@ class AdapterModel:
     facts: TrainingFacts = field(default_factory=TrainingFacts)
 
 
-def write_adapter(out: Place, model: AdapterModel, options: ExportOptions) -> None:
+def write_adapter(out: StoragePath, model: AdapterModel, options: ExportOptions) -> None:
     """Writes the adapter to `out`, which is complete afterwards, or as it was before if this raises.
 
     Raises:

@@ -40,8 +40,8 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
-    hears = bool(hf_config.get("is_encoder_decoder"))
-    task = "automatic-speech-recognition" if hears else "text-generation"
+    takes_audio = bool(hf_config.get("is_encoder_decoder"))
+    task = "automatic-speech-recognition" if takes_audio else "text-generation"
     header = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["lm_trainer", "jax"])
     architecture = ", ".join(hf_config.get("architectures") or [str(hf_config.get("model_type", "unknown"))])
     rows = [
@@ -52,7 +52,7 @@ def model_card(
         ("Weights", hf_config.get("dtype")),
         *_training_rows(facts),
     ]
-    return (_SPEECH if hears else _TEXT).format(
+    return (_SPEECH if takes_audio else _TEXT).format(
         header=header.to_yaml().strip(),
         title=escape(name),
         table=_table(rows),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.hub import why_no_hub
 from lm_trainer.export.files import CONFIG, DOWNLOADED
@@ -77,7 +77,7 @@ def prepare_push(name: str) -> str:
 
 
 def push(
-    directory: Place, name: str, *, public: bool, patterns: Collection[str], message: str = "Upload the model"
+    directory: StoragePath, name: str, *, public: bool, patterns: Collection[str], message: str = "Upload the model"
 ) -> Pushed:
     """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 

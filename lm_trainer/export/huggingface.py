@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.files import CONFIG, FILES, GENERATION
@@ -23,8 +23,8 @@ from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.models.hf_section import any_length
 from lm_trainer.models.hf_table import file_name
+from lm_trainer.step.state.inference_sharding import shard_for_inference
 from lm_trainer.step.state.model_def import ModelDef
-from lm_trainer.step.state.spread import place_spread
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
@@ -59,7 +59,7 @@ class TextModel:
         """The module with these parameters, cut over devices of this process (None: all) unless they are on some."""
         # Traced, so that no random weights are ever made.
         definition = ModelDef.trace(lambda: self.config.build(self.vocab_size, rngs=nnx.Rngs(0)))
-        return definition.merge(place_spread(definition, dict(self.params), devices))
+        return definition.merge(shard_for_inference(definition, dict(self.params), devices))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ExportOptions:
     long."""
 
 
-def write_hf(out: Place, model: TextModel, options: ExportOptions) -> None:
+def write_hf(out: StoragePath, model: TextModel, options: ExportOptions) -> None:
     """Writes the model to `out`, which is complete afterwards, or as it was before if this raises.
 
     Tensors are copied off the devices one after another; the host holds those of one file at a time.

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from lm_trainer.core.bucket import Bucket, Place, read_json
+from lm_trainer.core.bucket import Bucket, StoragePath, read_json
 from lm_trainer.core.bucket_files import fetch, put
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.file_lock import try_lock
@@ -21,7 +21,7 @@ COMPLETE = "_COMPLETE.json"
 """The object that is written last into a directory of a bucket, with the names and sizes of all others."""
 
 
-def check_output(out: Place, *, overwrite: bool, replaceable: Collection[str]) -> None:
+def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> None:
     """Checks that `complete_directory` may place its result at `out`; changes nothing.
 
     Raises:
@@ -51,7 +51,7 @@ def _names_below(directory: Path) -> Iterator[str]:
         yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in sorted([*files, *links]))
 
 
-def _check_free(out: Place, names: Iterator[str], *, overwrite: bool, replaceable: Collection[str]) -> None:
+def _check_free(out: StoragePath, names: Iterator[str], *, overwrite: bool, replaceable: Collection[str]) -> None:
     for name in names:
         if not overwrite:
             raise UserError(f"{out}: exists and is not empty; choose another name, or say --overwrite to replace it")
@@ -63,7 +63,7 @@ def _check_free(out: Place, names: Iterator[str], *, overwrite: bool, replaceabl
 
 
 @contextlib.contextmanager
-def complete_directory(out: Place, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
+def complete_directory(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
     """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
 
     The leftovers of a killed writer are removed by the next one for the same `out`. In a bucket an object with the list
@@ -137,7 +137,7 @@ def exported_files(bucket: Bucket) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def exported_copy(out: Place) -> Iterator[Path]:
+def exported_copy(out: StoragePath) -> Iterator[Path]:
     """Hands out a local directory with the files of an export, for a while: `out` itself, where it is local."""
     if isinstance(out, Path):
         yield out
@@ -195,7 +195,7 @@ def _locked(draft: Path, out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _machine_errors(out: Place) -> Iterator[None]:
+def _machine_errors(out: StoragePath) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ class ModelConfigurator(Config):
 
     absent: ClassVar[Mapping[str, str]] = {
         "build_train_module": "ModelLadder.run builds the program of a size from ModelLadder.run_config(size_spec); "
-        "build_program of lm_trainer.run.build.program plans it without running it, and Trainer of "
+        "build_setup of lm_trainer.run.build.setup plans it without running it, and Trainer of "
         "lm_trainer.run.trainer is for a loop of your own",
     }
 

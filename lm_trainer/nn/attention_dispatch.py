@@ -87,7 +87,7 @@ def _with_shared_positions(
     return BackendChoice(kernel or "xla", said if kernel else f"{why_no_kernel}; {said}")
 
 
-def goes_round(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bool:
+def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bool:
     """True if the attention of a model is computed by `ring_attention`, in whose layout its layers then are.
 
     Args:
@@ -142,7 +142,7 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
 ) -> jax.Array:
     """Computes softmax(q k^T + bias) v by the chosen backend, [B, S, N, H] in the dtype of v.
 
-    Where attention goes round a ring (`goes_round`), which reads no bias, call `ring_attention` instead.
+    Where attention goes round a ring (`uses_ring`), which reads no bias, call `ring_attention` instead.
 
     Args:
         spec: of the attention.

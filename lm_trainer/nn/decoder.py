@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import make_cache_context, make_context
-from lm_trainer.nn.attention_dispatch import goes_round
+from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.cache import KvCache, SplitKvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
@@ -146,7 +146,7 @@ class Decoder(nnx.Module):
             key: for dropout; None switches it off.
         """
         keys = self.part_keys(key)
-        ring = goes_round(self.spec.blocks, dtype, tokens_BS.shape[1])
+        ring = uses_ring(self.spec.blocks, dtype, tokens_BS.shape[1])
         # Here and not where rows are cut: integers go to their places and one stream comes back, which is little beside
         # the keys of a layer, and what reads a row in its order (targets, losses of one's own) finds it as it was.
         row = tokens_BS, positions_BS, segments_BS

@@ -51,6 +51,6 @@ def read(param: nnx.Param, dtype: DTypeLike | None = None) -> jax.Array:
     return reader(name, values, values.dtype if dtype is None else dtype)
 
 
-def keeps_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+def saves_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy of `jax.checkpoint`: keeps every result but gathered parameters, which the gradient gathers again."""
     return primitive.name != _GATHER

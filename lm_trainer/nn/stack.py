@@ -22,7 +22,7 @@ from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer, build_stacked
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
-from lm_trainer.nn.read import gathers, keeps_all_but_gathered
+from lm_trainer.nn.read import gathers, saves_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
 # Their kernels are products as well, which would otherwise all run twice.
@@ -164,7 +164,7 @@ def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     apply = functools.partial(_apply) if gathers() else _apply
     match remat:
         case "none":
-            policy = keeps_all_but_gathered
+            policy = saves_all_but_gathered
         case OffloadPolicy():
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(remat.device),

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.attention import make_context
-from lm_trainer.nn.attention_dispatch import goes_round
+from lm_trainer.nn.attention_dispatch import uses_ring
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
@@ -120,7 +120,7 @@ def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: Callable[..., Any
 
     def layout(batch: Batch) -> tuple[bool, Callable[[Any], jax.Array]]:
         """True where attention goes round a ring, and the way to its layout, in which the stream then is."""
-        ring = goes_round(spec.blocks, dtype, batch.tokens.shape[1])
+        ring = uses_ring(spec.blocks, dtype, batch.tokens.shape[1])
         return ring, (lambda x: to_zigzag(jnp.asarray(x))) if ring else jnp.asarray
 
     def embed(model: Decoder, batch: Batch, key: jax.Array | None) -> Stream:

@@ -20,7 +20,7 @@ from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import trace_model
-from lm_trainer.run.build.program import build_program, plan_run, shard_state
+from lm_trainer.run.build.setup import build_setup, setup_from_config, shard_state
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
@@ -114,14 +114,14 @@ def estimate_step(
     platform = device_platform(group.kind)
     devices = [DescribedDevice(number, platform, group.kind) for number in range(group.count)]
     with on_one_shard():
-        program = plan_run(config, config.trainer, model, devices=devices)
+        setup = setup_from_config(config, config.trainer, model, devices=devices)
 
     def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
         trace = traces.program(config, program, key, args)
         return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.name, 0)))
 
     row = random_batch(1, config.model.seq_len, traces.vocab_size, config.model.features_shape)
-    return max(program.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)
+    return max(setup.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)
 
 
 def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:
@@ -221,7 +221,7 @@ def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
         UserError: when the backend does not tell.
     """
     # One device is enough: the program of a microbatch is the same on every mesh.
-    program = build_program(config, vocab_size, jax.local_devices()[:1])
-    compiled = program.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
+    setup = build_setup(config, vocab_size, jax.local_devices()[:1])
+    compiled = setup.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name
     return {name: ProgramBytes.of(executable).temporary for name, executable in by_name.items()}

@@ -72,8 +72,8 @@ def find_fit(memory: StepMemory, limit: int, rows: int) -> Fit:
     """
     if memory.plan().peak.bytes <= limit:
         return find_largest(memory, limit)
-    trainer, mesh = memory.config.trainer, memory.program.sharding.mesh
-    layerwise = memory.program.gathers_layers
+    trainer, mesh = memory.config.trainer, memory.setup.sharding.mesh
+    layerwise = memory.setup.gathers_layers
     for together in memory.largest_step().fewer_together(mesh, trainer.microbatches_per_gather) if layerwise else ():
         peak = memory.in_turns(together).plan().peak.bytes
         if peak <= limit:
@@ -95,7 +95,7 @@ def find_largest(memory: StepMemory, limit: int) -> Fit:
         memory: of the run.
         limit: in bytes.
     """
-    sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
+    sizes = possible_rows(memory.config.trainer, memory.setup.sharding.mesh)
     # The largest, and the smallest or what is configured: between two sizes all others can be interpolated.
     planned = [rows for rows in sizes if memory.known(rows)] or sizes[:1]
     ask = [*planned, sizes[-1]]

@@ -11,11 +11,11 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.step.dispatch.groups import compute_shardings
+from lm_trainer.step.dispatch.device_groups import compute_shardings
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, state_bytes, taken_memory
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -70,23 +70,23 @@ class StepMemory:
         self._growing = growing
         self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
         config = self.config = with_gather(config, vocab_size)
-        program = self.program = self._build(config.trainer)
+        setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
         self.rows = plan.rows
         """Rows that a device computes at once in the largest step."""
         if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
-            self.rows *= plan.per_shard(program.sharding.mesh)
-        self._built = {self.rows: program}
-        state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
+            self.rows *= plan.per_shard(setup.sharding.mesh)
+        self._built = {self.rows: setup}
+        state = abstract_state(setup.model.shapes, setup.tx, setup.sharding, averaged=setup.averages)
         self.state = state_bytes(state)
         self.programs = MeasuredPrograms() if programs is None else programs
         self._row: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
         self._records = dict[int, StepRecord]()
 
-    def _build(self, trainer: TrainerConfig) -> Program:
+    def _build(self, trainer: TrainerConfig) -> TrainingSetup:
         """A program for rehearsals, which is never run."""
         with on_one_shard():
-            return build_program(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
+            return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
     def _trainer(self, rows: int | None) -> TrainerConfig:
         trainer = self.config.trainer
@@ -176,12 +176,12 @@ class StepMemory:
         trainer = self.config.trainer
         narrows = trainer.mp.compute_dtype.itemsize < trainer.mp.param_dtype.itemsize
         taken_out = self._platform == "tpu" and self.config.model.scan and narrows
-        if not (taken_out and program.grows and trainer.bitwise and not self.program.gathers_layers):
+        if not (taken_out and program.grows and trainer.bitwise and not self.setup.gathers_layers):
             return 0
-        shardings = compute_shardings(self.program.sharding) or self.program.sharding.storage
+        shardings = compute_shardings(self.setup.sharding) or self.setup.sharding.storage
         cast = {
             name: jax.ShapeDtypeStruct(x.shape, trainer.mp.compute_dtype, sharding=shardings[name])
-            for name, x in self.program.model.shapes.items()
-            if self.program.model.axes[name][:1] == ("layers",)
+            for name, x in self.setup.model.shapes.items()
+            if self.setup.model.axes[name][:1] == ("layers",)
         }
         return bytes_per_device(cast)

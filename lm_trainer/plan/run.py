@@ -149,8 +149,8 @@ def plan_run(
         growing = 1.0 if own_compiler else _growing(trainer, backend)
         memory = StepMemory(config, vocab_size, devices, platform, growing)
         planned = memory.plan()
-    plan, mesh, spec = memory.largest_step(), memory.program.sharding.mesh, config.model.spec(vocab_size)
-    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.program.model)
+    plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
+    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
     work = Work(
         flops_per_token=flops,

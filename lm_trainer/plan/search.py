@@ -21,7 +21,7 @@ from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.model import trace_model
-from lm_trainer.run.build.program import shard_state
+from lm_trainer.run.build.setup import shard_state
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.inside import path_inside
+from lm_trainer.report.downsample import downsample
 from lm_trainer.report.page import GROUPS, POINTS
 from lm_trainer.report.run import ReportedRun
-from lm_trainer.report.thin import thin
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a82", "#b3a300")
 """Told apart by all kinds of colour vision (Okabe and Ito 2008)."""
@@ -38,7 +38,7 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
             axis = figure.subplots()
             for index, run in enumerate(runs):
                 if name in run.metrics:
-                    x, y = thin(*run.metrics[name], POINTS)
+                    x, y = downsample(*run.metrics[name], POINTS)
                     axis.plot(x, y, label=_plain(run.name), linewidth=1, color=_COLORS[index % len(_COLORS)])
             axis.set_xlabel("step")
             axis.set_ylabel(_plain(name))

@@ -12,9 +12,9 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.page import write_page
+from lm_trainer.report.downsample import downsample
 from lm_trainer.report.run import ReportedRun, now
 from lm_trainer.report.saved import tokens_saved
-from lm_trainer.report.thin import thin
 from lm_trainer.reproduce.compare import compare
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import changed_keys
@@ -129,7 +129,7 @@ def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
         curves = []
         for index, run in enumerate(runs):
             if name in run.metrics:
-                x, y = thin(*run.metrics[name], POINTS)
+                x, y = downsample(*run.metrics[name], POINTS)
                 # Seven digits, more than a picture shows.
                 curves.append({"run": index, "x": x.tolist(), "y": [float(f"{value:.7g}") for value in y]})
         if any(curve["x"] for curve in curves):

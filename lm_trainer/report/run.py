@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.reproduce.lost import lost_lines
+from lm_trainer.reproduce.lost_metrics import lost_lines
 from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config.run_config import RunConfig, changed_keys
-from lm_trainer.run.files.find import checkpoints_of, find_run
+from lm_trainer.run.files.find_run import checkpoints_of, find_run
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.files.records import read_attempts, read_run_record
 from lm_trainer.run.weights.saved_model import read_config

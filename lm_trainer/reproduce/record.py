@@ -10,12 +10,12 @@ from typing import Any
 
 from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
 from lm_trainer.config.loader import load
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.inside import check_name, path_inside
 from lm_trainer.run.config.earlier_runs import config_as_begun
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.files.find import checkpoints_of, find_run, root_of
+from lm_trainer.run.files.find_run import checkpoints_of, find_run, root_of
 from lm_trainer.run.files.records import RUN, identity_of, read_attempts, read_run_record
 from lm_trainer.trackers import read_metrics
 
@@ -31,7 +31,7 @@ class RunRecord:
     path: Path
     """Absolute."""
     id: str
-    checkpoints: Place
+    checkpoints: StoragePath
     identity: Mapping[str, Any]
     """The part of the last configuration that decides numbers."""
     changes: Sequence[Mapping[str, Any]]

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.reproduce.lost import Missing, lost_lines
+from lm_trainer.reproduce.lost_metrics import Missing, lost_lines
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.run.files.directory import locked
@@ -131,7 +131,7 @@ def _compute(
     record: RunRecord, again: Rerun, end: int, wanted: Mapping[int, set[int]], lines: _Lines, progress: Progress
 ) -> None:
     """Computes the steps up to a checkpoint, and what is wanted of them."""
-    program, config = again.run.program, again.run.config
+    program, config = again.run.setup, again.run.config
     watcher = Watcher(record.config(end).trainer.watch, program.sharding, program.model.axes)
     evaluations = _evaluations(again, lines)
     while again.state.step < end:
@@ -160,7 +160,7 @@ def _evaluations(again: Rerun, lines: _Lines) -> Evaluations:
     run, attempt = again.run, again.run.attempt
     wait = DataWait(attempt.stop, attempt.progress, attempt.watchdog, keep=lambda _: None)
     sets = named_sets(run.data.validation())
-    return Evaluations(sets, run.config.trainer, run.program, lines, wait, attempt.watchdog, attempt.progress)
+    return Evaluations(sets, run.config.trainer, run.setup, lines, wait, attempt.watchdog, attempt.progress)
 
 
 def _write(record: RunRecord, file: str, found: Iterable[Mapping[str, Any]]) -> None:

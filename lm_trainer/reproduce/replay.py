@@ -75,7 +75,7 @@ class _StepObserver:
     """Observer of a step that keeps its gradients and measures norms by parameter."""
 
     def __init__(self, again: Rerun):
-        program = again.run.program
+        program = again.run.setup
         config = WatchConfig(watch_targets=("grads", "params", "updates"), split_scan_layers=True, interval=1)
         self._watcher = Watcher(config, program.sharding, program.model.axes)
         self.grads: Params = {}
@@ -131,7 +131,7 @@ def replay(
         data, config, batch = again.run.data, again.run.config, again.next_batch()
         progress.phase("losses of the tokens")
         # Before the step, which donates the state.
-        losses = token_losses(again.run.program, config, again.state, batch)
+        losses = token_losses(again.run.setup, config, again.state, batch)
         observer = _StepObserver(again)
         now = again.step(observer)
         return Replay(

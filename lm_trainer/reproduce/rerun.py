@@ -14,7 +14,7 @@ from typing import Any
 from lm_trainer.checkpoint.digest import digests, hashes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.bucket import Bucket, Place
+from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
@@ -67,7 +67,7 @@ class Rerun:
 
     def step(self, observer: Observer | None = None) -> dict[str, float]:
         """Does one step, and returns the metrics that a run records of it."""
-        batch, at, program = self.next_batch(), self.state.step, self.run.program
+        batch, at, program = self.next_batch(), self.state.step, self.run.setup
         if not program.step.compiled(at):
             self.run.attempt.progress.phase("compiling the training step")
             self.program = program.step.compile(batch, at).fingerprint()
@@ -90,7 +90,7 @@ class Rerun:
 
     def digests(self) -> dict[str, int]:
         """The checksum of every array of a checkpoint of this state, by name."""
-        return digests(saved_arrays(self.state, self.run.program))
+        return digests(saved_arrays(self.state, self.run.setup))
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "hf_save_path": None})
 
 
-def _with_checkpoint(config: RunConfig, checkpoints: Place, step: int, scratch: Path) -> RunConfig:
+def _with_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scratch: Path) -> RunConfig:
     """Gives the scratch run one checkpoint of the run, by a link or its URL: arrays may be large, and are only read."""
     if isinstance(checkpoints, Bucket):
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})

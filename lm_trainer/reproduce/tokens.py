@@ -14,7 +14,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.nn.loss import weighted_nll
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import TrainState
 
@@ -37,14 +37,14 @@ class HardToken(NamedTuple):
     after: str
 
 
-def token_losses(program: Program, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
+def token_losses(setup: TrainingSetup, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
     """Computes -log p(target) in nats, float32 [B, S], without dropout; NaN for a target that has no part in the loss.
 
     Runs in pieces of a microbatch, whose memory is known to suffice.
     """
 
     def losses(params: dict[str, jax.Array], rows: Batch) -> jax.Array:
-        model = program.model.merge(params)
+        model = setup.model.merge(params)
         h_BSD, _ = model.hidden_of(rows, dtype=config.trainer.mp.compute_dtype)
         h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(rows.targets).reshape(-1)
         ones_N = jnp.ones(targets_N.shape, jnp.float32)
@@ -55,7 +55,7 @@ def token_losses(program: Program, config: RunConfig, state: TrainState, batch: 
         return slopes(h_ND, model.head_weight(), targets_N, ones_N, block_size, head.softcap).reshape(h_BSD.shape[:2])
 
     compiled, params = jax.jit(losses), {**state.frozen, **state.params}
-    size = program.step.plans.at(state.step).rows
+    size = setup.step.plans.at(state.step).rows
     parts = []
     for start in range(0, len(batch.tokens), size):
         rows = jax.tree.map(lambda x, first=start: np.asarray(x)[first : first + size], batch)

@@ -108,7 +108,7 @@ def verify_segment(
 def _other_program(record: RunRecord, segment: Segment, again: Rerun) -> list[str]:
     """Notes another program than the run's; with microbatches of another size it is another one by design."""
     recorded = record.attempt(segment.end)
-    rows = again.run.program.step.plans.at(segment.start).rows
+    rows = again.run.setup.step.plans.at(segment.start).rows
     if recorded.get("rows") != rows or recorded.get("program") in (None, again.program):
         return []
     return [f"the program of the step was {recorded['program']}, and is {again.program} here"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.data.check import missing_data
+from lm_trainer.data.missing_files import missing_data
 from lm_trainer.nn.attention_dispatch import check_backends
 from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.build.notes import configuration_warnings, describe_mesh, schedule_notes
-from lm_trainer.run.build.program import Program, build_program, check_devices
+from lm_trainer.run.build.setup import TrainingSetup, build_setup, check_devices
+from lm_trainer.run.build.startup_notes import configuration_warnings, describe_mesh, schedule_notes
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import run_id
 from lm_trainer.run.weights.adapters import describe_size, training_flops
@@ -34,20 +34,20 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     if missing := [f"data.{key}: {reason}" for key, reason in missing_data(config.data, network=True)]:
         raise ConfigError(missing)
     vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
-    program, _ = configured_program(config, vocab_size)
+    setup, _ = configured_setup(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    check_attention(config, vocab_size, program.sharding.mesh.devices.flat[0].platform)
-    flops = training_flops(flops_per_token(spec, seq_len), program.model)
-    plan, schedule = program.step.plans.at(0), trainer.batch_schedule
+    check_attention(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
+    flops = training_flops(flops_per_token(spec, seq_len), setup.model)
+    plan, schedule = setup.step.plans.at(0), trainer.batch_schedule
     return [
-        f"run {run} on {describe_mesh(program.sharding.mesh)}",
+        f"run {run} on {describe_mesh(setup.sharding.mesh)}",
         *(() if start is None else start.notes),
         *(() if note is None else (f"note: {note}",)),
-        *(f"note: {each}" for each in configuration_warnings(trainer, program.sharding.mesh)),
+        *(f"note: {each}" for each in configuration_warnings(trainer, setup.sharding.mesh)),
         *(f"note: {each}" for each in schedule_notes(config)),
         *(() if all(one.names_text for one in config.data.sets.values()) else (_EMBEDDED,)),
-        f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
+        f"{describe_size(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
         "nothing was written",
@@ -61,7 +61,7 @@ def check_attention(config: RunConfig, vocab_size: int, platform: str) -> None:
     check_backends(config.model.spec(vocab_size).blocks, metadata)
 
 
-def configured_program(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
+def configured_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
     """The program of a configuration, with JAX set up as it says, and the vocabulary that it was planned with.
 
     Args:
@@ -75,4 +75,4 @@ def configured_program(config: RunConfig, vocab_size: int | None = None) -> tupl
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
     check_devices(trainer)
     rows = find_vocabulary(config).rows if vocab_size is None else vocab_size
-    return build_program(config, rows), rows
+    return build_setup(config, rows), rows

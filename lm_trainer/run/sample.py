@@ -13,29 +13,29 @@ from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.speech import write_heard
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.generate.text import encode_prompt
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.weights.local_params import local_params
 from lm_trainer.step.state.train_state import TrainState
 
 
-def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
+def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: TrainState) -> str:
     """The prompt and its continuation; without `sample_prompt`, it is the start of a held-out document (of the training
     text, where nothing is held out).
     """
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     if rows.features is not None:
-        return _draw_heard(program, data, state, rows)
+        return _draw_heard(setup, data, state, rows)
     if (text := config.trainer.sample_prompt) is not None:
         # The end of a prompt that fills the context, so that a finished run does not fail for its sample.
         prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
     else:
         prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
-    weights = list(program.weights(state).values())[-1]
-    params = local_params(program, weights)
+    weights = list(setup.weights(state).values())[-1]
+    params = local_params(setup, weights)
     tokens = generate(
-        program.model.merge(params),
+        setup.model.merge(params),
         [prompt],
         GenerateSettings(
             max_new_tokens=config.trainer.sample_tokens,
@@ -48,10 +48,10 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
     return data.tokenizer.decode(prompt) + "⟫" + data.tokenizer.decode(tokens)
 
 
-def _draw_heard(program: Program, data: Data, state: TrainState, row: Batch) -> str:
+def _draw_heard(setup: TrainingSetup, data: Data, state: TrainState, row: Batch) -> str:
     """The text of a row, and what the model writes when it hears it."""
-    weights = list(program.weights(state).values())[-1]
-    model: Any = program.model.merge(local_params(program, weights))
+    weights = list(setup.weights(state).values())[-1]
+    model: Any = setup.model.merge(local_params(setup, weights))
     # The tokens that are not learnt before the first that is: the prompt.
     count = int(np.argmax(row.weights[0] > 0)) + 1
     ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 
 _PROMPT_CHARS = 24
 """Characters of the sample's prompt that are offered as a prompt of one's own."""
@@ -20,7 +20,7 @@ class Summary:
 
     name: str
     run_dir: Path
-    checkpoints: Place
+    checkpoints: StoragePath
     step: int
     train_loss: float = math.nan
     """In nats per token, of the last step of this attempt; NaN when there was nothing left to do."""
@@ -29,7 +29,7 @@ class Summary:
     """Wall time of this attempt."""
     sample: str | None = None
     """A prompt and what the model makes of it, or what is said in a recording and what the model hears."""
-    hears: bool = False
+    takes_audio: bool = False
     """True of a model that writes what it hears, and goes on from no text."""
     exports: bool = True
     """True of a model for which transformers' format has a place."""
@@ -47,7 +47,7 @@ class Summary:
             result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
         result += [f"warning: {gap}" for gap in self.gaps]
         if self.sample is not None:
-            before = "what is said" if self.hears else "the prompt"
+            before = "what is said" if self.takes_audio else "the prompt"
             origin = f"sample (up to ⟫ it is {before}, from there on the model's):"
             result += ["", origin, *(f"  | {line}" for line in self.sample.splitlines()), ""]
         return [
@@ -63,7 +63,7 @@ class Summary:
         run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
         text = (self.sample or "").partition("⟫")[0]
         begun = next((line.strip() for line in text.splitlines() if line.strip()), "The")[:_PROMPT_CHARS]
-        if self.hears:
+        if self.takes_audio:
             yield f"lmt transcribe {run} FILE"
         else:
             yield f"lmt generate {run} --prompt {shlex.quote(begun.rpartition(' ')[0] or begun)}"
@@ -71,7 +71,7 @@ class Summary:
         yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}" if self.exports else "lmt runs"
 
 
-def _shortest(path: Place) -> Place:
+def _shortest(path: StoragePath) -> StoragePath:
     if not isinstance(path, Path):
         return path
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -22,8 +22,8 @@ from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import recomputes_layers, trace_model
-from lm_trainer.run.build.notes import recomputation_note, schedule_notes
-from lm_trainer.run.build.program import Program, plan_run
+from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
+from lm_trainer.run.build.startup_notes import recomputation_note, schedule_notes
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import run_id
@@ -65,7 +65,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         run = stack.enter_context(
             prepare(config, name=name, progress=progress, allow_config_change=allow_config_change)
         )
-        config, attempt, data, program = run.config, run.attempt, run.data, run.program
+        config, attempt, data, setup = run.config, run.attempt, run.data, run.setup
         options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, run.recomputed_flops_per_token)
         if not data.complete:
             options.build_watch = BuildWatch(config, data, progress)
@@ -76,13 +76,13 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             options.tasks = TaskEvaluation(config, data.tokenizer, attempt.directory.path, run.settings)
         if config.trainer.token_probabilities:
             options.open_tokens = lambda tracker, held_out: TokenProbabilities(
-                config, program, held_out, attempt.directory.path, tracker
+                config, setup, held_out, attempt.directory.path, tracker
             )
         sets = data.validation()
         options.eval_sets = named_sets(sets)
         if not sets:
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
-        opened = stack.enter_context(open_loop(attempt, program, run.state, options))
+        opened = stack.enter_context(open_loop(attempt, setup, run.state, options))
         loop = opened.parts
         opened.tracker.log_summary(run_facts(run, options.flops_per_token))
 
@@ -91,7 +91,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         # An attempt that found the run complete computes nothing.
         if state.step > run.state.step and config.trainer.sample_tokens:
             progress.phase("sampling")
-            sample = draw_sample(config, program, data, state)
+            sample = draw_sample(config, setup, data, state)
         loop.metrics.finish(state.step, sample)
         opened.tracker.log_summary({"data": data_facts(data)})
         return Summary(
@@ -103,7 +103,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             loop.metrics.eval_losses,
             time.monotonic() - started,
             sample,
-            hears=config.model.features_shape is not None,
+            takes_audio=config.model.features_shape is not None,
             exports=_exports(config.model),
             gaps=opened.tracker.gaps,
         )
@@ -119,7 +119,7 @@ def _exports(model: DecoderConfig) -> bool:
 
 def run_facts(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
     """Facts of a run that its configuration alone does not tell, as plain data."""
-    parameters = sum(math.prod(shape.shape) for shape in run.program.model.shapes.values())
+    parameters = sum(math.prod(shape.shape) for shape in run.setup.model.shapes.values())
     return {"parameters": parameters, "flops_per_token": flops_per_token, "data": data_facts(run.data)}
 
 
@@ -136,7 +136,7 @@ class PreparedRun:
     config: RunConfig
     attempt: Attempt
     data: Data
-    program: Program
+    setup: TrainingSetup
     state: TrainState
     facts: Mapping[str, Any]
     """Saved with every checkpoint, as JSON."""
@@ -151,7 +151,7 @@ class PreparedRun:
 
     def batches(self) -> Iterator[Batch]:
         """This process's rows of the batches from the next step on."""
-        return batches_from(self.program, self.data, self.state.step, self.config.trainer.num_train_steps)
+        return batches_from(self.setup, self.data, self.state.step, self.config.trainer.num_train_steps)
 
 
 @contextmanager
@@ -215,14 +215,17 @@ def _place_state(
         # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
         model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
-    program = plan_for_memory(
-        lambda trainer: plan_run(config, trainer, model), config.trainer, config.model.seq_len, attempt.progress.note
+    setup = plan_for_memory(
+        lambda trainer: setup_from_config(config, trainer, model),
+        config.trainer,
+        config.model.seq_len,
+        attempt.progress.note,
     )
-    state = attempt.start(program, program.init, data.fingerprints, config=loads)
+    state = attempt.start(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     again = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model)
-    return PreparedRun(config, attempt, data, program, state, facts, flops, again, hub_name, settings)
+    return PreparedRun(config, attempt, data, setup, state, facts, flops, again, hub_name, settings)
 
 
 def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:

@@ -14,14 +14,14 @@ from pydantic import SerializeAsAny
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.config import Config
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import Selection, trace_module
-from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.trainer_arguments import (
@@ -133,7 +133,7 @@ class Trainer:
         return self.attempt.directory.path
 
     @property
-    def checkpoint_path(self) -> Place:
+    def checkpoint_path(self) -> StoragePath:
         return self.attempt.directory.checkpoints
 
     @property
@@ -150,23 +150,23 @@ class Trainer:
         return self.config.num_train_steps
 
     @property
-    def program(self) -> Program:
+    def setup(self) -> TrainingSetup:
         """The program that runs; there from `initial_state` on."""
-        return self.loop.parts.program
+        return self.loop.parts.setup
 
     @property
     def device_mesh(self) -> Mesh:
-        return self.program.sharding.mesh
+        return self.setup.sharding.mesh
 
     @property
     def parameter_axis_mapping(self) -> AxisRules:
         """Logical axis to mesh axes for the state in storage."""
-        return self.program.plan.param_rules
+        return self.setup.plan.param_rules
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
         """Logical axis to mesh axes during computation."""
-        return self.program.plan.compute_rules
+        return self.setup.plan.compute_rules
 
     @property
     def tracker(self) -> Composite:
@@ -242,19 +242,19 @@ class Trainer:
             build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, is_trainable)
 
-        def plan(trainer: TrainerConfig) -> Program:
-            return plan_program(
+        def plan(trainer: TrainerConfig) -> TrainingSetup:
+            return plan_training(
                 trainer, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
             )
 
-        program = plan_for_memory(plan, self.attempt.config, self.seq_len, self.attempt.progress.note)
+        setup = plan_for_memory(plan, self.attempt.config, self.seq_len, self.attempt.progress.note)
         # Traced definitions hold shapes alone: the weights of a given model are taken from it here.
-        init = program.init
+        init = setup.init
         if model is not None:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-            init = lambda: program.from_weights(weights)  # noqa: E731
+            init = lambda: setup.from_weights(weights)  # noqa: E731
         fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
-        state = self.attempt.start(program, init, fingerprint)
+        state = self.attempt.start(setup, init, fingerprint)
         options = LoopOptions(
             fingerprint,
             flops_per_token=self.flops_per_token,
@@ -262,7 +262,7 @@ class Trainer:
             eval_sets=self._eval_sets,
             records=self._records,
         )
-        self._loop = self._stack.enter_context(open_loop(self.attempt, program, state, options))
+        self._loop = self._stack.enter_context(open_loop(self.attempt, setup, state, options))
         return state
 
     @overload
@@ -283,7 +283,7 @@ class Trainer:
         if not hasattr(dataset, "train"):
             return GrainLoader(dataset)  # pyright: ignore[reportArgumentType]
         numbered: Any = dataset
-        return BatchLoader(lambda step: batches_from(self.program, numbered, step, self.num_train_steps))
+        return BatchLoader(lambda step: batches_from(self.setup, numbered, step, self.num_train_steps))
 
     def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
         """One step, without hooks; the arrays of `state` are consumed.

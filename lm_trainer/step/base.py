@@ -13,8 +13,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
+from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.dispatch.executable import Executable, Executables
-from lm_trainer.step.dispatch.groups import DeviceGroups
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.loss.gradient import CurvatureFn, Sums
 from lm_trainer.step.state.model_def import Params

@@ -26,8 +26,8 @@ from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.choose_update import choose_update
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
-from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient

@@ -12,7 +12,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
-from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, microbatch_groups
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable

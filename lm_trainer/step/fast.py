@@ -23,8 +23,8 @@ from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import current_rehearsal, put_on
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, pad_rows
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.groups import DeviceGroups, pad_rows
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel import shard_over_group
 from lm_trainer.step.dispatch.program import Program

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 
 NEVER = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10**9),))
@@ -35,7 +35,7 @@ def like(sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def saved(place: Place, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
+def saved(place: StoragePath, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
     store = CheckpointStore(place, config)
     for step in steps:
         store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
@@ -43,7 +43,7 @@ def saved(place: Place, *steps: int, config: CheckpointerConfig = NEVER) -> Chec
     return store
 
 
-def check_that_a_step_comes_back(place: Place, devices: int) -> None:
+def check_that_a_step_comes_back(place: StoragePath, devices: int) -> None:
     saved(place, 3).close()
     store = CheckpointStore(place, NEVER)
     restored = store.restore(like(sharded(devices)))
@@ -55,7 +55,7 @@ def check_that_a_step_comes_back(place: Place, devices: int) -> None:
         assert len(restored.arrays[name].sharding.device_set) == devices
 
 
-def check_that_a_save_is_a_snapshot(place: Place) -> None:
+def check_that_a_save_is_a_snapshot(place: StoragePath) -> None:
     store = CheckpointStore(place, NEVER)
     values = arrays(1, sharded(8))
     expected = np.asarray(values["params.w"]).copy()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from lm_trainer.config.config_node import ConfigNode, all_keys
 from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import flat
 from lm_trainer.config.imports.read import read_foreign
 from lm_trainer.config.imports.translate import foreign_dialect, translate
 from lm_trainer.config.loader import load
-from lm_trainer.config.place import Place, all_keys
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import Row
@@ -319,7 +319,7 @@ def test_keys_that_are_unknown_in_number_are_named(tmp_path: Path) -> None:
 
 
 def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
-    known = {*all_keys(Place.root(RunConfig), every=True)}
+    known = {*all_keys(ConfigNode.root(RunConfig), every=True)}
     for dialect in DIALECTS:
         named = {rule for rule in dialect.keys.values() if isinstance(rule, str)} | dialect.always.keys()
         assert named <= known, dialect.name

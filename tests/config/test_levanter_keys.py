@@ -15,7 +15,7 @@ from lm_trainer.core.errors import ConfigError
 from lm_trainer.data.config import SetConfig
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.parallel.mesh import BATCH_AXES, build_mesh
-from lm_trainer.run.build.notes import configuration_warnings
+from lm_trainer.run.build.startup_notes import configuration_warnings
 from lm_trainer.run.config.run_config import RunConfig, numeric_identity
 
 

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from lm_trainer.config.loader import load
-from lm_trainer.core.bucket import open_place
+from lm_trainer.core.bucket import storage_path
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.rungs import run_folder
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.find import log_directory, root_of
+from lm_trainer.run.files.find_run import log_directory, root_of
 from lm_trainer.trackers.base import TrackedRun
 from lm_trainer.trackers.tensorboard import TensorboardConfig
 from tests.config.test_urls import SOME, Key
@@ -60,7 +60,7 @@ def test_paths_are_expanded_where_they_are_used_and_stay_as_they_were_written(ho
     config = RunConfig.model_validate({"trainer": {"log_dir": "~/l", "checkpointer": {"base_path": "~/c"}}})
     assert config.trainer.log_dir == "~/l"
     assert config.trainer.checkpointer.expanded_path("run") == str(home / "c" / "run")
-    assert open_place("~/c") == home / "c"
+    assert storage_path("~/c") == home / "c"
     assert local_path("~") == home
     assert TensorboardConfig(logdir="~/b/").directory(TrackedRun(Path("logs/run"), "run", 0)) == str(home / "b" / "run")
     assert root_of(home / "l" / "run", "~/l") == Path.cwd()

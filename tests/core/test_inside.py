@@ -310,7 +310,7 @@ OUTSIDE = {
     "lm_trainer/export/output.py": {"f'.{out.name}.incomplete'", "f'.{out.name}.replaced'", "name"},
     "lm_trainer/export/weights.py": {"filename"},
     "lm_trainer/export/peft_files.py": {"name"},
-    "lm_trainer/run/files/copy.py": {"name"},
+    "lm_trainer/run/files/bucket_mirror.py": {"name"},
     "lm_trainer/run/files/directory.py": {"name"},
     "lm_trainer/data/tokenizer/hf.py": {"near[0]"},
     "lm_trainer/data/tokenizer/files.py": set(),

@@ -15,10 +15,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.dedup import find_duplicates, rows_per_band, signatures
+from lm_trainer.data.ngrams import ngrams_of, words_of
 from lm_trainer.data.overlap import EvalDocument, find_overlap
 from lm_trainer.data.pipeline import open_data
 from lm_trainer.data.tokenizer.token_bytes import token_texts
-from lm_trainer.data.words import ngrams_of, words_of
 
 ALPHABET = [f"{a}{b}" for a in "bdfgklmnprt" for b in ("a", "e", "u", "ö", "ß", "Ю")]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.evaluate.losses import ratio
-from lm_trainer.run.training.set_groups import groups_of
+from lm_trainer.run.training.eval_groups import groups_of
 from lm_trainer.trackers import read_metrics
 from tests.conftest import Lmt, refused, run_here
 from tests.evaluate.conftest import TEXTS

@@ -22,7 +22,7 @@ from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.optim import AdamConfig
 from lm_trainer.run.build.model import loss_function, trace_model
-from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.train_state import TrainState, to_host
@@ -58,7 +58,7 @@ class Adapted:
     config: DecoderConfig
     vocab_size: int
     adapter: LoraConfig
-    program: Program
+    setup: TrainingSetup
     state: TrainState
 
     @classmethod
@@ -80,18 +80,18 @@ class Adapted:
             }
             return {name: jax.device_put(x, shardings[name]) for name, x in {**base, **drawn}.items()}
 
-        program = plan_program(
+        setup = plan_training(
             config.trainer,
             config.optimizer,
             dataclasses.replace(definition, load=values),
             loss_function(config),
             devices=jax.devices()[:1],
         )
-        return cls(model, vocab_size, adapter, program, program.init())
+        return cls(model, vocab_size, adapter, setup, setup.init())
 
     def logits(self, tokens_BS: np.ndarray) -> np.ndarray:
         positions = np.tile(np.arange(tokens_BS.shape[1], dtype=np.int32), (len(tokens_BS), 1))
-        model = self.program.model
+        model = self.setup.model
 
         @jax.jit
         def run(params: Any) -> Any:
@@ -138,11 +138,11 @@ def test_steps_of_adam_are_those_of_peft_on_torch(make_hf_model: MakeHfModel, tm
     checkpoint = make_hf_model("Llama", **CHECKPOINTS["Llama"])
     adapted = Adapted.make(checkpoint, LoraConfig(rank=3, alpha=4.0, target_modules=("q_proj", "o_proj", "up_proj")))
     model = load_peft(checkpoint, adapted.export(tmp_path / "before", adapted.state), train=True)
-    config, tokens = adapted.program.optimizer, np.random.default_rng(7).integers(0, 67, (STEPS, 8, 17))
+    config, tokens = adapted.setup.optimizer, np.random.default_rng(7).integers(0, 67, (STEPS, 8, 17))
     assert isinstance(config, AdamConfig)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adam = torch.optim.Adam(trained, RATE, (config.beta1, config.beta2), config.epsilon)
-    state, step = adapted.state, adapted.program.step
+    state, step = adapted.state, adapted.setup.step
     positions = np.tile(np.arange(16, dtype=np.int32), (8, 1))
     for rows in tokens:
         adam.zero_grad()

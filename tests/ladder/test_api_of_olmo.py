@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "build_train_module": (
         lambda: Olmo3ModelConfigurator().build_train_module(**BUILD),  # pyright: ignore[reportAttributeAccessIssue]
         AttributeError,
-        r"no Olmo3ModelConfigurator.build_train_module: .*ModelLadder.run .*build_program.*Trainer",
+        r"no Olmo3ModelConfigurator.build_train_module: .*ModelLadder.run .*build_setup.*Trainer",
     ),
     "configure_model": (
         lambda: TransformerModelConfigurator().configure_model(**SIZE, tokenizer="bytes"),

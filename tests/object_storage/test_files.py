@@ -21,8 +21,8 @@ from lm_trainer.export.huggingface import FILES
 from lm_trainer.export.output import check_output, complete_directory, exported_files
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
-from lm_trainer.run.files.copy import RunCopy
-from lm_trainer.run.files.find import find_run
+from lm_trainer.run.files.bucket_mirror import BucketMirror
+from lm_trainer.run.files.find_run import find_run
 from lm_trainer.run.weights.saved_model import SETTINGS, read_settings
 from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
 
@@ -92,9 +92,9 @@ def test_requests_to_save_and_to_stop_stay_on_their_machine(behind: Bucket, tmp_
         (tmp_path / name).mkdir()
     for name in ("metrics.jsonl", SAVE_NOW, STOP_AFTER_SAVE):
         (tmp_path / "a" / name).write_text("{}\n")
-    with RunCopy(tmp_path / "a", behind):
+    with BucketMirror(tmp_path / "a", behind):
         pass
-    assert RunCopy(tmp_path / "b", behind).fetch()
+    assert BucketMirror(tmp_path / "b", behind).fetch()
     assert [file.name for file in (tmp_path / "b").iterdir()] == ["metrics.jsonl"]
 
 
@@ -141,7 +141,7 @@ def test_a_key_that_leads_out_is_refused_wherever_a_listing_is_copied(
     behind.write("run/.copy", b'{"origin": "theirs"}')
     for name in ("run.json", "metrics.jsonl", key):
         behind.write(f"run/{name}", b"{}\n")
-    for copy in (RunCopy(home, behind).fetch, lambda: local_copy(behind, "run"), lambda: find_run(str(behind))):
+    for copy in (BucketMirror(home, behind).fetch, lambda: local_copy(behind, "run"), lambda: find_run(str(behind))):
         with pytest.raises(UserError, match=r"the name .* there$"):
             copy()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []

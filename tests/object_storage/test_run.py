@@ -18,7 +18,7 @@ import pytest
 from lm_trainer.checkpoint import in_bucket
 from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.run.files import copy
+from lm_trainer.run.files import bucket_mirror
 from tests.conftest import Outcome, Running, StartLmt, run_here
 from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
 from tests.object_storage.servers import environment
@@ -179,8 +179,8 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
     # What is only tried, so that no more is lost than must be, is given up sooner.
     monkeypatch.setattr(in_bucket, "_DELETE_SECONDS", 1.0)
     monkeypatch.setattr(bucket, "_PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(copy, "_LAST_SECONDS", 1.0)
-    monkeypatch.setattr(copy, "_EVERY", 1000.0)
+    monkeypatch.setattr(bucket_mirror, "_LAST_SECONDS", 1.0)
+    monkeypatch.setattr(bucket_mirror, "_EVERY", 1000.0)
     with once(newly(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
         failed = runs.run("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
     proxy.fault = None

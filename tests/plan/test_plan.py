@@ -27,7 +27,7 @@ from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
 from lm_trainer.profile.roofline import Operation
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.step.dispatch.memory import PhaseBytes, state_bytes
 from lm_trainer.step.state.train_state import abstract_state
 from tests.conftest import Lmt, RunLmt, refused
@@ -52,7 +52,7 @@ def config(in_tmp_path: Path) -> Path:
 
 def test_the_state_takes_what_its_arrays_do_on_each_of_four_devices():
     trainer = {"train_batch_size": 8, "model_averaging": {"type": "ema"}}
-    program = build_program(config_of({"model": LLAMA, "trainer": trainer}), VOCAB, jax.devices()[:4])
+    program = build_setup(config_of({"model": LLAMA, "trainer": trainer}), VOCAB, jax.devices()[:4])
     state = program.init()
     trees = {"parameters": state.params, "optimizer state": state.opt_state, "averaged weights": state.averaged}
     abstract = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=True)
@@ -87,9 +87,7 @@ def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatc
     # The lane that is first has one program and its result, the other one as much again.
     gradients = two.parts["gradients"] - one.parts["gradients"]
     assert two.parts["temporary"] == 2 * one.parts["temporary"]
-    assert gradients == pytest.approx(
-        4 * sum(math.prod(x.shape) for x in memory.program.model.shapes.values()), abs=200
-    )
+    assert gradients == pytest.approx(4 * sum(math.prod(x.shape) for x in memory.setup.model.shapes.values()), abs=200)
 
 
 def estimate_of(memory: StepMemory) -> tuple[PhaseBytes, dict[str, PhaseBytes]]:
@@ -153,7 +151,7 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
     # Rows long enough that a microbatch holds more than the update of the weights.
     config = config_of({"model": {**LLAMA, "seq_len": 128}, "trainer": {"train_batch_size": 8}})
     memory = StepMemory(config, VOCAB, jax.devices()[:2], "gpu")
-    sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
+    sizes = possible_rows(memory.config.trainer, memory.setup.sharding.mesh)
     assert sizes == [1, 2, 4]
     peaks = {rows: memory.plan(rows).peak.bytes for rows in sizes}
     assert len(set(peaks.values())) == len(sizes)

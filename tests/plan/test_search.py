@@ -25,7 +25,7 @@ from lm_trainer.plan.search_table import search_lines
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.build.model import trace_model
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.gather import with_gather
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.step.dispatch.memory import PhaseBytes
@@ -62,7 +62,7 @@ def searched(devices: str = "4xH100", memory: int | None = None, batch_size: int
 
 
 def trace_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets `build_program` trace each model section once, which takes it nearly all of its time."""
+    """Lets `build_setup` trace each model section once, which takes it nearly all of its time."""
     traced = dict[str, ModelDef]()
 
     def trace(config: RunConfig, vocab_size: int) -> ModelDef:
@@ -71,7 +71,7 @@ def trace_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
             traced[key] = trace_model(config, vocab_size)
         return traced[key]
 
-    monkeypatch.setattr("lm_trainer.run.build.program.trace_model", trace)
+    monkeypatch.setattr("lm_trainer.run.build.setup.trace_model", trace)
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
     for layout in found[:: len(found) // samples]:
         read = with_gather(load(path, layout.overrides, RunConfig).config, VOCAB)
         assert read.model_dump() == layout.config.model_dump()
-        build_program(read, VOCAB, jax.devices()[:4])
+        build_setup(read, VOCAB, jax.devices()[:4])
 
 
 def test_layouts_say_which_of_their_settings_make_another_run(path: Path):

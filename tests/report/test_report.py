@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lm_trainer.report.downsample import downsample
 from lm_trainer.report.page import GROUPS, report_page
 from lm_trainer.report.run import ReportedRun, read_run
 from lm_trainer.report.saved import tokens_saved
-from lm_trainer.report.thin import thin
 from tests.conftest import Lmt, refused, run_here
 from tests.run.test_token_probabilities import page_data
 
@@ -186,7 +186,7 @@ def test_thin_curves_keep_every_extreme() -> None:
     rng = np.random.default_rng(0)
     x, y = np.arange(100_000), rng.normal(size=100_000)
     y[54_321], y[77_777], y[5] = 50.0, -50.0, np.nan
-    few_x, few_y = thin(x, y, 1000)
+    few_x, few_y = downsample(x, y, 1000)
     assert len(few_x) <= 1002
     assert np.all(np.diff(few_x) > 0)
     assert (few_y[few_x == 54_321], few_y[few_x == 77_777]) == (50.0, -50.0)
@@ -197,7 +197,7 @@ def test_thin_curves_keep_every_extreme() -> None:
         stretch = y[start : start + 200]
         assert few_y[inside].max() == np.nanmax(stretch)
         assert few_y[inside].min() == np.nanmin(stretch)
-    assert thin(x[:10], y[:10], 1000)[0].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+    assert downsample(x[:10], y[:10], 1000)[0].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
 
 
 def curve(scale: float, seed: int, noise: float = 0.02, flops: float = 10.0) -> ReportedRun:

@@ -23,7 +23,7 @@ from lm_trainer.models import Gpt2Config, hf
 from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.model import loss_function, trace_model
-from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hf_exports import HfExports
 from lm_trainer.run.weights.adapters import find_base, load_whole, training_flops
@@ -63,35 +63,35 @@ def configuration(make_config: MakeConfig, *overrides: str, **changes: Any) -> R
     return load(make_config(adapter=ADAPTER, trainer=trainer, **changes), list(overrides), RunConfig).config
 
 
-def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str, Any], Program]:
+def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str, Any], TrainingSetup]:
     """The run's checkpoints, what its records say of the base, and the program that starts from the base."""
     store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
     base = find_base(config, store)
     assert base is not None
     model = base.attach(trace_model(config, VOCAB))
-    program = plan_program(
+    setup = plan_training(
         config.trainer.model_copy(update={"initialize_from": None}),
         config.optimizer,
         model,
         loss_function(config),
         devices=jax.devices()[:devices],
     )
-    return store, base.facts, program
+    return store, base.facts, setup
 
 
-def start(config: RunConfig, store: CheckpointStore, program: Program) -> TrainState:
+def start(config: RunConfig, store: CheckpointStore, setup: TrainingSetup) -> TrainState:
     trainer = config.trainer.model_copy(update={"initialize_from": None})
-    return find_start(Request(trainer, program, store, program.init, lambda _: "same")).state
+    return find_start(Request(trainer, setup, store, setup.init, lambda _: "same")).state
 
 
-def some_steps(program: Program, state: TrainState) -> tuple[TrainState, list[float]]:
+def some_steps(setup: TrainingSetup, state: TrainState) -> tuple[TrainState, list[float]]:
     rows = np.random.default_rng(0).integers(0, 256, (STEPS, 16, 33)).astype(np.int32)
     losses = []
     for step in range(STEPS):
         batch = _batch(rows[step])
         if step == 0:
-            program.step.compile(batch)
-        state, metrics = program.step(state, program.step.put(batch), 1e-2)
+            setup.step.compile(batch)
+        state, metrics = setup.step(state, setup.step.put(batch), 1e-2)
         losses.append(float(metrics["loss"]))
     return state, losses
 
@@ -114,13 +114,13 @@ def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
     make_config: MakeConfig, in_tmp_path: Path
 ) -> None:
     base, config = write_base(Path("base"), seed=0), configuration(make_config)
-    store, facts, program = plan(config)
-    state, _ = some_steps(program, start(config, store, program))
+    store, facts, setup = plan(config)
+    state, _ = some_steps(setup, start(config, store, setup))
     adapter = to_host(state.params)
     assert len(adapter) == 2 * 6
     assert all(map(is_adapter_param, adapter))
     assert {name: x.sum() for name, x in to_host(state.frozen).items()} == {n: x.sum() for n, x in base.items()}
-    save_state(store, state, program, {"vocab_size": VOCAB, "data_fingerprint": "same", **facts})
+    save_state(store, state, setup, {"vocab_size": VOCAB, "data_fingerprint": "same", **facts})
     store.close()
     (store.directory / "config.yaml").write_text(to_yaml(config))
     ByteTokenizer().save(store.directory / "tokenizer")
@@ -134,16 +134,16 @@ def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
 
     # A base that trains on is used at the step that the adapter was begun on.
     shutil.copytree("base/0", "base/7")
-    store, facts, program = plan(config)
+    store, facts, setup = plan(config)
     assert facts == {"base_step": 0}
-    resumed = start(config, store, program)
+    resumed = start(config, store, setup)
     for name, x in to_host(resumed.params).items():
         np.testing.assert_array_equal(x, adapter[name])
     assert resumed.step == STEPS
     shutil.rmtree("base")
     write_base(Path("base"), seed=1)
     with pytest.raises(UserError, match=r"step 4 was trained beside other frozen weights .* set trainer\.id"):
-        start(config, store, program)
+        start(config, store, setup)
     with pytest.raises(UserError, match="run is an adapter for other weights than those that are now in base"):
         load_whole("run")
     shutil.rmtree("base")
@@ -164,11 +164,11 @@ def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> 
     model, rng = trace_model(config, VOCAB), np.random.default_rng(0)
     weights = {name: jax.numpy.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in model.shapes.items()}
     recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={})
-    program = SimpleNamespace(weights=lambda state: {"": state}, model=model)
+    setup = SimpleNamespace(weights=lambda state: {"": state}, model=model)
     info: Any = SimpleNamespace(step=3, state=weights, total_tokens=640)
     exports: Any = HfExports(config, "run", Progress(5), ByteTokenizer())
     with exports:
-        exports.save(info, program, recorder)
+        exports.save(info, setup, recorder)
     written = load_file("out/run/step-3/adapter_model.safetensors")
     name = "base_model.model.transformer.h.1.mlp.c_fc.lora_A.weight"
     np.testing.assert_array_equal(written[name], weights["blocks.0.mlp.up.lora.a"][1].T)
@@ -215,11 +215,11 @@ def test_what_cannot_be_adapted_is_refused(make_config: MakeConfig, in_tmp_path:
     ):
         with pytest.raises(UserError, match=rf"base is a model that computes something else .*\n  {message}"):
             plan(configuration(make_config, model=model))
-    store, _, program = plan(configuration(make_config, model={"seq_len": 16, "attn_pdrop": 0.1}))
+    store, _, setup = plan(configuration(make_config, model={"seq_len": 16, "attn_pdrop": 0.1}))
     with pytest.raises(
         UserError, match=r"base is another model:\n  embed\.positions: \(32, 32\) there, \(16, 32\) here"
     ):
-        program.init()
+        setup.init()
     store.close()
 
 
@@ -245,8 +245,8 @@ def test_bits_are_the_same_on_one_device_and_eight(make_config: MakeConfig, in_t
     ]
     found = []
     for devices, model in variants:
-        store, _, program = plan(configuration(make_config, model=model), devices)
-        state, losses = some_steps(program, program.init())
+        store, _, setup = plan(configuration(make_config, model=model), devices)
+        state, losses = some_steps(setup, setup.init())
         found.append((losses, to_host(state.params)))
         store.close()
     assert found[0][0] == found[1][0]

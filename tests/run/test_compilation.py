@@ -12,7 +12,7 @@ import pytest
 
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
@@ -85,11 +85,11 @@ def test_the_second_step_compiles_nothing(compilations: list[str], determinism: 
     model = {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 2, "num_heads": 2}
     trainer = {"train_batch_size": 8, "per_device_parallelism": 1, "determinism": determinism}
     config = RunConfig.model_validate({"model": model, "trainer": trainer})
-    program, batch, found = build_program(config, 61, jax.devices()[:2]), random_batch(8, 16, 61), list[list[str]]()
-    state = program.init()
-    program.step.compile(batch)
+    setup, batch, found = build_setup(config, 61, jax.devices()[:2]), random_batch(8, 16, 61), list[list[str]]()
+    state = setup.init()
+    setup.step.compile(batch)
     for at in range(3):
-        state, _ = program.step(state, program.step.put(batch, at), 1e-3)
+        state, _ = setup.step(state, setup.step.put(batch, at), 1e-3)
         found.append([*compilations])
         compilations.clear()
     assert found[0]

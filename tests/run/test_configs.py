@@ -11,7 +11,7 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.models import MODEL_CONFIGS
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 
 FAMILIES = [config.model_fields["type"].default for config in MODEL_CONFIGS]
@@ -32,7 +32,7 @@ def test_every_family_has_a_valid_config() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
     config = read(path, f"trainer.train_batch_size={ROWS}", "trainer.elastic_shards=1")
-    program = build_program(config, VOCAB, jax.devices()[:1])
+    setup = build_setup(config, VOCAB, jax.devices()[:1])
     length = config.model.seq_len
     rows = np.random.default_rng(0).integers(0, VOCAB, (ROWS, length + 1)).astype(np.int32)
     where = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
@@ -40,10 +40,10 @@ def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
     shape = config.model.features_shape
     features = None if shape is None else np.random.default_rng(1).normal(size=(ROWS, *shape)).astype(np.float32)
     batch = Batch(rows[:, :-1], rows[:, 1:], weights, where, segments, features)
-    program.step.compile(batch)
-    state, losses = program.init(), []
+    setup.step.compile(batch)
+    state, losses = setup.init(), []
     for _ in range(STEPS):
-        state, metrics = program.step(state, program.step.put(batch), config.optimizer.learning_rate)
+        state, metrics = setup.step(state, setup.step.put(batch), config.optimizer.learning_rate)
         losses.append(float(metrics["loss"]))
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0] - 0.2, losses

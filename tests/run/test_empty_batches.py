@@ -16,7 +16,7 @@ import yaml
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.trackers import read_metrics
@@ -155,11 +155,11 @@ GPT2 = "model: {type: gpt2, seq_len: 16, hidden_dim: 16, num_layers: 1, num_head
 def test_loss_and_gradient_are_0_in_every_kind_of_step(tmp_path: Path, model: str, setting: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"{model}{setting}train_batch_size: 4, num_train_steps: 2, elastic_shards: 2}}\n")
-    program = build_program(load(file, [], RunConfig).config, 32, jax.devices()[:1])
+    setup = build_setup(load(file, [], RunConfig).config, 32, jax.devices()[:1])
     batch = random_batch(4, 16, 32)
     batch = batch._replace(weights=np.zeros((4, 16), np.float32))
-    program.step.compile(batch)
-    state, metrics = program.take_step(program.init(), batch)
+    setup.step.compile(batch)
+    state, metrics = setup.take_step(setup.init(), batch)
     for name in ("loss", "grad_norm", "tokens"):
         assert float(metrics[name]) == 0, name
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params))

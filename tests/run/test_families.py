@@ -17,7 +17,7 @@ import yaml
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.models import AnyModel
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
@@ -31,16 +31,16 @@ MOST_PARTS = ("llama", "gemma3", "mpt", "backpack")
 def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
     """The bits of every loss and gradient norm, and of all weights at the end."""
     config = load(path, [], RunConfig).config
-    program = build_program(config, VOCAB, jax.devices()[:devices])
-    state, rng, series = program.init(), np.random.default_rng(0), []
+    setup = build_setup(config, VOCAB, jax.devices()[:devices])
+    state, rng, series = setup.init(), np.random.default_rng(0), []
     for step in range(STEPS):
         rows = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
         segments = np.repeat([[0] * 9 + [1] * (SEQ - 9)], ROWS, axis=0).astype(np.int32)
         where = np.repeat([[*range(9), *range(SEQ - 9)]], ROWS, axis=0).astype(np.int32)
         batch = Batch(rows[:, :-1], rows[:, 1:], np.ones((ROWS, SEQ), np.float32), where, segments)
         if step == 0:
-            program.step.compile(batch)
-        state, metrics = program.step(state, program.step.put(batch), 1e-2)
+            setup.step.compile(batch)
+        state, metrics = setup.step(state, setup.step.put(batch), 1e-2)
         assert np.isfinite(metrics["loss"])
         series += [np.float32(metrics[name]).tobytes() for name in sorted(metrics)]
     return series, {name: leaf.tobytes() for name, leaf in to_host(state.params).items()}

@@ -145,11 +145,11 @@ def test_what_is_saved_and_what_is_read_of_what_was_saved(caplog: pytest.LogCapt
     with Trainer(settings(), OPTIMIZER, loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         for step in (3, 6):
-            save_state(trainer.store, state._replace(step=step), trainer.program, {"data_fingerprint": ""})
+            save_state(trainer.store, state._replace(step=step), trainer.setup, {"data_fingerprint": ""})
         trainer.store.wait()
         spoilt = {**state.params, "table": state.params["table"].at[0, 0].set(jnp.inf)}
         with pytest.raises(NonFiniteError, match=r"after step 9 table is not finite.*\(there are: 3, 6\)"):
-            save_state(trainer.store, state._replace(step=9, params=spoilt), trainer.program, {})
+            save_state(trainer.store, state._replace(step=9, params=spoilt), trainer.setup, {})
         assert trainer.store.steps() == [3, 6]
 
     open_to_others = [path for path in Path().rglob("*") if path.stat().st_mode & 0o077]

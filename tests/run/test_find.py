@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.files.find import checkpoints_of, find_checkpoints, find_run, log_directories
+from lm_trainer.run.files.find_run import checkpoints_of, find_checkpoints, find_run, log_directories
 from tests.conftest import Lmt
 
 

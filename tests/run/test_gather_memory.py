@@ -11,7 +11,7 @@ import pytest
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.gather_memory import device_memory, plan_for_memory
 from lm_trainer.run.build.model import trace_model
-from lm_trainer.run.build.program import plan_run
+from lm_trainer.run.build.setup import setup_from_config
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
@@ -43,14 +43,14 @@ def planned(together: int | None) -> int:
 def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[int, str]:
     """The microbatches that share a gather, and what is said of them."""
     model, notes = trace_model(CONFIG, VOCAB), list[str]()
-    program = plan_for_memory(
-        lambda trainer: plan_run(CONFIG, trainer, model, devices=jax.devices()[:1]),
+    setup = plan_for_memory(
+        lambda trainer: setup_from_config(CONFIG, trainer, model, devices=jax.devices()[:1]),
         trainer,
         CONFIG.model.seq_len,
         notes.append,
         memory=memory,
     )
-    return program.step.devices.shares(program.step.plans.at(0)).most, "".join(notes)
+    return setup.step.devices.shares(setup.step.plans.at(0)).most, "".join(notes)
 
 
 @pytest.mark.optimised

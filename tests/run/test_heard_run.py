@@ -151,16 +151,18 @@ def test_text_alone_is_refused_before_anything_is_made(in_tmp_path: Path) -> Non
 
 
 def test_the_next_commands_suit_the_model() -> None:
-    def next_of(sample: str, hears: bool) -> str:
-        lines = Summary("m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample=sample, hears=hears).lines()
+    def next_of(sample: str, takes_audio: bool) -> str:
+        lines = Summary(
+            "m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample=sample, takes_audio=takes_audio
+        ).lines()
         return lines[lines.index("next:") + 1]
 
-    assert next_of("hello⟫hullo", hears=True) == "  lmt transcribe m FILE"
+    assert next_of("hello⟫hullo", takes_audio=True) == "  lmt transcribe m FILE"
     assert (
-        next_of("\nAn apple fell from a tall tree⟫ and", hears=False)
+        next_of("\nAn apple fell from a tall tree⟫ and", takes_audio=False)
         == "  lmt generate m --prompt 'An apple fell from a'"
     )
     made = Summary("m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample="a⟫b")
     assert made.lines()[-1] == "  lmt export-hf m exports/m"
     assert replace(made, exports=False).lines()[-1] == "  lmt runs"
-    assert next_of(f"{'字' * 90}⟫", hears=False) == f"  lmt generate m --prompt {'字' * 24!r}"
+    assert next_of(f"{'字' * 90}⟫", takes_audio=False) == f"  lmt generate m --prompt {'字' * 24!r}"

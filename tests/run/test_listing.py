@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.files.find import find_checkpoints, find_run, log_directories
+from lm_trainer.run.files.find_run import find_checkpoints, find_run, log_directories
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.trainer import Trainer
 from tests.conftest import Lmt

@@ -21,7 +21,7 @@ from lm_trainer.nn.log import log
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import trace_module
-from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.step.dispatch.executable import Executable
@@ -82,16 +82,18 @@ def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, ja
     return jnp.sum(nll * batch.weights), jnp.sum(batch.weights), {"first": jnp.sum(batch.weights[:, 0])}
 
 
-def plan(build: Callable[[], nnx.Module] = Stack, loss: Any = loss, *, devices: int = 1, **changes: Any) -> Program:
+def plan(
+    build: Callable[[], nnx.Module] = Stack, loss: Any = loss, *, devices: int = 1, **changes: Any
+) -> TrainingSetup:
     config = TrainerConfig.model_validate(
         {"train_batch_size": ROWS, "num_train_steps": 2, "elastic_shards": SHARDS, **changes}
     )
-    return plan_program(config, AdamConfig(), trace_module(build, jnp.float32), loss, devices=jax.devices()[:devices])
+    return plan_training(config, AdamConfig(), trace_module(build, jnp.float32), loss, devices=jax.devices()[:devices])
 
 
-def first_step(program: Program, batch: Batch = BATCH, weights: Any = None) -> dict[str, float]:
-    program.step.compile(batch)
-    _, metrics = program.take_step(program.init() if weights is None else program.from_weights(weights), batch)
+def first_step(setup: TrainingSetup, batch: Batch = BATCH, weights: Any = None) -> dict[str, float]:
+    setup.step.compile(batch)
+    _, metrics = setup.take_step(setup.init() if weights is None else setup.from_weights(weights), batch)
     return {name: float(x) for name, x in metrics.items()}
 
 
@@ -132,8 +134,8 @@ def test_values_are_those_of_numpy_however_the_layers_run(mode: Mode) -> None:
 
 
 def test_evaluation_logs_too() -> None:
-    program = plan(per_device_eval_parallelism=2)
-    found = program.evaluate(program.init().params, [BATCH])
+    setup = plan(per_device_eval_parallelism=2)
+    found = setup.evaluate(setup.init().params, [BATCH])
     assert without_the_steps_own(found) == pytest.approx(logged(), rel=1e-5)
 
 
@@ -143,8 +145,8 @@ def test_evaluation_logs_too() -> None:
     ids=["at once", "each device in turns"],
 )
 def test_fast_steps_log_too(per_device_parallelism: int, together: list[Sequence[int]]) -> None:
-    program = plan(devices=2, determinism="fast", per_device_parallelism=per_device_parallelism)
-    assert without_the_steps_own(first_step(program)) == pytest.approx(logged(*together), rel=1e-5)
+    setup = plan(devices=2, determinism="fast", per_device_parallelism=per_device_parallelism)
+    assert without_the_steps_own(first_step(setup)) == pytest.approx(logged(*together), rel=1e-5)
 
 
 def test_the_bits_are_the_same_on_any_number_of_devices() -> None:
@@ -216,9 +218,9 @@ class TestPrograms:
             return total + known(jnp.ones(3))[0], weight, metrics
 
         known(jnp.ones(3))
-        program = plan(loss=with_known)
-        assert first_step(program)["known"] == 3
-        assert program.evaluate(program.init().params, [BATCH])["known"] == 3
+        setup = plan(loss=with_known)
+        assert first_step(setup)["known"] == 3
+        assert setup.evaluate(setup.init().params, [BATCH])["known"] == 3
 
 
 def logs_in(place: Callable[[jax.Array], Any]) -> Callable[..., Any]:
@@ -291,9 +293,9 @@ def twice(x: jax.Array) -> None:
     ],
 )
 def test_what_cannot_be_logged(place: Any, problem: str) -> None:
-    program = plan(loss=logs_in(place))
+    setup = plan(loss=logs_in(place))
     with pytest.raises(UserError, match=problem):
-        program.step.compile(BATCH)
+        setup.step.compile(BATCH)
 
 
 def test_branches_that_log_alike() -> None:

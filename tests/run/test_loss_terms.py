@@ -14,7 +14,7 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.metrics import step_metrics
 from lm_trainer.step.state.train_state import TrainState
@@ -38,43 +38,43 @@ def configured(directory: Path, *lines: str) -> RunConfig:
     return load(file, [], RunConfig).config
 
 
-def planned(directory: Path, *lines: str) -> Program:
-    return build_program(configured(directory, *lines), VOCAB, jax.devices()[:1])
+def planned(directory: Path, *lines: str) -> TrainingSetup:
+    return build_setup(configured(directory, *lines), VOCAB, jax.devices()[:1])
 
 
 def mean(x: Any) -> Any:
     return jnp.sum(x * HALF.weights) / HALF.weights.sum()
 
 
-def logits_of(program: Program, params: Any) -> Any:
-    model: Any = program.model.merge(params)
+def logits_of(setup: TrainingSetup, params: Any) -> Any:
+    model: Any = setup.model.merge(params)
     return model(HALF.tokens, HALF.positions, HALF.segments)
 
 
-def first_step(program: Program, state: TrainState) -> dict[str, float]:
+def first_step(setup: TrainingSetup, state: TrainState) -> dict[str, float]:
     """The metrics of a step as they are logged."""
-    program.step.compile(HALF)
-    _, metrics = program.take_step(state, HALF)
+    setup.step.compile(HALF)
+    _, metrics = setup.take_step(state, HALF)
     return step_metrics({name: float(x) for name, x in metrics.items()}, 0.01)
 
 
 @pytest.mark.slow
 def test_z_loss_weight_adds_the_penalty_to_what_is_minimised(tmp_path: Path) -> None:
-    program = planned(tmp_path, "z_loss_weight: 0.2")
+    setup = planned(tmp_path, "z_loss_weight: 0.2")
 
     def naive(params: Any) -> Any:
-        logits = logits_of(program, params)
+        logits = logits_of(setup, params)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         right = jnp.take_along_axis(logits, HALF.targets[..., None], axis=-1)[..., 0]
         loss, penalty = mean(log_z - right), 0.2 * mean(log_z**2)
         return loss + penalty, (loss, penalty)
 
-    state = program.init()
+    state = setup.init()
     # Before the step, which consumes the parameters.
     (_, (loss, penalty)), grads = quick_jit(jax.value_and_grad(naive, has_aux=True))(
         {name: np.asarray(x) for name, x in state.params.items()}
     )
-    logged = first_step(program, state)
+    logged = first_step(setup, state)
     assert logged["train/loss"] == pytest.approx(float(loss), rel=1e-5)
     assert logged["train/z_loss"] == pytest.approx(float(penalty), rel=1e-5)
     assert logged["optim/grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
@@ -90,28 +90,28 @@ def test_evaluation_has_no_z_loss(tmp_path: Path) -> None:
 
 def test_without_a_z_loss_nothing_else_is_traced(tmp_path: Path) -> None:
     programs = [planned(tmp_path, *lines).step.compile(HALF) for lines in ((), ("z_loss_weight: 0",))]
-    assert len({program.fingerprint() for program in programs}) == 1
+    assert len({setup.fingerprint() for setup in programs}) == 1
     assert planned(tmp_path, "z_loss_weight: 1.0e-4").step.compile(HALF).fingerprint() != programs[0].fingerprint()
 
 
 def test_log_entropy_measures_it_in_evaluation(tmp_path: Path) -> None:
-    program = planned(tmp_path, "log_entropy: true")
-    params = program.init().params
+    setup = planned(tmp_path, "log_entropy: true")
+    params = setup.init().params
 
     def naive(params: Any) -> Any:
-        logits = logits_of(program, params)
+        logits = logits_of(setup, params)
         p = jax.nn.softmax(logits, axis=-1)
         right = jnp.take_along_axis(logits, HALF.targets[..., None], axis=-1)[..., 0]
         return {"loss": mean(jax.nn.logsumexp(logits, axis=-1) - right), "entropy": mean(-jnp.sum(p * jnp.log(p), -1))}
 
     expected = {name: float(x) for name, x in quick_jit(naive)(params).items()}
-    assert program.evaluate(params, [HALF]) == pytest.approx(expected, rel=1e-5)
+    assert setup.evaluate(params, [HALF]) == pytest.approx(expected, rel=1e-5)
     assert 0 < expected["entropy"] < np.log(VOCAB)
 
 
 def test_log_entropy_leaves_training_as_it_is(tmp_path: Path) -> None:
     programs = [planned(tmp_path, *lines).step.compile(HALF) for lines in ((), ("log_entropy: true",))]
-    assert len({program.fingerprint() for program in programs}) == 1
+    assert len({setup.fingerprint() for setup in programs}) == 1
 
 
 def test_sophia_g_and_a_z_loss_are_refused_together(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lm_trainer.models import DecoderConfig, LlamaConfig, Phi3Config, Qwen2Confi
 from lm_trainer.models.rope import Llama3Rope, LongRope
 from lm_trainer.parallel import sharded_array
 from lm_trainer.profile.flops import parameter_count
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.run.weights.hf_transfer import import_model
 from lm_trainer.run.weights.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
@@ -262,13 +262,13 @@ def test_the_weights_arrive_cut_over_the_devices(
     monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
     monkeypatch.setattr("lm_trainer.run.weights.pretrained.HOST_BYTES", host_bytes)
     found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
-    program = build_program(found.config, found.vocab_size)
+    setup = build_setup(found.config, found.vocab_size)
     assert found.source is not None
-    loaded = found.source.load(found.config.model, program.model.shapes, program.sharding.storage)
+    loaded = found.source.load(found.config.model, setup.model.shapes, setup.sharding.storage)
     assert loaded.keys() == expected.keys()
     assert len(jax.devices()) == 8
     for name, x in loaded.items():
-        assert x.sharding == program.sharding.storage[name]
+        assert x.sharding == setup.sharding.storage[name]
         np.testing.assert_array_equal(np.asarray(x), expected[name], err_msg=name)
     assert any(not x.sharding.is_fully_replicated for x in loaded.values())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.files.records import read_attempts
 from lm_trainer.run.trainer import Trainer

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.run.build.notes import schedule_notes
+from lm_trainer.run.build.startup_notes import schedule_notes
 from lm_trainer.run.config.run_config import RunConfig
 
 

@@ -16,7 +16,7 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.estimate import compile_temporary, estimate_temporary
-from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 from tests.models.common import change
@@ -36,12 +36,12 @@ def write(make_config: MakeConfig, model: Mapping[str, Any] | None = None, **tra
     return load(path, [], RunConfig).config
 
 
-def train(program: Program, batch: Batch, steps: int = STEPS) -> tuple[list[float], dict[str, np.ndarray]]:
-    program.step.compile(batch)
-    state, losses = program.init(), []
+def train(setup: TrainingSetup, batch: Batch, steps: int = STEPS) -> tuple[list[float], dict[str, np.ndarray]]:
+    setup.step.compile(batch)
+    state, losses = setup.init(), []
     frozen = to_host(state.frozen)
     for _ in range(steps):
-        state, metrics = program.step(state, program.step.put(batch), 1e-2)
+        state, metrics = setup.step(state, setup.step.put(batch), 1e-2)
         losses.append(float(metrics["loss"]))
     assert state.frozen.keys() == frozen.keys() == {"encoder.positions"}
     np.testing.assert_array_equal(np.asarray(state.frozen["encoder.positions"]), frozen["encoder.positions"])
@@ -54,9 +54,7 @@ def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Pat
     config = write(
         make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True, "scan_layers": True}
     )
-    (losses, one), *others = [
-        train(build_program(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 4)
-    ]
+    (losses, one), *others = [train(build_setup(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 4)]
     for found, weights in others:
         assert found == losses
         for name, x in weights.items():
@@ -76,16 +74,16 @@ def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_p
     weights = np.zeros(tokens.shape, np.float32)
     weights[:, 0] = 1
     batch = plain._replace(tokens=first, targets=tokens, weights=weights, features=heard)
-    program = build_program(config, VOCAB, jax.devices()[:1])
-    deaf, _ = train(program, batch._replace(features=np.zeros_like(heard)), 30)
-    hearing, _ = train(program, batch, 30)
+    setup = build_setup(config, VOCAB, jax.devices()[:1])
+    deaf, _ = train(setup, batch._replace(features=np.zeros_like(heard)), 30)
+    hearing, _ = train(setup, batch, 30)
     assert deaf[-1] > np.log(4) - 0.02
     assert hearing[-1] < 0.5 * np.log(4)
 
 
 @functools.cache
 def _trained_alone(config: str) -> tuple[list[float], dict[str, np.ndarray]]:
-    return train(build_program(RunConfig.model_validate_json(config), VOCAB, jax.devices()[:1]), rows(ROWS))
+    return train(build_setup(RunConfig.model_validate_json(config), VOCAB, jax.devices()[:1]), rows(ROWS))
 
 
 def trained_alone(make_config: MakeConfig) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -103,7 +101,7 @@ def test_other_ways_to_share_the_work_agree_up_to_rounding(
     make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any]
 ) -> None:
     wanted, weights = trained_alone(make_config)
-    found, others = train(build_program(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
+    found, others = train(build_setup(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     for name, x in others.items():
         np.testing.assert_allclose(x, weights[name], atol=1e-2, err_msg=name)
@@ -129,4 +127,4 @@ def test_what_makes_no_sense_is_refused(
     make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any], devices: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_program(write(make_config, **trainer), VOCAB, jax.devices()[:devices])
+        build_setup(write(make_config, **trainer), VOCAB, jax.devices()[:devices])

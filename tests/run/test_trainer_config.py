@@ -25,7 +25,7 @@ from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run import sample, train
 from lm_trainer.run.build.model import loss_function, trace_model
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.dry_run import dry_run
@@ -127,7 +127,7 @@ BOTH, MODEL_AXIS = PartitionSpec(None, "data", "model"), PartitionSpec(None, Non
     ids=str,
 )
 def test_where_a_parameter_lies(trainer: dict[str, Any], storage: PartitionSpec, compute: PartitionSpec) -> None:
-    param_sharding = build_program(config(**trainer), VOCAB, jax.devices()[:4]).sharding.params[UP]
+    param_sharding = build_setup(config(**trainer), VOCAB, jax.devices()[:4]).sharding.params[UP]
     assert (param_sharding.storage, param_sharding.compute) == (storage, compute)
 
 
@@ -147,7 +147,7 @@ def test_where_a_parameter_lies(trainer: dict[str, Any], storage: PartitionSpec,
     ids=str,
 )
 def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) -> None:
-    mesh = build_program(config(**trainer), VOCAB).sharding.mesh
+    mesh = build_setup(config(**trainer), VOCAB).sharding.mesh
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
     assert list(mesh.devices.flat) == jax.devices()[: mesh.devices.size]
 
@@ -166,8 +166,8 @@ def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) ->
 def test_how_a_batch_is_cut(trainer: dict[str, Any], plan: tuple[int, int], rows_of_evaluation: int) -> None:
     run = config(**trainer)
     assert run.trainer.step_plan.microbatches.at(0) == MicrobatchPlan(trainer["train_batch_size"], *plan)
-    program = build_program(run, VOCAB, jax.devices()[:1])
-    assert (program.evaluate.batch_size, program.step.plans.at(0).count) == (rows_of_evaluation, plan[0])
+    setup = build_setup(run, VOCAB, jax.devices()[:1])
+    assert (setup.evaluate.batch_size, setup.step.plans.at(0).count) == (rows_of_evaluation, plan[0])
 
 
 def test_a_plan_is_resolved_once_and_a_changed_copy_has_its_own() -> None:
@@ -216,13 +216,13 @@ def test_a_sample_goes_on_from_its_prompt_with_as_many_tokens_as_are_asked_for(m
     monkeypatch.setattr(sample, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
     data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
-    program: Any = SimpleNamespace(gathers_layers=False, model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
+    setup: Any = SimpleNamespace(gathers_layers=False, model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
     state: Any = None
-    assert sample.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
+    assert sample.draw_sample(config(sample_tokens=5, seed=3), setup, data, state) == "aaaa⟫hi"
     assert [(settings.max_new_tokens, settings.seed) for settings in asked] == [(5, 3)]
     # The end of a prompt that is too long for the context.
     for prompt, told in (("def f", "def f⟫hi"), ("b" * 20 + "cc", "b" * 6 + "cc⟫hi")):
-        assert sample.draw_sample(config(sample_prompt=prompt), program, data, state) == told
+        assert sample.draw_sample(config(sample_prompt=prompt), setup, data, state) == told
 
 
 def test_an_average_that_comes_to_rest() -> None:

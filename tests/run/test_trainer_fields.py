@@ -23,7 +23,7 @@ from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.models import Gpt2Config
 from lm_trainer.profile.meter import Meter
 from lm_trainer.run.build.model import trace_module
-from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.bad_batches import BadBatchDump
@@ -122,9 +122,9 @@ def test_the_seed_decides_the_random_numbers_of_training() -> None:
     def drawn(seed: int) -> float:
         model = trace_module(Bigrams, jnp.float32)
         trainer = settings(seed=seed, elastic_shards=1)
-        program = plan_program(trainer, OPTIMIZER, model, drawing, devices=jax.devices()[:1])
-        program.step.compile(batch(0))
-        _, metrics = program.step(program.init(), program.step.put(batch(0)), 0.1)
+        setup = plan_training(trainer, OPTIMIZER, model, drawing, devices=jax.devices()[:1])
+        setup.step.compile(batch(0))
+        _, metrics = setup.step(setup.init(), setup.step.put(batch(0)), 0.1)
         return float(metrics["drawn"])
 
     assert drawn(1) == drawn(1) != drawn(2)
@@ -238,11 +238,11 @@ def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixt
     assert said.startswith("the checkpoint of step 2 lacks params.bias, averaged.bias, averaged.table, opt_state.")
 
 
-def begun(program: Program, **changes: Any) -> TrainState:
+def begun(setup: TrainingSetup, **changes: Any) -> TrainState:
     """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
-    return find_start(Request(trainer, program, store, program.init, lambda _: "")).state
+    return find_start(Request(trainer, setup, store, setup.init, lambda _: "")).state
 
 
 @pytest.mark.slow
@@ -254,11 +254,11 @@ def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -
     params = definition.nested(jax.jit(definition.init)())
     write_model(Path("weights"), model_config=bare, params=params, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
     run = RunConfig(model=Gpt2Config(**small), trainer=settings())
-    program = build_program(run, tokenizer.vocab_size, jax.devices()[:1])
+    setup = build_setup(run, tokenizer.vocab_size, jax.devices()[:1])
     with pytest.raises(UserError, match=r"weights is another model:\n.*bias: None there"):
-        begun(program)
+        begun(setup)
     assert not caplog.records
-    state = begun(program, allow_partial_checkpoint=True)
+    state = begun(setup, allow_partial_checkpoint=True)
     assert state.step == 0
     for name, expected in definition.named(params).items():
         np.testing.assert_array_equal(state.params[name], expected)

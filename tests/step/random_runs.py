@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from lm_trainer.core.batch import Batch
 from lm_trainer.optim import AnyOptimizer
 from lm_trainer.run.build.model import trace_module
-from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.train_state import to_host
@@ -232,26 +232,26 @@ class Outcome:
         return next((name for name in self.state if self.state[name] != other.state[name]), None)
 
 
-def _plan(run: RandomRun, devices: int, mesh: Plain) -> tuple[Program, TrainerConfig]:
+def _plan(run: RandomRun, devices: int, mesh: Plain) -> tuple[TrainingSetup, TrainerConfig]:
     on, trainer = jax.devices()[:devices], {**run.trainer, **mesh}
     if run.model is not None:
         config = RunConfig.model_validate({"model": run.model, "trainer": trainer, "optimizer": run.optimizer})
-        return build_program(config, run.vocab_size, on), config.trainer
+        return build_setup(config, run.vocab_size, on), config.trainer
     settings = TrainerConfig.model_validate(trainer)
     definition = trace_module(lambda: Shapes(run), settings.mp.param_dtype)
     optimizer = TypeAdapter(AnyOptimizer).validate_python(run.optimizer)
-    return plan_program(settings, optimizer, definition, shapes_loss, devices=on), settings
+    return plan_training(settings, optimizer, definition, shapes_loss, devices=on), settings
 
 
 def outcome(run: RandomRun, devices: int, mesh: Plain) -> Outcome:
     """The outcome of `run` on this many devices."""
-    program, trainer = _plan(run, devices, mesh)
-    state, losses = program.init(), []
+    setup, trainer = _plan(run, devices, mesh)
+    state, losses = setup.init(), []
     start = to_host(state.params)
     for step, batch in enumerate(batches(run, trainer)):
-        if not program.step.compiled(step):
-            program.step.compile(batch, step)
-        state, metrics = program.step(state, program.step.put(batch, step), 1e-2 / (step + 1))
+        if not setup.step.compiled(step):
+            setup.step.compile(batch, step)
+        state, metrics = setup.step(state, setup.step.put(batch, step), 1e-2 / (step + 1))
         losses.append(struct.pack("<ff", float(metrics["loss"]), float(metrics["grad_norm"])))
     end = to_host(state.params)
     averaged = to_host(state.averaged or {})

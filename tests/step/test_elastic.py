@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.config.loader import load
 from lm_trainer.data import open_data
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
 from tests.run.conftest import MakeConfig, Plain, merged
@@ -28,16 +28,16 @@ def run(path: Path, devices: int, **trainer: Any) -> tuple[list[bytes], str, flo
     """The bits of every loss and gradient norm, a hash of all weights and moments, and the validation loss."""
     config = load(path, [f"trainer.{k}={v}" for k, v in trainer.items()], RunConfig).config
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
-    program = build_program(config, data.tokenizer.vocab_size, jax.devices()[:devices])
-    state = program.init()
+    setup = build_setup(config, data.tokenizer.vocab_size, jax.devices()[:devices])
+    state = setup.init()
     series, rate = [], config.learning_rate()
-    rows, steps = program.step.local_rows(), config.trainer.num_train_steps
+    rows, steps = setup.step.local_rows(), config.trainer.num_train_steps
     for step, batch in enumerate(data.train(config.trainer.batch_schedule.at(0), rows=rows, num_steps=steps)):
         if step == 0:
-            program.step.compile(batch)
-        state, metrics = program.step(state, program.step.put(batch), rate(step))
+            setup.step.compile(batch)
+        state, metrics = setup.step(state, setup.step.put(batch), rate(step))
         series.append(struct.pack("<ff", float(metrics["loss"]), float(metrics["grad_norm"])))
-    evaluate = program.evaluate
+    evaluate = setup.evaluate
     held_out = data.validation()["validation"].batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=3)
     loss = evaluate(state.params, held_out)["loss"]
     data.close()
@@ -117,7 +117,7 @@ def test_initial_weights_of_odd_widths_are_those_of_one_device() -> None:
     model = {"type": "gpt2", "hidden_dim": 24, "num_layers": 3, "num_heads": 2, "seq_len": 24}
     trainer = {"train_batch_size": 8}
     config = RunConfig.model_validate({"model": model, "trainer": trainer, "optimizer": {"type": "adam"}})
-    one, *others = (to_host(build_program(config, 61, jax.devices()[:n]).init().params) for n in (1, 2, 8))
+    one, *others = (to_host(build_setup(config, 61, jax.devices()[:n]).init().params) for n in (1, 2, 8))
     for other in others:
         for name, x in one.items():
             np.testing.assert_array_equal(other[name], x, err_msg=name)
@@ -125,8 +125,8 @@ def test_initial_weights_of_odd_widths_are_those_of_one_device() -> None:
 
 def test_state_is_sharded_from_the_first_byte(make_config: MakeConfig, in_tmp_path: Path) -> None:
     config = load(make_config(), [], RunConfig).config
-    program = build_program(config, 257, jax.devices())
-    state = program.init()
+    setup = build_setup(config, 257, jax.devices())
+    state = setup.init()
     up = "blocks.0.mlp.up.weight"
     assert up in state.params, sorted(state.params)
     assert state.params[up].shape == (2, 32, 128)

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.step.dispatch.device_groups import local_groups
 from lm_trainer.step.dispatch.executable import program_hash
-from lm_trainer.step.dispatch.groups import local_groups
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 
 

@@ -13,7 +13,7 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program, build_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import to_host
@@ -21,7 +21,7 @@ from lm_trainer.step.state.train_state import to_host
 VOCAB, ROWS, SEQ = 61, 8, 16
 
 
-def program(devices: int, *, optimizer: str = "adam", block: int | None = None, **trainer: Any) -> Program:
+def setup(devices: int, *, optimizer: str = "adam", block: int | None = None, **trainer: Any) -> TrainingSetup:
     model = {"type": "gpt2", "seq_len": SEQ, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
     model["cross_entropy_block_size"] = block
     config = RunConfig.model_validate(
@@ -32,7 +32,7 @@ def program(devices: int, *, optimizer: str = "adam", block: int | None = None, 
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
         }
     )
-    return build_program(config, VOCAB, jax.devices()[:devices])
+    return build_setup(config, VOCAB, jax.devices()[:devices])
 
 
 def batch() -> Batch:
@@ -53,7 +53,7 @@ class Seen:
         self.step, self.weight, self.grads = before, float(weight), to_host(grads)
 
 
-def trained(planned: Program, observer: Any = None) -> tuple[list[float], dict[str, np.ndarray]]:
+def trained(planned: TrainingSetup, observer: Any = None) -> tuple[list[float], dict[str, np.ndarray]]:
     state, metrics = planned.init(), []
     planned.step.compile(batch())
     for _ in range(3):
@@ -67,7 +67,7 @@ def observed_elastic() -> tuple[Any, Seen]:
     """Metrics and weights of `determinism: elastic` on one device, with the loss of all tokens at once, and its last
     gradient."""
     seen = Seen()
-    return trained(program(1), seen), seen
+    return trained(setup(1), seen), seen
 
 
 def trained_elastic() -> tuple[list[float], dict[str, np.ndarray]]:
@@ -81,7 +81,7 @@ def assert_close(fast: Any, elastic: Any) -> None:
 
 
 def test_fast_is_one_program_that_is_close_to_elastic() -> None:
-    fast = program(2, determinism="fast")
+    fast = setup(2, determinism="fast")
     assert not fast.step.compiled(0)
     assert_close(trained(fast), trained_elastic())
     assert fast.step.compiled(0)
@@ -93,20 +93,20 @@ def test_fast_is_one_program_that_is_close_to_elastic() -> None:
 @pytest.mark.slow
 def test_blocks_of_the_loss_are_of_a_devices_own_tokens() -> None:
     # 24 tokens do not divide the 32 of a device: each device fills up its own last block.
-    fast = program(4, determinism="fast", block=24)
+    fast = setup(4, determinism="fast", block=24)
     assert_close(trained(fast), trained_elastic())
     text = fast.step.compile(batch()).hlo()
     exchanged = re.findall(rf"f32\[\d+,{VOCAB}\]\S* (?:all-\w+|collective-permute)", text)
     assert not exchanged, "logits do not leave their device"
     assert f"f32[24,{VOCAB}]" in text, "a device computes one block of its own at a time"
-    more = program(4, determinism="fast", block=4).step.compile(batch()).hlo()
+    more = setup(4, determinism="fast", block=4).step.compile(batch()).hlo()
     sent, sent_by_more = (sum(bytes_sent(each).values()) for each in (text, more))
     assert sent_by_more < sent + VOCAB * 16 * 4, "the gradient of the head is added up once, not for each block"
 
 
 @pytest.mark.slow
 def test_fast_accumulates_where_per_device_parallelism_is_set() -> None:
-    fast, seen = program(2, determinism="fast", per_device_parallelism=1), Seen()
+    fast, seen = setup(2, determinism="fast", per_device_parallelism=1), Seen()
     elastic, expected = observed_elastic()
     assert_close(trained(fast, seen), elastic)
     assert f"s32[1,{SEQ}]" in fast.step.compile(batch()).hlo()
@@ -118,5 +118,5 @@ def test_fast_accumulates_where_per_device_parallelism_is_set() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sophia-g", "muon"])
 def test_fast_takes_estimates_of_curvature_and_updates_of_whole_matrices(optimizer: str) -> None:
-    fast, elastic = (trained(program(2, optimizer=optimizer, determinism=kind)) for kind in ("fast", "elastic"))
+    fast, elastic = (trained(setup(2, optimizer=optimizer, determinism=kind)) for kind in ("fast", "elastic"))
     np.testing.assert_allclose(fast[0], elastic[0], rtol=1e-3)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.step.dispatch.groups import pad_rows
+from lm_trainer.step.dispatch.device_groups import pad_rows
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 

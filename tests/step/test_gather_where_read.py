@@ -16,7 +16,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import loss_function, trace_module
-from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.train_state import to_host
@@ -43,8 +43,8 @@ def config(layers: int, trainer: dict[str, Any], model: dict[str, Any]) -> RunCo
     )
 
 
-def program(layers: int = 4, devices: int = DEVICES, *, model: Any = None, **trainer: Any) -> Program:
-    return build_program(config(layers, trainer, model or {}), VOCAB, jax.devices()[:devices])
+def setup(layers: int = 4, devices: int = DEVICES, *, model: Any = None, **trainer: Any) -> TrainingSetup:
+    return build_setup(config(layers, trainer, model or {}), VOCAB, jax.devices()[:devices])
 
 
 def batch() -> Batch:
@@ -65,7 +65,7 @@ def computations(text: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_are_gathered_one_by_one_inside_the_loop(remat: bool) -> None:
     layers = 5
-    planned = program(layers, model={"gradient_checkpointing": remat}, mp="p=f32,c=bfloat16")
+    planned = setup(layers, model={"gradient_checkpointing": remat}, mp="p=f32,c=bfloat16")
     text = planned.step.compile(batch()).hlo()
     found = computations(text)
     inside = [line for body in set(re.findall(r"body=%(\S+?)[,\s]", text)) for line in found[body]]
@@ -81,7 +81,7 @@ def test_layers_are_gathered_one_by_one_inside_the_loop(remat: bool) -> None:
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_memory_does_not_grow_by_whole_layers() -> None:
-    few, many = (program(layers) for layers in (4, 12))
+    few, many = (setup(layers) for layers in (4, 12))
     grown = [int(p.step.compile(batch()).memory().temp_size_in_bytes) for p in (few, many)]
     layers = sum(4 * math.prod(x.shape) for name, x in many.model.shapes.items() if name.startswith("blocks."))
     more = layers * 8 // 12
@@ -110,7 +110,7 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("case", ["tied", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "tied")])
 def test_the_gradient_is_that_of_one_device(case: str) -> None:
     given = dict(CASES[case])
-    planned = program(2, **{"devices": 4, **given})
+    planned = setup(2, **{"devices": 4, **given})
     state = planned.init()
     sums = planned.step.gradient(state, planned.step.put(batch()))
     loss = loss_function(config(2, {}, given.get("model", {})))
@@ -137,7 +137,7 @@ def test_what_a_model_reads_by_itself_is_gathered_at_the_start() -> None:
         return jnp.sum(jnp.square(model.table[...][rows.tokens])), jnp.float32(1.0), {}
 
     trainer = TrainerConfig.model_validate({"train_batch_size": ROWS, "determinism": "fast"})
-    planned = plan_program(trainer, AdamConfig(), trace_module(OwnTable, jnp.float32), loss, devices=jax.devices()[:4])
+    planned = plan_training(trainer, AdamConfig(), trace_module(OwnTable, jnp.float32), loss, devices=jax.devices()[:4])
     state = planned.init()
     assert not state.params["table"].is_fully_replicated
     gradient = planned.step.gradient(state, planned.step.put(batch())).tree["table"]

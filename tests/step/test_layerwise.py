@@ -14,7 +14,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.model import loss_function
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.staged.hutchinson import signs_of_row
 from lm_trainer.step.staged.split_loss import dtypes_read
@@ -49,21 +49,21 @@ def batch_of(config: RunConfig) -> Batch:
 
 
 def gradient(config: RunConfig, devices: int = 1) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    program, batch = build_program(config, VOCAB, jax.devices()[:devices]), batch_of(config)
-    program.step.compile(batch)
-    sums = program.step.gradient(program.init(), program.step.put(batch))
+    setup, batch = build_setup(config, VOCAB, jax.devices()[:devices]), batch_of(config)
+    setup.step.compile(batch)
+    sums = setup.step.gradient(setup.init(), setup.step.put(batch))
     return {name: float(x) for name, x in sums.scalars.items()}, to_host(sums.tree)
 
 
 def plain_gradient(config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """The gradient of the whole batch by one call of JAX."""
-    program, loss, batch = build_program(config, VOCAB, jax.devices()[:1]), loss_function(config), batch_of(config)
+    setup, loss, batch = build_setup(config, VOCAB, jax.devices()[:1]), loss_function(config), batch_of(config)
 
     def objective(params: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        total, weight, metrics = loss(program.model.merge(params), batch, None)
+        total, weight, metrics = loss(setup.model.merge(params), batch, None)
         return total, {"loss": total, "weight": weight, **metrics}
 
-    grads, scalars = jax.jit(jax.grad(objective, has_aux=True))(program.init().params)
+    grads, scalars = jax.jit(jax.grad(objective, has_aux=True))(setup.init().params)
     return {name: float(x) for name, x in scalars.items()}, to_host(grads)
 
 
@@ -148,8 +148,8 @@ def test_held_out_losses_of_devices_that_share_rows(model: dict[str, Any], axes:
     def means(**trainer: Any) -> dict[str, float]:
         sizes: dict[str, Any] = {f"{axis}_axis_size": 2 for axis in axes}
         config = config_of(model, per_device_parallelism=2, **sizes, **trainer)
-        program = build_program(config, VOCAB, jax.devices()[: 2 ** len(axes)])
-        return program.evaluate(program.init().params, [batch_of(config)])
+        setup = build_setup(config, VOCAB, jax.devices()[: 2 ** len(axes)])
+        return setup.evaluate(setup.init().params, [batch_of(config)])
 
     assert means() == pytest.approx(means(gather="model"), rel=1e-5)
 
@@ -158,8 +158,8 @@ def test_held_out_losses_of_devices_that_share_rows(model: dict[str, Any], axes:
 def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices() -> None:
     def means(devices: int, **trainer: Any) -> dict[str, float]:
         config = config_of(LLAMA, **trainer)
-        program = build_program(config, VOCAB, jax.devices()[:devices])
-        return program.evaluate(program.init().params, [batch_of(config)])
+        setup = build_setup(config, VOCAB, jax.devices()[:devices])
+        return setup.evaluate(setup.init().params, [batch_of(config)])
 
     one = means(1)
     assert means(2, microbatches_per_gather=1) == one
@@ -168,9 +168,9 @@ def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices()
 
 def estimate(config: RunConfig) -> dict[str, np.ndarray]:
     """The optimizer's average of curvature after one step."""
-    program, batch = build_program(config, VOCAB, jax.devices()[:1]), batch_of(config)
-    program.step.compile(batch)
-    arrays = jax.tree_util.tree_leaves_with_path(program.take_step(program.init(), batch)[0].opt_state)
+    setup, batch = build_setup(config, VOCAB, jax.devices()[:1]), batch_of(config)
+    setup.step.compile(batch)
+    arrays = jax.tree_util.tree_leaves_with_path(setup.take_step(setup.init(), batch)[0].opt_state)
     by_name = {jax.tree_util.keystr(path): np.asarray(x) for path, x in arrays}
     return {name: x for name, x in by_name.items() if "curvature" in name}
 
@@ -255,7 +255,7 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> No
 )
 def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        build_program(config_of(GPT2, optimizer, **trainer), VOCAB, jax.devices()[:2])
+        build_setup(config_of(GPT2, optimizer, **trainer), VOCAB, jax.devices()[:2])
 
 
 def test_microbatches_per_gather_has_no_effect_on_fast_steps() -> None:

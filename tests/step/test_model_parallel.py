@@ -18,8 +18,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import loss_function, trace_module
-from lm_trainer.run.build.notes import configuration_warnings, determinism_note
-from lm_trainer.run.build.program import Program, build_program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, build_setup, plan_training
+from lm_trainer.run.build.startup_notes import configuration_warnings, determinism_note
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.state.train_state import to_host
@@ -36,7 +36,7 @@ MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_ro
 WHOLE: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
 
 
-def program(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> Program:
+def setup(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> TrainingSetup:
     """A model with `dense: false` computes its experts in groups, which a CPU otherwise does not."""
     config = RunConfig.model_validate(
         {
@@ -47,11 +47,11 @@ def program(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **t
         }
     )
     if "dense" not in model:
-        return build_program(config, VOCAB, jax.devices()[:devices])
+        return build_setup(config, VOCAB, jax.devices()[:devices])
     spec = config.model.spec(VOCAB)
     blocks = tuple(replace(block, mlp=replace(block.mlp, dense=model["dense"])) for block in spec.blocks)
     grouped = trace_module(lambda: Decoder(replace(spec, blocks=blocks), rngs=nnx.Rngs(0)), np.float32)
-    return plan_program(
+    return plan_training(
         config.trainer, config.optimizer, grouped, loss_function(config), devices=jax.devices()[:devices]
     )
 
@@ -66,7 +66,7 @@ def packed(rows: int) -> Batch:
     return Batch(tokens, targets, weights, positions, segments)
 
 
-def gradient(planned: Program) -> tuple[Sums, Any]:
+def gradient(planned: TrainingSetup) -> tuple[Sums, Any]:
     """The sums over one batch, with weights that every mesh is given alike; and the memory of the executable."""
     rng = np.random.default_rng(0)
     weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
@@ -83,7 +83,7 @@ def on_one_device(model: dict[str, Any], precision: str = "f32") -> tuple[Sums, 
 
 @cache
 def _with_whole_rows(model: tuple[tuple[str, Any], ...], precision: str) -> tuple[Sums, Any]:
-    return gradient(program(dict(model), 1, mp=precision))
+    return gradient(setup(dict(model), 1, mp=precision))
 
 
 def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -
     devices = int(np.prod(list(sizes.values())))
     keys = {f"{axis}_axis_size": size for axis, size in sizes.items()}
     tensor = {"tensor_parallel_axes": ["heads", "mlp"]} if "model" in sizes else {}
-    found, memory = gradient(program(model, devices, **keys, **tensor, **trainer))
+    found, memory = gradient(setup(model, devices, **keys, **tensor, **trainer))
     expected, one = on_one_device(model, trainer.get("mp", "f32"))
     # bfloat16 rounds by up to 2^-8, and sums of another order differ by several of these.
     tolerance = 1e-5 if "mp" not in trainer else 3e-2
@@ -111,7 +111,7 @@ def test_positions_cut_over_devices_take_less_memory_and_compute_the_same() -> N
 
 @pytest.mark.slow
 def test_experts_cut_over_devices_compute_the_same() -> None:
-    planned = program(MIXTRAL, 2, expert_axis_size=2)
+    planned = setup(MIXTRAL, 2, expert_axis_size=2)
     assert planned.sharding.params["blocks.0.mlp.gate"].compute[1] == "expert"
     memory, one = assert_close(MIXTRAL, {"expert": 2})
     assert memory.argument_size_in_bytes < 0.75 * one.argument_size_in_bytes
@@ -161,7 +161,7 @@ def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis
         sizes: dict[str, Any] = {"train_batch_size": 2 * ROWS, "elastic_shards": 4, f"{axis}_axis_size": 2}
         if axis == "model":
             sizes["tensor_parallel_axes"] = ["mlp", "heads"]
-        planned = program(model, devices, **sizes)
+        planned = setup(model, devices, **sizes)
         batch = packed(2 * ROWS)
         planned.step.compile(batch)
         state, found = planned.init(), []
@@ -182,7 +182,7 @@ def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis
 )
 def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], axis: str) -> None:
     sizes: dict[str, Any] = {f"{axis}_axis_size": 2}
-    planned = program(model, 4, determinism="fast", elastic_shards=2, **sizes)
+    planned = setup(model, 4, determinism="fast", elastic_shards=2, **sizes)
     batch = packed(ROWS)
     rng = np.random.default_rng(0)
     weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
@@ -215,7 +215,7 @@ def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], a
 )
 def test_what_cannot_be_cut_is_refused(model: dict[str, Any], trainer: dict[str, Any], message: str) -> None:
     with pytest.raises((UserError, ValidationError), match=message):
-        program(model, 8, **trainer)
+        setup(model, 8, **trainer)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lm_trainer.core.histogram import BINS, histogram
 from lm_trainer.models import Gpt2Config
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import plan_shardings
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.train_state import TrainState
@@ -235,16 +235,16 @@ def trained(observed: bool) -> dict[str, bytes]:
     """The parameters after three steps of a tiny model."""
     model = Gpt2Config(seq_len=8, hidden_dim=16, num_layers=2, num_heads=2)
     trainer = TrainerConfig(train_batch_size=2, elastic_shards=1, num_train_steps=3)
-    program = build_program(RunConfig(model=model, trainer=trainer), 31, jax.devices()[:1])
+    setup = build_setup(RunConfig(model=model, trainer=trainer), 31, jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 31, (2, 8)).astype(np.int32)
     positions, segments = np.tile(np.arange(8, dtype=np.int32), (2, 1)), np.zeros_like(tokens)
     batch = Batch(tokens, np.roll(tokens, -1, 1), np.ones((2, 8), np.float32), positions, segments)
     config = WatchConfig(watch_targets=("grads", "updates"), interval=1)
-    watcher = Watcher(config, program.sharding, program.model.axes) if observed else None
-    program.step.compile(batch)
-    state = program.init()
+    watcher = Watcher(config, setup.sharding, setup.model.axes) if observed else None
+    setup.step.compile(batch)
+    state = setup.init()
     for _ in range(3):
-        state, metrics = program.step(state, program.step.put(batch), 0.01, watcher)
+        state, metrics = setup.step(state, setup.step.put(batch), 0.01, watcher)
         if watcher is not None:
             (seen,) = watcher.report()
             assert seen.scalars["grads/norm/total"] == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)

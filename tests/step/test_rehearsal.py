@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from benchmarks.plan_error import VOCAB, config_of, train
 from lm_trainer.parallel.rehearsal import Buffer, Memory, on_one_shard, rehearsing
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
 from lm_trainer.step import rehearse
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
 from lm_trainer.step.dispatch.program import Program
@@ -51,7 +51,7 @@ def config_for(optimizer: str, trainer: dict[str, Any]) -> Any:
 
 def rehearsed(devices: int, optimizer: str, trainer: dict[str, Any]) -> StepRecord:
     with on_one_shard():
-        program = build_program(config_for(optimizer, trainer), VOCAB, jax.devices()[:devices])
+        program = build_setup(config_for(optimizer, trainer), VOCAB, jax.devices()[:devices])
     return program.rehearse(random_batch(1, 16, VOCAB), "gpu", measure_traced)
 
 
@@ -80,7 +80,7 @@ def counted() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize(("optimizer", "trainer"), [(step[1], step[2]) for step in STEPS])
 def test_a_run_calls_what_the_rehearsal_did(optimizer: str, trainer: dict[str, Any]) -> None:
     config = config_for(optimizer, trainer)
-    program = build_program(config, VOCAB, jax.devices()[:1])
+    program = build_setup(config, VOCAB, jax.devices()[:1])
     with counted() as calls:
         train(program, config, steps=1)
     runs = Counter[str]()
@@ -158,7 +158,7 @@ def test_what_is_queued_is_taken_until_the_host_has_waited() -> None:
 
 def test_a_step_may_be_rehearsed_again() -> None:
     with on_one_shard():
-        program = build_program(config_for("adam", {}), VOCAB, jax.devices()[:1])
+        program = build_setup(config_for("adam", {}), VOCAB, jax.devices()[:1])
     first, second = (program.rehearse(random_batch(1, 16, VOCAB), "gpu", measure_traced) for _ in range(2))
     assert first.runs == second.runs
     assert program.step.plans.at(0).count == 8

@@ -12,8 +12,8 @@ import pytest
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.roofline import operations
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.notes import recomputation_note
-from lm_trainer.run.build.program import build_program
+from lm_trainer.run.build.setup import build_setup
+from lm_trainer.run.build.startup_notes import recomputation_note
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.recorder import measure_traced
@@ -41,10 +41,10 @@ def stepped_without_choice() -> dict[str, np.ndarray]:
 
 def stepped(config: RunConfig, devices: int) -> tuple[str, dict[str, np.ndarray]]:
     """The hash of the programs, and the parameters after two steps."""
-    program, batch = build_program(config, VOCAB, jax.devices()[:devices]), random_batch(8, 16, VOCAB)
-    programs, state = program.step.compile(batch).fingerprint(), program.init()
+    setup, batch = build_setup(config, VOCAB, jax.devices()[:devices]), random_batch(8, 16, VOCAB)
+    programs, state = setup.step.compile(batch).fingerprint(), setup.init()
     for _ in range(2):
-        state, _ = program.take_step(state, batch)
+        state, _ = setup.take_step(state, batch)
     return programs, to_host(state.params)
 
 
@@ -67,8 +67,8 @@ def test_families(model: dict[str, Any]) -> None:
 
 def programs_of(model: dict[str, Any], remat: Any) -> Executables:
     config = config_with(model, remat)
-    program = build_program(config, VOCAB, jax.devices()[:1])
-    found = program.step.compile(random_batch(8, 16, VOCAB))
+    setup = build_setup(config, VOCAB, jax.devices()[:1])
+    found = setup.step.compile(random_batch(8, 16, VOCAB))
     assert isinstance(found, Executables)
     return found
 
@@ -90,8 +90,8 @@ def test_the_derivative_computes_no_product_of_the_layer_again() -> None:
 def activations(config: RunConfig) -> int:
     """Bytes of activations of layers that one device holds, by the plan."""
     with on_one_shard():
-        program = build_program(config, VOCAB, jax.devices()[:8])
-    phases = program.rehearse(random_batch(1, config.model.seq_len, VOCAB), "cpu", measure_traced).phases
+        setup = build_setup(config, VOCAB, jax.devices()[:8])
+    phases = setup.rehearse(random_batch(1, config.model.seq_len, VOCAB), "cpu", measure_traced).phases
     # While the derivative of the loss is computed, nothing that was handed on is used up yet.
     (phase,) = (phase for phase in phases if phase.name == "leave gradient")
     return phase.parts["activations of layers"]

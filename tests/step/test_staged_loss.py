@@ -15,7 +15,7 @@ from lm_trainer.nn.log import log
 from lm_trainer.nn.stages import StagedLoss, Stream
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program, plan_program
+from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.state.model_def import ModelDef
@@ -63,15 +63,15 @@ LOSS = StagedLoss(LAYERS, ("layers.",), embed, layer, head)
 BATCH = random_batch(8, SEQ, VOCAB)
 
 
-def program(devices: int, **trainer: Any) -> Program:
+def setup(devices: int, **trainer: Any) -> TrainingSetup:
     settings = TrainerConfig.model_validate({"train_batch_size": 8, "num_train_steps": 4, **trainer})
-    return plan_program(
+    return plan_training(
         settings, AdamConfig(), ModelDef.trace(Mixer), LOSS, devices=jax.devices()[:devices], seq_len=SEQ
     )
 
 
 def gradient(devices: int, **trainer: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    planned = program(devices, **trainer)
+    planned = setup(devices, **trainer)
     planned.step.compile(BATCH)
     sums = planned.step.gradient(planned.init(), planned.step.put(BATCH))
     return {name: float(x) for name, x in sums.scalars.items()}, to_host(sums.tree)
@@ -98,7 +98,7 @@ def test_microbatches_of_a_whole_model_are_added_up_in_groups_with_the_same_bits
 
 
 def test_a_device_is_given_the_parameters_of_one_layer() -> None:
-    programs = program(1, determinism="layerwise").step.compile(BATCH)
+    programs = setup(1, determinism="layerwise").step.compile(BATCH)
     assert isinstance(programs, Executables)
     params = jax.tree.leaves(programs.by_name["layer 0"].compiled.args_info[0][0])
     assert [x.shape for x in params] == [(DIM, DIM)]
@@ -107,7 +107,6 @@ def test_a_device_is_given_the_parameters_of_one_layer() -> None:
 
 def test_held_out_losses_of_stages_are_those_of_the_whole() -> None:
     means = [
-        planned.evaluate(planned.init().params, [BATCH])
-        for planned in (program(1), program(1, determinism="layerwise"))
+        planned.evaluate(planned.init().params, [BATCH]) for planned in (setup(1), setup(1, determinism="layerwise"))
     ]
     assert means[1] == pytest.approx(means[0], rel=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from lm_trainer.config.config_node import ConfigNode, complete
 from lm_trainer.config.document import Document, dotted
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.foreign import adopt
@@ -16,7 +17,6 @@ from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import Lost, NoEqualError, Rule, Used, flat
 from lm_trainer.config.imports.read import read_foreign
 from lm_trainer.config.imports.recognise import dialect_of, rule_for, surely_of
-from lm_trainer.config.place import Place, complete
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.terminal import one_line
@@ -129,7 +129,7 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
 def _accepted(data: dict[str, Any], root: type[Config]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """The part of the data that are keys of ours, in our words, and the rest with reasons."""
     document = Document()
-    place = Place.root(root)
+    place = ConfigNode.root(root)
     adopt(place, data, (), document)
     document.data = complete(place, data)
     explainer = Explainer(document, root)
@@ -144,7 +144,7 @@ def _accepted(data: dict[str, Any], root: type[Config]) -> tuple[dict[str, Any],
     return data, [*((key, reason) for key, reason in notes), *lost]
 
 
-def _unknown(place: Place, data: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+def _unknown(place: ConfigNode, data: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """Yields the paths of keys that there are not here."""
     if isinstance(data, list):
         for index, item in enumerate(data):

@@ -10,7 +10,7 @@ import numpy as np
 from lm_trainer.parallel.processes import gather
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
@@ -27,13 +27,13 @@ def device_memory() -> int | None:
 
 
 def plan_for_memory(
-    make: Callable[[TrainerConfig], Program],
+    make: Callable[[TrainerConfig], TrainingSetup],
     trainer: TrainerConfig,
     seq_len: int | None,
     note: Callable[[str], object],
     *,
     memory: Callable[[], int | None] = device_memory,
-) -> Program:
+) -> TrainingSetup:
     """The program of a run, with as many `microbatches_per_gather` as the memory holds where none are configured.
 
     They decide no bits. All processes must call it.
@@ -45,16 +45,16 @@ def plan_for_memory(
         note: is told what was chosen, where it is not all of them.
         memory: bytes of each device, None where they are not known; asked for only where it matters.
     """
-    program = make(trainer)
-    if not program.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
-        return program
-    mesh, plan = program.sharding.mesh, max(program.step.plans.values, key=taken_memory)
+    setup = make(trainer)
+    if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
+        return setup
+    mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=taken_memory)
     fewer = plan.fewer_together(mesh)
     if not fewer or (limit := memory()) is None:
-        return program
+        return setup
     row = random_batch(1, seq_len, 2)
     # What is compiled here is what the run needs as well.
-    compiled = program.step.compile(row, program.step.plans.start_of(plan))
+    compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
     def peak(trainer: TrainerConfig) -> int:
@@ -81,7 +81,7 @@ def plan_for_memory(
             f"microbatches_per_gather={together}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
             f"{_gib(whole)} with all {most} microbatches of a device together. The numbers are the same"
         )
-    return program if chosen is trainer else make(chosen)
+    return setup if chosen is trainer else make(chosen)
 
 
 def _gib(size: int) -> str:

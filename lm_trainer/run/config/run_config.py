@@ -12,8 +12,8 @@ from pydantic import NonNegativeFloat, PositiveInt, model_validator
 from lm_trainer.core.config import Config, LocalPathOrHubName, PlacePath
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.numeric import Numeric, Operational, keep_numeric
 from lm_trainer.core.piecewise import TokenSchedule
+from lm_trainer.core.result_keys import AffectsResults, Operational, result_values
 from lm_trainer.data import DataConfig
 from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.models import AnyModel, Gpt2Config
@@ -31,16 +31,16 @@ class RunConfig(Config):
 
     refused_keys: ClassVar[Mapping[str, str]] = REFUSED_AT_THE_TOP
 
-    model: Numeric[AnyModel] = Gpt2Config()
+    model: AffectsResults[AnyModel] = Gpt2Config()
     """The model that is trained: a family and its sizes."""
-    data: Numeric[DataConfig] = DataConfig()
-    trainer: Numeric[TrainerConfig] = TrainerConfig()
-    optimizer: Numeric[AnyOptimizer] = AdamConfig()
+    data: AffectsResults[DataConfig] = DataConfig()
+    trainer: AffectsResults[TrainerConfig] = TrainerConfig()
+    optimizer: AffectsResults[AnyOptimizer] = AdamConfig()
     """The rule that turns gradients into new weights, and the learning rate over time."""
-    adapter: Numeric[AnyAdapter | None] = None
+    adapter: AffectsResults[AnyAdapter | None] = None
     """Freeze the model that the run starts from, and train an adapter for it; null: train all of it."""
 
-    z_loss_weight: Numeric[NonNegativeFloat] = 0.0
+    z_loss_weight: AffectsResults[NonNegativeFloat] = 0.0
     """Adds this times the mean of (log sum exp logits)^2 to what training minimises, so that the softmax's normalizer
     stays near 1; 1e-4 in PaLM. Logged as `train/z_loss`; `train/loss` and evaluations stay the cross-entropy alone."""
     log_entropy: Operational[bool] = False
@@ -54,7 +54,7 @@ class RunConfig(Config):
     """Steps between two times that the tasks are asked, or a list of the steps after which to ask them; they are after
     the last step as well."""
 
-    initialize_from_hf: Numeric[bool | LocalPathOrHubName] = False
+    initialize_from_hf: AffectsResults[bool | LocalPathOrHubName] = False
     """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision
     if need be; `true`: `model.reference_checkpoint`, or the family's best known one. A run that has a checkpoint of its
     own resumes that."""
@@ -162,9 +162,9 @@ def numeric_identity(config: Config) -> dict[str, Any]:
     The marks of the fields of `config` and of its sections say what that is; deeper blocks count as a whole.
     """
     found = {}
-    for key, value in keep_numeric(config, config.model_dump(mode="json")).items():
+    for key, value in result_values(config, config.model_dump(mode="json")).items():
         section = getattr(config, key)
-        found[key] = keep_numeric(section, value) if isinstance(section, Config) else value
+        found[key] = result_values(section, value) if isinstance(section, Config) else value
     return without_credentials(found)
 
 

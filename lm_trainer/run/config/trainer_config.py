@@ -12,9 +12,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config, Name, PlacePath, Seed, Takes
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
+from lm_trainer.core.result_keys import AffectsResults, Operational, result_part
 from lm_trainer.core.runtime import COMPILATION_CACHES, check_settings
 from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.health.alerts import AlertsConfig
@@ -33,7 +33,7 @@ from lm_trainer.parallel.mesh import (
     parse_rules,
 )
 from lm_trainer.run.config.earlier_runs import in_present_spelling
-from lm_trainer.run.config.numeric_parts import numeric_settings, over_model_axis
+from lm_trainer.run.config.result_parts import over_model_axis, result_settings
 from lm_trainer.run.config.run_id import run_id_problem
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -79,22 +79,22 @@ class TrainerConfig(Config):
         "data_dcn_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
     }
 
-    seed: Numeric[Seed] = 0
+    seed: AffectsResults[Seed] = 0
     """Decides initial weights, data order and dropout."""
     id: Operational[str | None] = None
     """Name of the run; the same name again resumes it. Default: the environment's RUN_ID, else the name of the
     configuration file and a hash of all that decides the run's numbers, so that the same command resumes."""
-    mp: Numeric[PrecisionPolicy] = Policy()
+    mp: AffectsResults[PrecisionPolicy] = Policy()
     """Mixed precision: parts as in `p=f32,c=bfloat16` (parameters with gradients and optimizer state, computation), or
     one dtype for both: `f32`. `bfloat16` alone keeps weights in bfloat16 too, which loses small updates; with `float16`
     no loss is scaled."""
-    quantization: Numeric[AnyQuantization | None] = None
+    quantization: AffectsResults[AnyQuantization | None] = None
     """Compute matrix products in 8 bits; null: as `mp` says."""
-    determinism: Numeric[Literal["elastic", "fast"]] = "elastic"
+    determinism: AffectsResults[Literal["elastic", "fast"]] = "elastic"
     """`elastic`: the same bits on any number of devices. `fast`: one program for all devices, in which XLA adds in an
     order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
     at once. It is there to measure what `elastic` costs."""
-    gather: Numeric[Literal["auto", "model", "layer"]] = "auto"
+    gather: AffectsResults[Literal["auto", "model", "layer"]] = "auto"
     """The parameters that a device holds whole at a time while it computes: `model`: all of them; `layer`: those of one
     layer, with the memory of FSDP. The bits of the two may differ in the last digits. `auto`: `layer` for a model of
     100 million parameters or more that has layers to compute one at a time, else `model`, which is quicker for small
@@ -107,34 +107,34 @@ class TrainerConfig(Config):
     additions allows is taken; null: all, and with `gather: layer` as many as fit into the memory of the devices, where
     they say how much that is (GPUs, TPUs)."""
 
-    matrix_updates: Numeric[Literal["owned", "repeated"]] = "owned"
+    matrix_updates: AffectsResults[Literal["owned", "repeated"]] = "owned"
     """The update by an optimizer that computes with whole weights, as muon, soap and kron do. `owned`: each weight of
     each layer belongs to one device, which updates it, so that the devices share the work; `repeated`: every device
     computes the update of all weights. Runs that were begun before there was `owned` go on with `repeated` by
     themselves. The bits of the two may differ in the last digits."""
 
-    cpu_threads: Numeric[PositiveInt | None] = None
+    cpu_threads: AffectsResults[PositiveInt | None] = None
     """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.
     Unset: one for each core, and when the run is resumed, as many as before. XLA has no fewer than a process has
     (emulated) devices: write that number to get the same bits on 1 to so many of them, on any number of cores."""
 
-    num_train_steps: Numeric[PositiveInt] = 400_000
+    num_train_steps: AffectsResults[PositiveInt] = 400_000
     """Optimizer steps of the whole run."""
-    train_batch_size: Numeric[BatchSizes] = 512
+    train_batch_size: AffectsResults[BatchSizes] = 512
     """Rows in a global batch: a number, or how it changes over steps, as `[{start: 0, value: 64}, {start: 1000,
     value: 128}]`."""
-    per_device_parallelism: Numeric[int] = -1
+    per_device_parallelism: AffectsResults[int] = -1
     """Rows in a microbatch, the unit of computation; -1: train_batch_size / elastic_shards. It decides the order of
     additions, so changing it changes the run's bits; changing the number of devices does not."""
     per_device_eval_parallelism: Operational[int] = -1
     """Rows that a device evaluates at once; -1: as in training."""
-    elastic_shards: Numeric[PositiveInt] = 8
+    elastic_shards: AffectsResults[PositiveInt] = 8
     """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
     that the run can ever use. Unset, and a batch is no multiple of 8: the largest power of two that divides it."""
-    allow_nondivisible_batch_size: Numeric[bool] = False
+    allow_nondivisible_batch_size: AffectsResults[bool] = False
     """Fill up a batch that cannot be split into equal microbatches with rows that count for nothing, instead of
     refusing it. They cost computation."""
-    model_averaging: Numeric[AnyAveraging | None] = None
+    model_averaging: AffectsResults[AnyAveraging | None] = None
     """Keep an average of the weights as well, which is evaluated beside them and exported."""
 
     steps_per_eval: Operational[PositiveInt | tuple[PositiveInt, ...]] = 1000
@@ -183,7 +183,7 @@ class TrainerConfig(Config):
     """Resume from the run's newest checkpoint: null: if there is one; true: there must be one; false: never."""
     load_checkpoint_path: Operational[PlacePath | None] = None
     """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
-    initialize_from: Numeric[PlacePath | None] = None
+    initialize_from: AffectsResults[PlacePath | None] = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
     allow_partial_checkpoint: Operational[bool] = False
     """Start parameters of the model that a checkpoint lacks afresh and name them, instead of refusing it."""
@@ -193,22 +193,22 @@ class TrainerConfig(Config):
     fsdp_axis: Operational[str | tuple[str, ...] | None] = "embed"
     """Logical axes along which parameters and optimizer state are sharded over the data axis of the mesh between
     steps."""
-    tensor_parallel_axes: Numeric[tuple[str, ...] | None] = None
+    tensor_parallel_axes: AffectsResults[tuple[str, ...] | None] = None
     """Logical axes that are sharded over the model axis of the mesh."""
-    axis_resources: Annotated[Resources, numeric_part(over_model_axis)] = {}
+    axis_resources: Annotated[Resources, result_part(over_model_axis)] = {}
     """Logical axis to mesh axis or axes, for the state at rest and for computation."""
     parameter_axis_resources: Operational[Resources] = {}
     """Like axis_resources, for the state at rest only."""
-    compute_axis_resources: Numeric[Resources] = {}
+    compute_axis_resources: AffectsResults[Resources] = {}
     """Like axis_resources, for computation only."""
-    model_axis_size: Numeric[PositiveInt] = 1
+    model_axis_size: AffectsResults[PositiveInt] = 1
     """Devices that share one copy of the model by tensor parallelism."""
-    context_axis_size: Numeric[PositiveInt] = 1
+    context_axis_size: AffectsResults[PositiveInt] = 1
     """Devices that share the positions of each row: sequence length and activations are sharded, keys and values are
     gathered for attention, or passed on with `model.attn_backend: ring`."""
-    expert_axis_size: Numeric[PositiveInt] = 1
+    expert_axis_size: AffectsResults[PositiveInt] = 1
     """Devices that share the experts of each layer, and the rows of a microbatch."""
-    pipeline_axis_size: Numeric[PositiveInt] = 1
+    pipeline_axis_size: AffectsResults[PositiveInt] = 1
     """Devices that share the layers, each a run of them; the rows of a microbatch flow through them one after the other
     (GPipe, Huang et al. 2019)."""
     max_devices: Operational[PositiveInt | None] = None
@@ -218,7 +218,7 @@ class TrainerConfig(Config):
     replica_dcn_axis_size: Operational[PositiveInt] = 1
     """Copies of the state over slices that a slower network connects."""
 
-    jax_config: Annotated[dict[str, JsonValue], numeric_part(numeric_settings)] = {}
+    jax_config: Annotated[dict[str, JsonValue], result_part(result_settings)] = {}
     """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
     jax_compilation_cache_dir: Operational[Annotated[str, Takes(schemes=COMPILATION_CACHES)] | None] = None
     """Directory in which compiled programs are kept between runs; with the package gcsfs or s3fs it may be a gs:// or

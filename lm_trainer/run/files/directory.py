@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.config.render import to_yaml
-from lm_trainer.core.bucket import Bucket, Place, open_place, read_json
+from lm_trainer.core.bucket import Bucket, StoragePath, read_json, storage_path
 from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
@@ -26,7 +26,7 @@ from lm_trainer.run.config.earlier_runs import config_as_begun
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.config.run_id import run_id_problem
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.copy import COPY, RunCopy
+from lm_trainer.run.files.bucket_mirror import COPY, BucketMirror
 from lm_trainer.run.files.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
 from lm_trainer.run.files.records import (
     ENVIRONMENT,
@@ -64,9 +64,9 @@ def run_id(config: RunConfig, config_name: str) -> str:
     return named or f"{config_name}-{config_hash(config)}"
 
 
-def checkpoint_directory(trainer: TrainerConfig, name: str) -> Place:
+def checkpoint_directory(trainer: TrainerConfig, name: str) -> StoragePath:
     """The directory of the checkpoints of the run `name`."""
-    return open_place(trainer.checkpointer.expanded_path(name))
+    return storage_path(trainer.checkpointer.expanded_path(name))
 
 
 class RunDirectory:
@@ -101,13 +101,13 @@ class RunDirectory:
         self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
         self.path = local_path(trainer.log_dir) / name
         checkpoints = checkpoint_directory(trainer, name)
-        self.checkpoints: Place = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
+        self.checkpoints: StoragePath = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
         self._locks = contextlib.ExitStack()
         self._records = RecordCopies(self.path, self.checkpoints, name)
         self.chain = ""
         """The hash of the steps before this attempt (`extend_chain`), once they are known."""
         self.notes: list[str] = []
-        self._copy = RunCopy(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
+        self._copy = BucketMirror(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
         self._probed = False
         self._waiting = waiting
@@ -142,7 +142,7 @@ class RunDirectory:
         # A set: both may be one directory, however it is written, which cannot be locked twice.
         return {place.resolve() for place in (self.path, self.checkpoints) if isinstance(place, Path)}
 
-    def _hold_bucket(self, copy: RunCopy) -> None:
+    def _hold_bucket(self, copy: BucketMirror) -> None:
         assert isinstance(self.checkpoints, Bucket)
         self._probe()
         self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))

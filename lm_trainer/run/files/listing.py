@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.file_lock import is_locked
-from lm_trainer.run.files.find import checkpoints_of, trainer_setting
+from lm_trainer.run.files.find_run import checkpoints_of, trainer_setting
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
 logger = logging.getLogger(__name__)

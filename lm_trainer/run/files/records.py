@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.run.config.earlier_runs import completed
-from lm_trainer.run.files.copy import COPY
+from lm_trainer.run.files.bucket_mirror import COPY
 
 RUN, ENVIRONMENT = "run.json", "env.json"
 
@@ -73,7 +73,7 @@ def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:
     return found
 
 
-def identity_beside(checkpoints: Place) -> dict[str, Any] | None:
+def identity_beside(checkpoints: StoragePath) -> dict[str, Any] | None:
     """The part of the configuration that decides numbers, by the copy of run.json beside the checkpoints.
 
     None where there is no such copy, or only a damaged one.
@@ -86,7 +86,7 @@ def identity_beside(checkpoints: Place) -> dict[str, Any] | None:
     return identity if isinstance(identity, dict) else None
 
 
-def _copied(directory: Place, name: str) -> bytes | None:
+def _copied(directory: StoragePath, name: str) -> bytes | None:
     if not isinstance(directory, Path):
         return directory.read(name)
     file = directory / name
@@ -117,7 +117,7 @@ def _damaged(file: Any, why: str) -> MachineError:
 class RecordCopies:
     """The copies of a run's records beside its checkpoints.
 
-    In a bucket they are those of `RunCopy`, which keeps them up to date.
+    In a bucket they are those of `BucketMirror`, which keeps them up to date.
 
     Args:
         path: the run directory.
@@ -125,7 +125,7 @@ class RecordCopies:
         run_id: of the run; copies of another one count for nothing.
     """
 
-    def __init__(self, path: Path, checkpoints: Place, run_id: str):
+    def __init__(self, path: Path, checkpoints: StoragePath, run_id: str):
         self._path, self._to, self._run_id = path, checkpoints / COPY, run_id
 
     def write(self, name: str, text: str) -> None:

@@ -16,11 +16,11 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.run.build.notes import configuration_warnings
-from lm_trainer.run.build.program import Program, check_devices
+from lm_trainer.run.build.setup import TrainingSetup, check_devices
+from lm_trainer.run.build.startup_notes import configuration_warnings
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
-from lm_trainer.run.files.leftovers import Leftovers
+from lm_trainer.run.files.failed_start import RemoveFailedStart
 from lm_trainer.run.start.agreement import check_agreement, check_data
 from lm_trainer.run.weights.initial_weights import Request, find_start
 from lm_trainer.run.weights.saved_state import Fingerprint
@@ -44,7 +44,7 @@ class Attempt:
 
     def start(
         self,
-        program: Program,
+        setup: TrainingSetup,
         init: Callable[[], TrainState],
         fingerprint: Callable[[int], Fingerprint],
         *,
@@ -53,7 +53,7 @@ class Attempt:
         """The state to go on from; tells the person at the terminal where that is.
 
         Args:
-            program: the run's.
+            setup: the run's.
             init: makes the state of a run that loads nothing.
             fingerprint: of the data of the first steps, as many as are given.
             config: names what may be loaded, where that is not the attempt's own configuration.
@@ -66,14 +66,14 @@ class Attempt:
             for note in check_data(fingerprint(self.config.num_train_steps)):
                 self.progress.note(note)
         allow = self.directory.allow_change
-        state, record = find_start(Request(config or self.config, program, self.store, init, fingerprint, allow))
+        state, record = find_start(Request(config or self.config, setup, self.store, init, fingerprint, allow))
         # The fingerprint covers all steps: of a branch those of the run that it goes on from, too.
         self.directory.chain = record.get("chain", "")
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
         if promised := self.store.promise_note():
             self.progress.note(promised)
-        for note in configuration_warnings(self.config, program.sharding.mesh):
+        for note in configuration_warnings(self.config, setup.sharding.mesh):
             self.progress.note(note)
         return state
 
@@ -112,7 +112,7 @@ def open_attempt(
             progress.note(note)
         # Around the directory: what failed before the first step leaves nothing.
         places = (directory.path, directory.checkpoints)
-        stack.enter_context(Leftovers(*(place for place in places if isinstance(place, Path))))
+        stack.enter_context(RemoveFailedStart(*(place for place in places if isinstance(place, Path))))
         try:
             stack.enter_context(directory)
         finally:

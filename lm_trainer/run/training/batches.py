@@ -16,7 +16,7 @@ from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.health.signals import StopRequest, preempted
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
 
@@ -118,12 +118,12 @@ class BatchLoader:
         return self._start(step)
 
 
-def batches_from(program: Program, data: TrainData, step: int, num_train_steps: int) -> Iterator[Batch]:
+def batches_from(setup: TrainingSetup, data: TrainData, step: int, num_train_steps: int) -> Iterator[Batch]:
     """The batches of the steps after `step` steps, of each the rows that this process needs."""
-    local_rows = program.step.devices.local_rows
-    plans = {plan.batch_size: plan for plan in program.plan.microbatches.values}
+    local_rows = setup.step.devices.local_rows
+    plans = {plan.batch_size: plan for plan in setup.plan.microbatches.values}
     return data.train(
-        program.plan.batch_schedule,
+        setup.plan.batch_schedule,
         rows=lambda batch_size: local_rows(plans[batch_size]),
         first_step=step,
         num_steps=num_train_steps - step,

@@ -12,7 +12,7 @@ from lm_trainer.checkpoint.store import KEPT, CheckpointStore
 from lm_trainer.core.errors import UserError
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather_texts
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.training.batches import BatchIterator
 from lm_trainer.run.training.metrics import MetricLogger
 from lm_trainer.run.weights.saved_state import Fingerprint, save_state
@@ -31,7 +31,7 @@ class Checkpoints:
 
     Args:
         store: where they go.
-        program: the run's.
+        setup: the run's.
         metrics: the losses so far.
         data_fingerprint: of the data of the first steps, as many as are given.
         facts: saved with every checkpoint, as JSON.
@@ -41,13 +41,13 @@ class Checkpoints:
     def __init__(
         self,
         store: CheckpointStore,
-        program: Program,
+        setup: TrainingSetup,
         metrics: MetricLogger,
         data_fingerprint: Callable[[int], Fingerprint],
         facts: Mapping[str, Any],
         watchdog: Watchdog,
     ):
-        self._store, self._program, self._metrics = store, program, metrics
+        self._store, self._program, self._metrics = store, setup, metrics
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
         self._compiled = False
         self._loader_state: Callable[[], Any] = lambda: None

@@ -6,7 +6,7 @@ import time
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.artifacts import Artifacts
 from lm_trainer.run.files.directory import RunDirectory
@@ -22,7 +22,7 @@ class Compilation:
 
     Args:
         config: says whether the program is written to files.
-        program: the run's.
+        setup: the run's.
         directory: where the attempt is recorded.
         artifacts: where the program goes.
         watchdog: does not time compilation.
@@ -32,13 +32,13 @@ class Compilation:
     def __init__(
         self,
         config: TrainerConfig,
-        program: Program,
+        setup: TrainingSetup,
         directory: RunDirectory,
         artifacts: Artifacts,
         watchdog: Watchdog,
         progress: Progress,
     ):
-        self._config, self._program, self._directory, self._artifacts = config, program, directory, artifacts
+        self._config, self._program, self._directory, self._artifacts = config, setup, directory, artifacts
         self._watchdog, self._progress = watchdog, progress
         self._recorded = False
 

@@ -11,11 +11,11 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.training.batches import DataWait, EvalData
+from lm_trainer.run.training.eval_groups import group_metrics, groups_of
 from lm_trainer.run.training.hooks import is_due
-from lm_trainer.run.training.set_groups import group_metrics, groups_of
 from lm_trainer.run.training.token_probabilities import TokenProbabilities, first_set
 from lm_trainer.step.evaluate import means
 from lm_trainer.step.state.train_state import TrainState
@@ -48,7 +48,7 @@ class Evaluations:
     Args:
         sets: by name.
         config: of the run.
-        program: of the run.
+        setup: of the run.
         metrics: gets the results.
         data_wait: waits for sets that are being tokenised.
         watchdog: told of each batch.
@@ -61,7 +61,7 @@ class Evaluations:
         self,
         sets: EvalSets,
         config: TrainerConfig,
-        program: Program,
+        setup: TrainingSetup,
         metrics: EvaluationLog,
         data_wait: DataWait,
         watchdog: Watchdog,
@@ -69,7 +69,7 @@ class Evaluations:
         open_tokens: Callable[[EvalSet], TokenProbabilities] | None = None,
     ):
         self._every, self._max_batches = config.steps_per_eval, config.max_eval_batches
-        self._program, self._metrics, self._data_wait = program, metrics, data_wait
+        self._program, self._metrics, self._data_wait = setup, metrics, data_wait
         self._watchdog, self._progress = watchdog, progress
         self._sets = sets
         self._tokens: TokenProbabilities | None = None

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from lm_trainer.core.bucket import Bucket, Place, open_place
+from lm_trainer.core.bucket import Bucket, StoragePath, storage_path
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
@@ -22,7 +22,7 @@ from lm_trainer.export.huggingface import ExportOptions, TextModel, check_export
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.parallel.processes import is_lead
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hooks import StepInfo, is_due
 from lm_trainer.run.training.metrics import MetricLogger
@@ -48,7 +48,7 @@ def check_exports(config: RunConfig, run_id: str) -> str | None:
     if config.hf_save_path is None:
         return None
     check_exportable(config.model)
-    if is_lead() and isinstance(place := open_place(config.hf_save_path), Bucket):
+    if is_lead() and isinstance(place := storage_path(config.hf_save_path), Bucket):
         (place / run_id).probe("hf_save_path")
     if not config.hf_upload or not is_lead():
         return None
@@ -71,7 +71,7 @@ class HfExports:
     settings: HfSettings | None = None
     """Those of the published model that the run comes from."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
-    _uploading: tuple[Place, Future[Pushed]] | None = None
+    _uploading: tuple[StoragePath, Future[Pushed]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -82,16 +82,16 @@ class HfExports:
         self._uploads.shutdown()
 
     @property
-    def directory(self) -> Place:
+    def directory(self) -> StoragePath:
         """The directory that the exports of the run lie in."""
-        base = open_place(self.config.hf_save_path or "")
+        base = storage_path(self.config.hf_save_path or "")
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
     def due(self, step: int) -> bool:
         """True if an export is due after `step` steps."""
         return is_due(self.config.hf_save_steps, step)
 
-    def save(self, info: StepInfo, program: Program, metrics: MetricLogger) -> None:
+    def save(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger) -> None:
         """Exports the model after a step.
 
         Raises:
@@ -100,7 +100,7 @@ class HfExports:
         # Read now, so that the model card names the loss of this step and not of the one before.
         metrics.flush()
         # The last set of weights is the one to export. All processes take part in gathering it.
-        *_, weights = program.weights(info.state).values()
+        *_, weights = setup.weights(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
         params = _readable(weights)
@@ -119,11 +119,11 @@ class HfExports:
         model, adapter = self.config.model, self.config.adapter
         if adapter is None:
             vocab_size = len(params["embed.tokens"])
-            nested = program.model.nested(params)
+            nested = setup.model.nested(params)
             whole = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
             write_hf(out, whole, options)
         else:
-            base, vocab_size = base_name(self.config), program.model.shapes["embed.tokens"].shape[0]
+            base, vocab_size = base_name(self.config), setup.model.shapes["embed.tokens"].shape[0]
             small = {name: np.asarray(x) for name, x in params.items()}
             tuned = AdapterModel(model, vocab_size, adapter, small, base, self.tokenizer, self.run_id, facts)
             write_adapter(out, tuned, options)

@@ -71,7 +71,7 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
         batch: this process's rows of the global batch, as NumPy arrays.
         loading: seconds that the step has waited for the batch.
     """
-    program, step = run.program, state.step
+    program, step = run.setup, state.step
     if run.compilation.ensure(state, batch, run.norms):
         # Throughput is that of steps: compilation belongs to none.
         run.metrics.pause()
@@ -109,11 +109,11 @@ def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, kee
         run.evaluations.run(info.state)
     for export in run.exports:
         if last or export.due(step):
-            export.save(info, run.program, run.metrics)
+            export.save(info, run.setup, run.metrics)
     if run.build_watch is not None:
         run.build_watch.look(step)
     if run.tasks is not None and (last or run.tasks.due(step)):
-        run.tasks.run(info, run.program, run.metrics, run.progress)
+        run.tasks.run(info, run.setup, run.metrics, run.progress)
     run.hooks.run(info, force=last)
     # After the hooks: one that fails leaves no checkpoint of a step that it did not see to its end.
     saves = run.records and (last or stopping or keep or run.checkpoints.due(step))

@@ -20,7 +20,7 @@ from lm_trainer.profile.memory_use import memory_meter
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.profile.trace import Profiler, ProfilerOff
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.artifacts import Artifacts
 from lm_trainer.run.start.attempt import Attempt
@@ -48,7 +48,7 @@ class LoopParts:
     """The parts of a loop, complete before its first step."""
 
     num_train_steps: int
-    program: Program
+    setup: TrainingSetup
     compilation: Compilation
     metrics: MetricLogger
     norms: Watcher
@@ -103,7 +103,7 @@ class OpenLoop:
 
 
 @contextmanager
-def open_loop(attempt: Attempt, program: Program, state: TrainState, options: LoopOptions) -> Iterator[OpenLoop]:
+def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options: LoopOptions) -> Iterator[OpenLoop]:
     """Builds everything that the loop needs, from a state that may have steps behind it.
 
     Raises:
@@ -121,9 +121,9 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
             progress.note(note)
         tracker.log_config(directory.config.model_dump(mode="json"))
         artifacts = Artifacts(directory, tracker)
-        norms = Watcher(config.watch, program.sharding, program.model.axes)
+        norms = Watcher(config.watch, setup.sharding, setup.model.axes)
         bad_batches = BadBatchDump(directory.path / "non-finite")
-        meter = _meter(config, program, options, goodput)
+        meter = _meter(config, setup, options, goodput)
         alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
         watchdog.on_stall = alerts.stalled
         logger = MetricLogger(
@@ -142,15 +142,15 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
         profiler = stack.enter_context(_profiler(attempt, tracker))
         profiler.on_step(state.step)
         checkpoints = Checkpoints(
-            attempt.store, program, metrics, options.data_fingerprint, options.facts, attempt.watchdog
+            attempt.store, setup, metrics, options.data_fingerprint, options.facts, attempt.watchdog
         )
         data_wait = DataWait(attempt.stop, progress, watchdog, checkpoints.keep)
         tokens = None if options.open_tokens is None else partial(options.open_tokens, tracker)
-        evaluations = Evaluations(options.eval_sets, config, program, metrics, data_wait, watchdog, progress, tokens)
+        evaluations = Evaluations(options.eval_sets, config, setup, metrics, data_wait, watchdog, progress, tokens)
         parts = LoopParts(
             num_train_steps=config.num_train_steps,
-            program=program,
-            compilation=Compilation(config, program, directory, artifacts, watchdog, progress),
+            setup=setup,
+            compilation=Compilation(config, setup, directory, artifacts, watchdog, progress),
             metrics=metrics,
             norms=norms,
             profiler=profiler,
@@ -185,8 +185,8 @@ def _open_trackers(attempt: Attempt, step: int, series: Any) -> Composite:
     )
 
 
-def _meter(config: TrainerConfig, program: Program, options: LoopOptions, goodput: Goodput) -> Meter:
-    devices = program.sharding.mesh.devices
+def _meter(config: TrainerConfig, setup: TrainingSetup, options: LoopOptions, goodput: Goodput) -> Meter:
+    devices = setup.sharding.mesh.devices
     peak = datasheet_peak(devices.flat[0].device_kind, config.mp.compute)
     flops = options.flops_per_token
     peak_flops = None if peak is None or not flops else peak.flops * devices.size

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from lm_trainer.data.tokenizer import HfTokenizer
     from lm_trainer.export.settings import HfSettings
-    from lm_trainer.run.build.program import Program
+    from lm_trainer.run.build.setup import TrainingSetup
     from lm_trainer.run.config.run_config import RunConfig
     from lm_trainer.run.training.metrics import MetricLogger
     from lm_trainer.trackers import Progress
@@ -46,7 +46,7 @@ class TaskEvaluation:
         """True if the tasks are due after `step` steps."""
         return is_due(self._config.eval_harness_steps, step)
 
-    def run(self, info: StepInfo, program: Program, metrics: MetricLogger, progress: Progress) -> None:
+    def run(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger, progress: Progress) -> None:
         """Asks the tasks and logs what comes out."""
         from lm_trainer.harness.model import HarnessModel
 
@@ -55,10 +55,10 @@ class TaskEvaluation:
         metrics.flush()
         progress.phase("asking the tasks of eval_harness")
         # The last set of weights is the one to export.
-        weights = [*program.weights(info.state).values()][-1]
-        params = local_params(program, weights)
+        weights = [*setup.weights(info.state).values()][-1]
+        params = local_params(setup, weights)
         model = HarnessModel(
-            program.model.merge(params),
+            setup.model.merge(params),
             self._tokenizer,
             settings=self._settings,
             dtype=self._config.trainer.mp.compute_dtype,

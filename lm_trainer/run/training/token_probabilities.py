@@ -19,7 +19,7 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.build.model import TokenNll
-from lm_trainer.run.build.program import Program, loss_in_stages
+from lm_trainer.run.build.setup import TrainingSetup, loss_in_stages
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES
@@ -39,22 +39,22 @@ class TokenProbabilities:
 
     Args:
         config: of the run.
-        program: of the run.
+        setup: of the run.
         held_out: the set.
         directory: of the run.
         tracker: gets the page.
     """
 
-    def __init__(self, config: RunConfig, program: Program, held_out: EvalSet, directory: Path, tracker: Composite):
-        trainer, mesh = config.trainer, program.sharding.mesh
+    def __init__(self, config: RunConfig, setup: TrainingSetup, held_out: EvalSet, directory: Path, tracker: Composite):
+        trainer, mesh = config.trainer, setup.sharding.mesh
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
-        staged = loss_in_stages(loss, program.model, mesh) if program.gathers_layers else None
+        staged = loss_in_stages(loss, setup.model, mesh) if setup.gathers_layers else None
         self._documents = _documents(held_out, trainer.token_probabilities)
         # As few rows as the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
         count = shards * math.ceil(len(self._documents) / (rows * shards))
         plan = MicrobatchPlan(count * rows, count, rows)
-        self._evaluate = Evaluator(program.model, loss, program.step.devices, plan, staged=staged)
+        self._evaluate = Evaluator(setup.model, loss, setup.step.devices, plan, staged=staged)
         # Of several processes, the first one writes what it computes itself.
         self._own = [row for row in self._evaluate.local_rows if row < len(self._documents)]
         length = min(config.model.seq_len, MAX_TOKENS)

@@ -17,7 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.core.tree import named_leaves, nested_from_names
@@ -25,7 +25,7 @@ from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import is_adapter_param, merge_lora
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.pretrained import HfCheckpoint, source_name
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -44,7 +44,7 @@ _INDECISIVE = frozenset(
 class Base:
     """The checkpoint of a run whose weights stay frozen while an adapter is trained."""
 
-    directory: Place
+    directory: StoragePath
     step: int | None
     """None: the newest."""
 
@@ -93,7 +93,7 @@ def _recorded_step(store: CheckpointStore) -> int | None:
     return None
 
 
-def _check_same_function(where: Place, theirs: RunConfig, ours: RunConfig) -> None:
+def _check_same_function(where: StoragePath, theirs: RunConfig, ours: RunConfig) -> None:
     """Refuses a base that computes something else, even where its parameters have the right shapes."""
     found, wanted = (_decisive(config.model.spec(1)) for config in (theirs, ours))
     lines = [
@@ -123,7 +123,7 @@ def _decisive(spec: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _check_same_model(where: Place, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same_model(where: StoragePath, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     theirs, ours = ({name: tuple(x.shape) for name, x in each.items()} for each in (found, wanted))
     lines = [
         f"{name}: {theirs.get(name)} there, {ours.get(name)} here"
@@ -172,7 +172,7 @@ def _size(model: ModelDef, *, trained: bool) -> int:
 
 
 def load_whole(
-    run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+    run: str | StoragePath, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
 ) -> LoadedModel:
     """As `load_model`; an adapter is merged into the model that it was trained on.
 
@@ -201,7 +201,7 @@ def base_name(config: RunConfig) -> str:
     return expanded(config.trainer.initialize_from or source_name(config))
 
 
-def _base_params(run: str | Place, loaded: LoadedModel) -> dict[str, Any]:
+def _base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:
     config = loaded.config
     try:
         if config.trainer.initialize_from is not None:

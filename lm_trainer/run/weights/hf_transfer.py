@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, expanded, local_path, path_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
@@ -18,7 +18,7 @@ from lm_trainer.run.weights.saved_model import write_model
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 
 
-def check_export(out: Place, options: ExportOptions) -> None:
+def check_export(out: StoragePath, options: ExportOptions) -> None:
     """Finds what would make `export_model` fail before anything large is read.
 
     Raises:
@@ -30,7 +30,7 @@ def check_export(out: Place, options: ExportOptions) -> None:
 
 
 def export_model(
-    model: TextModel | AdapterModel, out: Place, options: ExportOptions, *, public: bool = False
+    model: TextModel | AdapterModel, out: StoragePath, options: ExportOptions, *, public: bool = False
 ) -> Pushed | None:
     """Writes `model` to `out`, and pushes it where `options.hub_name` says so.
 

@@ -14,9 +14,9 @@ from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restor
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
-from lm_trainer.run.build.program import Program
+from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_whole
 from lm_trainer.run.weights.saved_model import AVERAGED, read_vocabulary
 from lm_trainer.run.weights.saved_state import OPT_STATE, Fingerprint, expected_arrays, resumed_state
@@ -36,7 +36,7 @@ class Request:
 
     Attributes:
         trainer: names what may be loaded.
-        program: the run's.
+        setup: the run's.
         store: its own checkpoints.
         init: makes the state of a run that loads nothing: of the values that the model comes with, or of the seed.
         fingerprint: of the data of the first steps, as many as are given.
@@ -44,7 +44,7 @@ class Request:
     """
 
     trainer: TrainerConfig
-    program: Program
+    setup: TrainingSetup
     store: CheckpointStore
     init: Callable[[], TrainState]
     fingerprint: Callable[[int], Fingerprint]
@@ -92,7 +92,7 @@ def own_checkpoint(request: Request) -> Start | None:
     """The run's newest checkpoint that is intact."""
     trainer, store = request.trainer, request.store
     if trainer.load_checkpoint is not False:
-        restored = store.restore(expected_arrays(request.program), partial=trainer.allow_partial_checkpoint)
+        restored = store.restore(expected_arrays(request.setup), partial=trainer.allow_partial_checkpoint)
         return None if restored is None else _resume(request, restored, _OWN_REMEDY)
     if store.steps():
         raise UserError(
@@ -108,7 +108,7 @@ def load_checkpoint_path(request: Request) -> Start | None:
     if trainer.load_checkpoint is False:
         return None
     if trainer.load_checkpoint_path is not None:
-        found = _other_checkpoint(trainer.load_checkpoint_path, request.program, trainer.allow_partial_checkpoint)
+        found = _other_checkpoint(trainer.load_checkpoint_path, request.setup, trainer.allow_partial_checkpoint)
         return _resume(request, found, _OTHERS_REMEDY)
     if trainer.load_checkpoint:
         raise UserError(f"trainer.load_checkpoint is true, but there is no checkpoint in {request.store.directory}")
@@ -120,9 +120,9 @@ def initialize_from(request: Request) -> Start | None:
     path = request.trainer.initialize_from
     if path is None:
         return None
-    program = request.program
+    setup = request.setup
     named = {name: np.asarray(x) for name, x in named_leaves(load_whole(path).params).items()}
-    wanted = program.model.shapes
+    wanted = setup.model.shapes
     if request.trainer.allow_partial_checkpoint and (missing := set(wanted) - set(named)):
         _announce(path, missing)
         state = request.init()
@@ -136,7 +136,7 @@ def initialize_from(request: Request) -> Start | None:
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
     # The other run may have had another precision.
-    return Start(program.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()}))
+    return Start(setup.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()}))
 
 
 def given_or_seed(request: Request) -> Start | None:
@@ -156,17 +156,17 @@ its configuration names matters only until it has a checkpoint of its own."""
 
 def _resume(request: Request, restored: Restored, remedy: str) -> Start:
     _check_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
-    _announce(f"the checkpoint of step {restored.step}", set(expected_arrays(request.program)) - set(restored.arrays))
-    return Start(resumed_state(restored, request.program, request.init), restored.record)
+    _announce(f"the checkpoint of step {restored.step}", set(expected_arrays(request.setup)) - set(restored.arrays))
+    return Start(resumed_state(restored, request.setup, request.init), restored.record)
 
 
-def _other_checkpoint(path: str, program: Program, partial: bool) -> Restored:
+def _other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restored:
     directory, named = find_checkpoints(path)
     problems = []
     # A step that the user named is used or refused; without a name an older one will do.
     for step in [named] if named is not None else reversed(committed_steps(directory)):
         try:
-            return read_step(directory, step, expected_arrays(program), partial=partial)
+            return read_step(directory, step, expected_arrays(setup), partial=partial)
         except CheckpointError as error:
             problems.append(f"step {step}: {error}")
             logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, step, error)

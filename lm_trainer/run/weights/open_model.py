@@ -18,7 +18,7 @@ from lm_trainer.export.adapter import AdapterModel
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
 from lm_trainer.export.output import exported_files, is_export
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import base_name, load_whole
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 

@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint.store import committed_steps
-from lm_trainer.core.bucket import Bucket, Place
+from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
@@ -31,7 +31,7 @@ from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import checkpoint_directory, run_id
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.hf_transfer import fetch_directory
 from lm_trainer.run.weights.saved_model import read_config, read_settings, read_vocabulary
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -97,7 +97,9 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     )
 
 
-def carried_settings(config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, own: Place) -> HfSettings | None:
+def carried_settings(
+    config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, own: StoragePath
+) -> HfSettings | None:
     """The settings of the published model that a run comes from; None: it comes from none.
 
     Args:
@@ -152,7 +154,7 @@ def _section(
         return config.model, compare_with_hf_config(config.model, given, theirs, vocab_size)
 
 
-def _resumed(config: RunConfig, own: Place) -> HfStart | None:
+def _resumed(config: RunConfig, own: StoragePath) -> HfStart | None:
     """The start of a run that has a checkpoint: with the model that it was begun with."""
     if config.trainer.load_checkpoint is False:
         return None

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path, write_atomically
@@ -26,10 +26,10 @@ from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
-from lm_trainer.run.files.find import find_checkpoints
+from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.files.records import identity_beside
+from lm_trainer.step.state.inference_sharding import inference_shardings
 from lm_trainer.step.state.model_def import ModelDef
-from lm_trainer.step.state.spread import spread
 
 if TYPE_CHECKING:
     from lm_trainer.models.base import DecoderConfig
@@ -68,7 +68,7 @@ class LoadedModel:
 
 
 def load_model(
-    run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+    run: str | StoragePath, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
 ) -> LoadedModel:
     """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
 
@@ -100,7 +100,7 @@ def load_model(
     raise UserError(f"{directory}: no checkpoint can be used:\n  " + "\n  ".join(problems))
 
 
-def read_vocabulary(run: str | Place) -> tuple[int, Tokenizer]:
+def read_vocabulary(run: str | StoragePath) -> tuple[int, Tokenizer]:
     """Rows of the embedding and the tokenizer of the model that `load_model` would read, without reading its weights.
 
     Raises:
@@ -114,14 +114,16 @@ def read_vocabulary(run: str | Place) -> tuple[int, Tokenizer]:
     raise UserError(f"{directory}: there is no checkpoint that can be read")
 
 
-def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence[Any], averaged: bool) -> LoadedModel:
+def _load_step(
+    directory: StoragePath, step: int, config: RunConfig, devices: Sequence[Any], averaged: bool
+) -> LoadedModel:
     record = read_record(directory, step)
     vocab_size = record["vocab_size"]
     prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
     if config.adapter is None:
         model = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
         # No device need hold the whole model: it may be one that was trained on many.
-        wanted, lies = model.shapes, spread(model, devices)
+        wanted, lies = model.shapes, inference_shardings(model, devices)
     else:
         wanted = _saved_arrays(record, prefix)
         lies = dict.fromkeys(wanted, SingleDeviceSharding(devices[0]))
@@ -141,7 +143,7 @@ def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence
     return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record, settings)
 
 
-def _compare_config(directory: Place, config: RunConfig) -> None:
+def _compare_config(directory: StoragePath, config: RunConfig) -> None:
     """Warns where config.yaml is another configuration than the run's, by the copy of its record beside it."""
     from lm_trainer.run.config.run_config import numeric_differences, numeric_identity
 
@@ -154,7 +156,7 @@ def _compare_config(directory: Place, config: RunConfig) -> None:
         )
 
 
-def _compare_tokenizer(directory: Place, copy: Path, record: Mapping[str, Any]) -> None:
+def _compare_tokenizer(directory: StoragePath, copy: Path, record: Mapping[str, Any]) -> None:
     """Warns where a file of the tokenizer is another than when the step was saved."""
     for name, digest in record.get(TOKENIZER, {}).items():
         file = copy / name
@@ -171,7 +173,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def read_settings(directory: Place) -> HfSettings | None:
+def read_settings(directory: StoragePath) -> HfSettings | None:
     """The settings of the published model that a run comes from, beside its checkpoints; None where there are none.
 
     Raises:
@@ -197,7 +199,7 @@ def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if described is None else jax.numpy.dtype(described.split("[")[0])
 
 
-def read_config(directory: Place, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(directory: StoragePath, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration that a checkpoint directory was written with, with `KEY=VALUE` settings over it.
 
     Raises:

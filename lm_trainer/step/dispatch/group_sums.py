@@ -13,7 +13,7 @@ from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.ordered_sum import add_parts, sum_over_shards, sum_parts_over_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares, tree_sum
-from lm_trainer.step.dispatch.groups import ModelParallelGroup, stack_groups
+from lm_trainer.step.dispatch.device_groups import ModelParallelGroup, stack_groups
 from lm_trainer.step.loss.gradient import Sums
 
 Layouts = Mapping[str, ParamSharding]

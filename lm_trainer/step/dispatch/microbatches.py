@@ -11,7 +11,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.tree_sum import Shares
-from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 
 T = TypeVar("T")
 R = TypeVar("R")

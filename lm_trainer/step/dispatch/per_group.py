@@ -18,8 +18,8 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 from lm_trainer.parallel.rehearsal import current_rehearsal
 from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.step.dispatch.device_groups import ModelParallelGroup
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.groups import ModelParallelGroup
 from lm_trainer.step.dispatch.program import Program, on_each
 
 _COMPUTATION = Program("computation", None, "results", grows=True, overlaps=True)

@@ -17,8 +17,8 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup, on_groups, same_sharding
 from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, sums_on_group
-from lm_trainer.step.dispatch.groups import DeviceGroups, ModelParallelGroup, on_groups, same_sharding
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions

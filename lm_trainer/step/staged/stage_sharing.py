@@ -65,7 +65,7 @@ def share_stage(
     )
 
 
-def place_on_group(others: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
+def put_on_group(others: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
     """The shapes of arguments as for `share_stage`, with their shardings; batches are whole on each device."""
     shardings = stream_on_group(mesh)
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.tree_sum import TreeSum
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
-from lm_trainer.step.dispatch.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup, microbatch_groups
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable

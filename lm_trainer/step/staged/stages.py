@@ -13,13 +13,13 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.sharded_array import replicate
-from lm_trainer.step.dispatch.groups import DeviceGroups, ModelParallelGroup
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
-from lm_trainer.step.staged.stage_sharing import place_on_group, share_stage, stream_on_group
+from lm_trainer.step.staged.stage_sharing import put_on_group, share_stage, stream_on_group
 from lm_trainer.step.state.model_def import Params
 
 LAYERS_AT_ONCE = 2
@@ -178,7 +178,7 @@ class Stages:
         """
 
         def on_group(group: ModelParallelGroup) -> tuple[Any, ...]:
-            return kind.on(group), *place_on_group(arguments, group.mesh)
+            return kind.on(group), *put_on_group(arguments, group.mesh)
 
         def results(group: ModelParallelGroup) -> Any:
             kinds: dict[str, Any] = dict.fromkeys(("scalars", "nothing"), group.sharding())

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.step.dispatch.groups import DeviceGroups
+from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, loss_of_params
 from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.state.model_def import ModelDef, Params

@@ -18,7 +18,7 @@ _AXIS = "devices"
 _CUT = ("experts", "heads", "kv_heads", "mlp", "vocab", "embed")
 
 
-def spread(model: ModelDef, devices: Sequence[Any]) -> dict[str, NamedSharding]:
+def inference_shardings(model: ModelDef, devices: Sequence[Any]) -> dict[str, NamedSharding]:
     """Cuts each parameter over all devices along one dimension that they divide; vectors of a layer stay whole.
 
     Args:
@@ -39,7 +39,7 @@ def spread(model: ModelDef, devices: Sequence[Any]) -> dict[str, NamedSharding]:
     return {name: sharding(x.shape, model.axes[name]) for name, x in model.shapes.items()}
 
 
-def place_spread(model: ModelDef, params: Any, devices: Sequence[Any] | None = None) -> dict[str, jax.Array]:
+def shard_for_inference(model: ModelDef, params: Any, devices: Sequence[Any] | None = None) -> dict[str, jax.Array]:
     """Parameters by name as `spread` cuts them; arrays that lie on devices already stay where they are.
 
     Args:
@@ -47,6 +47,6 @@ def place_spread(model: ModelDef, params: Any, devices: Sequence[Any] | None = N
         params: nested dicts of arrays.
         devices: of this process; None: all of them.
     """
-    shardings = spread(model, devices or jax.local_devices())
+    shardings = inference_shardings(model, devices or jax.local_devices())
     named: Mapping[str, Any] = named_leaves(params)
     return {name: x if isinstance(x, jax.Array) else jax.device_put(x, shardings[name]) for name, x in named.items()}

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from lm_trainer.parallel.processes import is_lead
-from lm_trainer.run.files.copy import COPY
+from lm_trainer.run.files.bucket_mirror import COPY
 
 _MADE_AT_THE_START = {"config.yaml", "run.json", ".lock", "tokenizer", "hf", "tensorboard", "metrics.jsonl", COPY}
 """Names that an attempt makes before its first step; with any other, a directory stays."""
 
 
-class Leftovers:
+class RemoveFailedStart:
     """Removes the directories of a run that came into being with an attempt which then failed before its first step.
 
     A context manager around those of the attempt. Directories that were there before stay, and so does anything that

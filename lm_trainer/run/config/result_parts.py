@@ -9,7 +9,7 @@ _OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_lo
 """Prefixes of JAX settings that change no number."""
 
 
-def numeric_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of JAX that decide numbers."""
     return {name: value for name, value in settings.items() if not name.startswith(_OPERATIONAL_JAX)}
 

@@ -56,7 +56,7 @@ AVERAGED = "ema"
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingSetup:
     """Everything of a run that is neither state nor data."""
 
     model: ModelDef
@@ -149,21 +149,21 @@ class Program:
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
 
-def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
+def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> TrainingSetup:
     """Plans the run of a configuration on `devices`, by default all; nothing is compiled or allocated yet.
 
     Raises:
-        UserError: as `plan_program`.
+        UserError: as `plan_training`.
     """
     config = with_gather(config, vocab_size)
-    return plan_run(config, config.trainer, trace_model(config, vocab_size), devices=devices)
+    return setup_from_config(config, config.trainer, trace_model(config, vocab_size), devices=devices)
 
 
-def plan_run(
+def setup_from_config(
     config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[Any] | None = None
-) -> Program:
-    """Plans the run of a configuration with this trainer section and this model; otherwise as `plan_program`."""
-    return plan_program(
+) -> TrainingSetup:
+    """Plans the run of a configuration with this trainer section and this model; otherwise as `plan_training`."""
+    return plan_training(
         trainer,
         config.optimizer,
         model,
@@ -174,7 +174,7 @@ def plan_run(
     )
 
 
-def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring oneself
+def plan_training(  # noqa: PLR0913 - the parts of a run that one may bring oneself
     trainer: TrainerConfig,
     optimizer: Optimizer,
     model: ModelDef,
@@ -184,7 +184,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     key: jax.Array | None = None,
     devices: Sequence[Any] | None = None,
     seq_len: int | None = None,
-) -> Program:
+) -> TrainingSetup:
     """Plans training of a model on `devices`, by default all; nothing is compiled or allocated yet.
 
     Args:
@@ -228,7 +228,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     else:
         step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
     tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
-    return Program(
+    return TrainingSetup(
         model=model,
         sharding=sharding,
         optimizer=optimizer,
@@ -346,7 +346,7 @@ def check_devices(trainer: TrainerConfig) -> None:
     """Finds early, before any data is read, that the devices do not fit the configuration.
 
     Raises:
-        UserError: as `plan_program`.
+        UserError: as `plan_training`.
     """
     plan = trainer.step_plan
     mesh = trainer.device_mesh

@@ -19,18 +19,18 @@ class NoSuchKey(LookupError):
 
 
 @dataclass(frozen=True)
-class Place:
+class ConfigNode:
     """A position in a configuration: the values that it allows, and the default if nothing is written there."""
 
     shape: Shape
     default: Any = None
 
     @classmethod
-    def root(cls, model: type[BaseModel]) -> Place:
+    def root(cls, model: type[BaseModel]) -> ConfigNode:
         return cls(Shape("model", model, (model,)))
 
     @classmethod
-    def nowhere(cls) -> Place:
+    def nowhere(cls) -> ConfigNode:
         """A place that no declared key leads to."""
         return cls(Shape("scalar"))
 
@@ -56,7 +56,7 @@ class Place:
         chosen = None if every else self.model_for(value)
         return () if block is None else block.models if chosen is None else (chosen,)
 
-    def step(self, value: Any, key: str | int) -> Place:
+    def step(self, value: Any, key: str | int) -> ConfigNode:
         """The place of `key` in `value`, which stands here.
 
         Raises:
@@ -64,32 +64,32 @@ class Place:
         """
         return self._item(key) if isinstance(key, int) else self._key(value, key)
 
-    def step_or_nowhere(self, value: Any, key: str | int) -> Place:
+    def step_or_nowhere(self, value: Any, key: str | int) -> ConfigNode:
         """As `step`, for walks over data that may have keys of any kind."""
         try:
             return self.step(value, key)
         except NoSuchKey:
-            return Place.nowhere()
+            return ConfigNode.nowhere()
 
-    def field(self, model: type[BaseModel], key: str) -> Place:
+    def field(self, model: type[BaseModel], key: str) -> ConfigNode:
         """The place of a class's field."""
         info = model.model_fields[key]
         default = None if info.is_required() else info.get_default(call_default_factory=False)
         # The default of a block as a whole may differ from the defaults of its class.
         if type(self.default) is model:
             default = getattr(self.default, key)
-        return Place(shape_of_field(info), default)
+        return ConfigNode(shape_of_field(info), default)
 
-    def _item(self, index: int) -> Place:
+    def _item(self, index: int) -> ConfigNode:
         items = self.shape.choice("list")
         if items is None:
             raise NoSuchKey("is not a list")
         # An item without `type` is of the same class as one block without `type` in place of the list.
         default = None if isinstance(self.default, tuple | list) else self.default
         fixed = 0 <= index < len(items.items)
-        return Place(shape_of(items.items[index] if fixed else items.inner), default)
+        return ConfigNode(shape_of(items.items[index] if fixed else items.inner), default)
 
-    def _key(self, value: Any, key: str) -> Place:
+    def _key(self, value: Any, key: str) -> ConfigNode:
         block, free = self.shape.choice("model"), self.shape.choice("mapping")
         if block is not None:
             model = self.model_for(value)
@@ -98,13 +98,13 @@ class Place:
             if model is not None or free is None:
                 raise NoSuchKey("unknown key")
         if free is not None:
-            return Place(shape_of(free.inner))
+            return ConfigNode(shape_of(free.inner))
         if any(shape.annotation is Any for shape in self.shape.choices()):
-            return Place(Shape("scalar", Any))
+            return ConfigNode(Shape("scalar", Any))
         raise NoSuchKey("is a list; name an item by its number" if self.shape.choice("list") else "has no keys")
 
 
-def complete(place: Place, value: Any) -> Any:
+def complete(place: ConfigNode, value: Any) -> Any:
     """Copies the data at a place, with the `type` of every block of a union that has none, and `{}` for an empty block.
 
     Everything that reads the data afterwards finds the class of a block by its `type` alone.
@@ -129,12 +129,12 @@ def child(value: Any, key: str | int) -> Any:
     return value[key] if isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value) else None
 
 
-def all_keys(place: Place, value: Any = None, *, every: bool = False) -> list[str]:
+def all_keys(place: ConfigNode, value: Any = None, *, every: bool = False) -> list[str]:
     """Every dotted key that may be written below a place that holds `value`; of all classes of a union if `every`."""
     return list(dict.fromkeys(_keys(place, value, "", every, MAX_DEPTH)))
 
 
-def _keys(place: Place, value: Any, prefix: str, every: bool, depth: int) -> Iterator[str]:
+def _keys(place: ConfigNode, value: Any, prefix: str, every: bool, depth: int) -> Iterator[str]:
     for model in place.models(value, every=every) if depth else ():
         for key in model.model_fields:
             below = value.get(key) if isinstance(value, dict) else None

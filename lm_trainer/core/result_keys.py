@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class DecidesNumbers:
+class ResultEffect:
     """The part of a key's value that decides the numbers of a run."""
 
     part: Callable[[Any], Any] | None
@@ -23,23 +23,23 @@ def _whole(value: Any) -> Any:
     return value
 
 
-Numeric = Annotated[T, DecidesNumbers(_whole)]
+AffectsResults = Annotated[T, ResultEffect(_whole)]
 """A key that decides numbers: changed, it makes another run."""
-Operational = Annotated[T, DecidesNumbers(None)]
+Operational = Annotated[T, ResultEffect(None)]
 """A key that may change between two attempts at one run, because no weight depends on it."""
 
 
-def numeric_part(part: Callable[[Any], Any]) -> DecidesNumbers:
+def result_part(part: Callable[[Any], Any]) -> ResultEffect:
     """The mark of a key of which only `part(value)` decides numbers; for `Annotated`."""
-    return DecidesNumbers(part)
+    return ResultEffect(part)
 
 
-def mark_of(config: type[Config], key: str) -> DecidesNumbers | None:
+def effect_of(config: type[Config], key: str) -> ResultEffect | None:
     """The mark of a field; None where it has none, and so counts as one that decides numbers."""
-    return next((m for m in config.model_fields[key].metadata if isinstance(m, DecidesNumbers)), None)
+    return next((m for m in config.model_fields[key].metadata if isinstance(m, ResultEffect)), None)
 
 
-def keep_numeric(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
+def result_values(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration that decide numbers, as far as its own fields say so.
 
     Args:
@@ -48,7 +48,7 @@ def keep_numeric(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {}
     for key, value in plain.items():
-        mark = mark_of(type(config), key) or DecidesNumbers(_whole)
+        mark = effect_of(type(config), key) or ResultEffect(_whole)
         if mark.part is not None:
             kept[key] = mark.part(value)
     return kept

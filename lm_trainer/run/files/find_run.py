@@ -8,11 +8,11 @@ from typing import Any
 
 from lm_trainer.config.yaml_nodes import MAX_BYTES, read_file
 from lm_trainer.config.yaml_syntax import INCLUDE
-from lm_trainer.core.bucket import Bucket, Place, is_bucket, open_place
+from lm_trainer.core.bucket import Bucket, StoragePath, is_bucket, storage_path
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
-from lm_trainer.run.files.copy import COPY
+from lm_trainer.run.files.bucket_mirror import COPY
 from lm_trainer.run.files.records import read_run_record, recorded_checkpoints
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
@@ -103,7 +103,7 @@ def root_of(run_dir: Path, log_dir: str) -> Path:
     return run_dir.parents[len(logs.parts)] if below else Path.cwd()
 
 
-def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
+def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
     """Finds the checkpoint directory that is meant, and the step, if one was named.
 
     Args:
@@ -129,13 +129,13 @@ def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
     raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
 
 
-def checkpoints_of(run_dir: Path) -> Place:
+def checkpoints_of(run_dir: Path) -> StoragePath:
     """Returns the checkpoint directory of a run, which may have been moved since it was written down in run.json.
 
     Raises:
         MachineError: when run.json is damaged.
     """
-    recorded = open_place(recorded_checkpoints(read_run_record(run_dir), run_dir))
+    recorded = storage_path(recorded_checkpoints(read_run_record(run_dir), run_dir))
     if isinstance(recorded, Bucket):
         return recorded
     # A run that was moved as a whole keeps its checkpoints beside it.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import StoragePath
 from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers.json_lines import parse
 from lm_trainer.trackers.series import Series, describe_gap, line_name
@@ -16,7 +16,7 @@ Missing = dict[str, dict[str, list[int]]]
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostMetrics:
     """The lines that a run lacks."""
 
     step: int
@@ -28,7 +28,7 @@ class Lost:
         return [describe_gap(path / file, run_id, self.step, names) for file, names in self.lines.items()]
 
 
-def lost_lines(path: Path, checkpoints: Place) -> Lost | None:
+def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
     """Compares the files of a run directory with what the newest checkpoint remembers of them.
 
     Returns:
@@ -49,4 +49,4 @@ def lost_lines(path: Path, checkpoints: Place) -> Lost | None:
                 there.add(line_name(line), line["step"])
         if lacks := Series(expected).without(there):
             missing[name] = lacks
-    return Lost(saved[-1], missing)
+    return LostMetrics(saved[-1], missing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def thin(x_N: np.ndarray, y_N: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+def downsample(x_N: np.ndarray, y_N: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Keeps the lowest and the highest point of each of many equal pieces, the first point and the last.
 
     No extreme is lost: a spike of a single step stays as high as it was.

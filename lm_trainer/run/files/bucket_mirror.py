@@ -34,7 +34,7 @@ _LARGEST = 64 << 20
 """Bytes of a file that is copied; metrics are, however large."""
 
 
-class RunCopy:
+class BucketMirror:
     """Keeps `BASE/ID/run` in a bucket as the run directory is; a context manager, for the process that writes the run.
 
     The file `.copy` in both says of which machine's directory the copy is: a directory that finds another there is
