@@ -96,8 +96,8 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
         with compiling_for(platform):
             step = build_setup(config, VOCAB, places).step
             compiled = step.compile(random_batch(1, LENGTH, VOCAB))
-            setup = compiled if isinstance(compiled, Executable) else compiled.by_name[name]
-            found.add(setup.fingerprint())
+            program = compiled if isinstance(compiled, Executable) else compiled.by_name[name]
+            found.add(program.fingerprint())
     assert len(found) == 1
 
 
@@ -106,8 +106,8 @@ def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs()
     checks = []
     for device in described("v5e:2x2"):
         x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16, sharding=SingleDeviceSharding(device))
-        setup: Any = jax.jit(lambda x: x @ x).lower(x).compile().runtime_executable()
-        checks.append(b"Invalid physical row: ChipId()" in setup.serialize())
+        program: Any = jax.jit(lambda x: x @ x).lower(x).compile().runtime_executable()
+        checks.append(b"Invalid physical row: ChipId()" in program.serialize())
     assert checks == [False, True, True, True]
 
 
@@ -168,8 +168,8 @@ def test_the_flags_for_a_torus_have_its_sparse_cores_gather_and_scatter():
     rows = jax.ShapeDtypeStruct((64 * 128, WIDE), jnp.bfloat16, sharding=cut)
     gather, scatter = jax.jit(lambda x: x + x, out_shardings=whole), jax.jit(lambda x: x.T @ x, out_shardings=cut)
     size = {"all-gather": 64 * 128 * WIDE * 2, "reduce-scatter": WIDE * WIDE * 2}
-    for setup, kind in ((gather, "all-gather"), (scatter, "reduce-scatter")):
-        lowered = setup.lower(rows)
+    for program, kind in ((gather, "all-gather"), (scatter, "reduce-scatter")):
+        lowered = program.lower(rows)
         plain, flagged = (bytes_sent(lowered.compile(options).as_text() or "") for options in (None, flags))
         assert plain == {"all-reduce": 2 * size[kind] * 63 / 64}
         assert flagged == {kind: size[kind] * 63 / 64}
@@ -186,9 +186,9 @@ def test_products_are_in_the_precision_that_was_asked_for(target: str, determini
 
 def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
     """Matrix products, and the dtypes of their operands."""
-    setup = parse(hlo)
-    for op, of, _ in walk(setup):
-        for one, inside in ((op, of), *fused(setup, op)):
+    program = parse(hlo)
+    for op, of, _ in walk(program):
+        for one, inside in ((op, of), *fused(program, op)):
             if one.opcode in ("dot", "convolution"):
                 dtypes = {inside[name].shape.split("[")[0] for name in one.operands[:2]}
                 yield f"{one.shape} {one.opcode} {one.rest[:120]}", dtypes

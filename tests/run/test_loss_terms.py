@@ -90,7 +90,7 @@ def test_evaluation_has_no_z_loss(tmp_path: Path) -> None:
 
 def test_without_a_z_loss_nothing_else_is_traced(tmp_path: Path) -> None:
     programs = [planned(tmp_path, *lines).step.compile(HALF) for lines in ((), ("z_loss_weight: 0",))]
-    assert len({setup.fingerprint() for setup in programs}) == 1
+    assert len({program.fingerprint() for program in programs}) == 1
     assert planned(tmp_path, "z_loss_weight: 1.0e-4").step.compile(HALF).fingerprint() != programs[0].fingerprint()
 
 
@@ -111,7 +111,7 @@ def test_log_entropy_measures_it_in_evaluation(tmp_path: Path) -> None:
 
 def test_log_entropy_leaves_training_as_it_is(tmp_path: Path) -> None:
     programs = [planned(tmp_path, *lines).step.compile(HALF) for lines in ((), ("log_entropy: true",))]
-    assert len({setup.fingerprint() for setup in programs}) == 1
+    assert len({program.fingerprint() for program in programs}) == 1
 
 
 def test_sophia_g_and_a_z_loss_are_refused_together(tmp_path: Path) -> None:
