@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards, spec_axes
+from lm_trainer.parallel.nodes import nodes_of_batch
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares, TreeSum, sum_slices, tree_sum
 
@@ -132,7 +133,7 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> 
     """
     dim = sharding.scatter_dim
     if dim is None or not _scatters(sharding, mesh):
-        return _sum_vector(x, batch_shards(mesh), dtype)
+        return _sum_vector(x, mesh, dtype)
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
     shape = x.shape
@@ -141,21 +142,47 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> 
     x = x.reshape(*shape[:dim], data, replicas, shape[dim] // (data * replicas), *shape[dim + 1 :])
     x = jnp.moveaxis(x, (dim + 1, dim), (0, 1))
     x = x.reshape(replicas * data, *x.shape[2:])
-    # What arrives is stacked by sender, that is in the order of the batch: the order of the tree.
-    x = sum_slices(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
+    x = _sum_own_slice(x, mesh, dtype)
     if replicas > 1:
         # The replicas of a data shard hold neighbouring slices, which make up the shard that all of them store.
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
     return x if _stored_over_data(sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
 
 
-def _sum_vector(x: jax.Array, shards: int, dtype: Any) -> jax.Array:
+def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: Any) -> jax.Array:
+    """Sends each batch shard its slice and returns the sum, in the order of the tree, of the slices received.
+
+    Over several nodes the exchange has two levels. Shards first exchange and add within their node, one slice for each
+    node; then shards with the same position in their nodes exchange these partial sums. A node with n shards so sends
+    1/n as much over the slower network. The additions and their order are the same: the shards of a node are a
+    subtree of the sum.
+
+    Args:
+        slices: [shards, ...], by receiver.
+        mesh: the device mesh.
+        dtype: to add in.
+    """
+    shards, nodes = batch_shards(mesh), nodes_of_batch(mesh)
+    # Slices that arrive are stacked by sender, in the order of the batch: the order of the tree.
+    if nodes == 1:
+        return sum_slices(lax.all_to_all(slices, BATCH_AXES, 0, 0, tiled=True).astype(dtype))
+    size = shards // nodes
+    within = [[node * size + position for position in range(size)] for node in range(nodes)]
+    across = [[node * size + position for node in range(nodes)] for position in range(size)]
+    by_node = slices.reshape(nodes, size, *slices.shape[1:])
+    received = lax.all_to_all(by_node, BATCH_AXES, 1, 0, axis_index_groups=within)
+    partial_sums = sum_slices(received.astype(dtype))
+    return sum_slices(lax.all_to_all(partial_sums, BATCH_AXES, 0, 0, tiled=True, axis_index_groups=across))
+
+
+def _sum_vector(x: jax.Array, mesh: Mesh, dtype: Any) -> jax.Array:
     """Sums an array that no dimension can be split of; the result is on all devices."""
     if x.size < _SMALL:
         return sum_slices(lax.all_gather(x, BATCH_AXES).astype(dtype))
     # Padding makes the length divisible. It changes no order, since every element is added on its own.
+    shards = batch_shards(mesh)
     slices = jnp.pad(x.reshape(-1), (0, -x.size % shards)).reshape(shards, -1)
-    total = sum_slices(lax.all_to_all(slices, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
+    total = _sum_own_slice(slices, mesh, dtype)
     return lax.all_gather(total, BATCH_AXES, tiled=True)[: x.size].reshape(x.shape)
 
 

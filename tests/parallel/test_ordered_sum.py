@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lm_trainer.parallel import nodes as nodes_module
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
+from lm_trainer.parallel.nodes import nodes_of_batch
 from lm_trainer.parallel.ordered_sum import squares_by_layer, sum_of_squares, sum_over_shards, sum_parts_over_shards
 from lm_trainer.parallel.sharding import ParamSharding, plan_shardings
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.collectives import bytes_sent
+from lm_trainer.profile.hlo import ARRAY, array_bytes
+from lm_trainer.profile.replica_groups import replica_groups
 from tests.parallel.test_tree_sum import brute_force_tree, random
 
 pytestmark = pytest.mark.optimised
@@ -140,6 +145,70 @@ def test_gradients_travel_as_slices_not_whole() -> None:
     assert "all-to-all" in text
     assert "all-gather(" not in text
     assert "all-reduce(" not in text
+
+
+@pytest.mark.parametrize(("devices_per_node", "narrow"), [(4, False), (4, True), (2, False)])
+def test_sums_over_nodes_have_the_bits_of_the_tree_and_send_less_between_nodes(
+    monkeypatch: pytest.MonkeyPatch, devices_per_node: int, narrow: bool
+) -> None:
+    mesh, param_shardings = layouts_on(8, MeshShape(), True)
+    param_shardings |= plan_shardings(
+        {"large": ((129, 257), ("mlp", "vocab"))}, mesh, param_rules={}, compute_rules={}, max_shards=8
+    )
+    dtype = jnp.bfloat16 if narrow else np.float32
+    shapes = {name: (129, 257) if name == "large" else SHAPES[name][0] for name in param_shardings}
+    stacked = {name: random((8, *shape), seed=i).astype(dtype) for i, (name, shape) in enumerate(shapes.items())}
+    specs = {name: PartitionSpec(BATCH_AXES, *sharding.compute) for name, sharding in param_shardings.items()}
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in stacked.items()}
+    storage = {name: NamedSharding(mesh, sharding.storage) for name, sharding in param_shardings.items()}
+    dtypes = dict.fromkeys(stacked, np.float32)
+    sent = {}
+    for nodes in (1, 8 // devices_per_node):
+        monkeypatch.setattr(nodes_module, "node_of", lambda device, nodes=nodes: device.id * nodes // 8)
+        program = jax.jit(
+            lambda x, _nodes=nodes: sum_over_shards(x, param_shardings, mesh, dtypes), out_shardings=storage
+        )
+        compiled = program.lower(placed).compile()
+        for name, x in compiled(placed).items():
+            expected = brute_force_tree([x.astype(np.float32) for x in stacked[name]])
+            np.testing.assert_array_equal(np.asarray(x), expected, err_msg=name)
+        sent[nodes] = bytes_between_nodes(compiled.as_text() or "", devices_per_node)
+    # A CPU exchanges narrow terms in float32 too.
+    one, several = sent[1]["all-to-all"], sent[8 // devices_per_node]["all-to-all"]
+    assert several == pytest.approx(one / devices_per_node, rel=0.02)
+
+
+def bytes_between_nodes(hlo: str, devices_per_node: int) -> dict[str, float]:
+    """Collective -> bytes that device 0 sends to other nodes, counted group by group from the text."""
+    sent: dict[str, float] = {}
+    for line in hlo.splitlines():
+        if match := re.search(r"= (.*?) (all-to-all|all-gather)\(", line):
+            (group,) = (group for group in replica_groups(line).tolist() if 0 in group)
+            remote = sum(device >= devices_per_node for device in group)
+            size = sum(array_bytes(*array) for array in ARRAY.findall(match[1]))
+            sent[match[2]] = sent.get(match[2], 0.0) + size * remote / len(group)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "count"),
+    [([0, 0, 1, 1], {0: 0}, 1), (None, {i: i // 4 for i in range(8)}, 2), (None, {i: i // 2 for i in range(8)}, 4),
+     (None, {i: i for i in range(8)}, 1), (None, {i: i % 2 for i in range(8)}, 1),
+     (None, {0: 0, 1: 0, 2: 0, **dict.fromkeys(range(3, 8), 1)}, 1)],
+)  # fmt: skip
+def test_nodes_that_are_no_subtrees_of_the_sum_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: dict[int, int], count: int
+) -> None:
+    monkeypatch.setattr(nodes_module, "node_of", lambda device: nodes.get(device.id, 0))
+    assert nodes_of_batch(build_mesh(MeshShape(), jax.devices()[: len(devices or nodes)])) == count
+
+
+@pytest.mark.parametrize(("devices", "model", "count"), [(6, 1, 1), (8, 2, 2), (8, 4, 1), (8, 8, 1)])
+def test_a_node_holds_several_shards_that_do_not_span_nodes(
+    monkeypatch: pytest.MonkeyPatch, devices: int, model: int, count: int
+) -> None:
+    monkeypatch.setattr(nodes_module, "node_of", lambda device: device.id // 4 if model > 1 else device.id // 2)
+    assert nodes_of_batch(build_mesh(MeshShape(model=model), jax.devices()[:devices])) == count
 
 
 @pytest.mark.slow

@@ -1,0 +1,39 @@
+"""Groups of devices with a fast network between them: a node of GPUs, an NVLink domain, a TPU slice."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import jax
+from jax.sharding import Mesh
+
+from lm_trainer.parallel.mesh import batch_shards
+
+
+def node_of(device: jax.Device) -> int:
+    """Index of the node of a device.
+
+    JAX names the fast domain of a device `slice_index`: the slice of a TPU, the NVLink domain of a GPU. Devices without
+    one, such as CPUs, belong to the node of their process.
+    """
+    index = getattr(device, "slice_index", None)
+    return device.process_index if index is None else index
+
+
+def nodes_of_batch(mesh: Mesh) -> int:
+    """Number of nodes over which the batch shards of a mesh divide, as aligned subtrees of the sum over all shards.
+
+    Returns:
+        A power of two. 1 if there is only one node, if nodes hold different numbers of shards, if a shard spans nodes,
+        or if each node holds only one shard: then an exchange in two levels would save nothing or change the sum.
+    """
+    shards = batch_shards(mesh)
+    nodes_of_shards = [{node_of(device) for device in devices} for devices in mesh.devices.reshape(shards, -1)]
+    if any(len(nodes) > 1 for nodes in nodes_of_shards):
+        return 1
+    sizes = [len(list(run)) for _, run in groupby(min(nodes) for nodes in nodes_of_shards)]
+    count, size = len(sizes), sizes[0]
+    distinct = len({min(nodes) for nodes in nodes_of_shards})
+    even = count == distinct and all(other == size for other in sizes)
+    # Subtrees of the sum over all shards are over a half of them, a quarter and so on: see `tree_sum`.
+    return count if even and size > 1 and count & (count - 1) == 0 else 1
