@@ -1,0 +1,56 @@
+"""Agreement of the processes of a run on flags, without a wait of the host for the step that is being computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+
+
+class FlagExchange:
+    """Combines the flags of all processes after each step.
+
+    A collective that the host waits for is queued behind the step on every device: the devices would idle while the host
+    logs, loads and dispatches the next step. So in a run of several processes a call enqueues the exchange of its flags
+    and returns the flags of the call before, which the devices have combined by the time the host reads them. A run of
+    one process has no exchange: its flags are returned at once.
+
+    Args:
+        devices: one or more of each process; by default all devices.
+    """
+
+    def __init__(self, devices: list[jax.Device] | None = None):
+        self._devices = devices
+        self._combined: jax.Array | None = None
+
+    def exchange(self, flags: Mapping[str, bool]) -> dict[str, bool]:
+        """Returns the flags that any process set, by name.
+
+        All processes call it after the same step, with the same names in the same order. The first call of several
+        processes returns no flag as set.
+        """
+        if jax.process_count() == 1:
+            return dict(flags)
+        before, self._combined = self._combined, self._enqueue(list(flags.values()))
+        combined = [False] * len(flags) if before is None else np.asarray(before).tolist()
+        return dict(zip(flags, combined, strict=True))
+
+    @cached_property
+    def _mesh(self) -> Mesh:
+        return Mesh(np.array(self._devices or jax.devices()), ("devices",))
+
+    @cached_property
+    def _combine(self) -> jax.stages.Wrapped:
+        return jax.jit(lambda flags: jnp.any(flags, axis=0), out_shardings=NamedSharding(self._mesh, PartitionSpec()))
+
+    def _enqueue(self, flags: list[bool]) -> jax.Array:
+        sharding = NamedSharding(self._mesh, PartitionSpec("devices"))
+        local = [jax.device_put(np.array([flags]), device) for device in self._mesh.local_devices]
+        stacked = jax.make_array_from_single_device_arrays((self._mesh.size, len(flags)), sharding, local)
+        return wait_on_cpu(self._combine(stacked))
