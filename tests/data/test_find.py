@@ -61,7 +61,7 @@ def test_every_occurrence_is_found_and_no_other(seed: int, monkeypatch: pytest.M
     texts[7] = None
     tokens = rng.integers(0, len(texts), 3000)
     monkeypatch.setattr("lm_trainer.data.find.PIECE", 97)
-    monkeypatch.setattr("lm_trainer.data.find._ANCHORS", int(rng.integers(1, 12)))
+    monkeypatch.setattr("lm_trainer.data.find._MAX_ANCHORS", int(rng.integers(1, 12)))
     for length in (1, 2, 5, 9, 14):
         text = bytes(rng.choice(list(b"abc"), length).tolist())
         counts = np.bincount(tokens[:100], minlength=len(texts))
