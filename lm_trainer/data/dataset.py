@@ -20,7 +20,7 @@ from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
-from lm_trainer.data.rows.train_sets import TrainSets, whole_steps
+from lm_trainer.data.rows.train_sets import TrainSets, full_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -157,7 +157,7 @@ class Data:
 
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
         """Returns the number of full batches until `data.stop_strategy` ends training; None if it never does."""
-        return whole_steps(self.order(schedule), _schedule(schedule))
+        return full_steps(self.order(schedule), _schedule(schedule))
 
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
         """The rows of a run in order, as a Grain dataset: element i is row i, a `Batch` of fields [S].
@@ -195,7 +195,7 @@ class Data:
         order: TrainOrder | GrowingOrder = sets.checked_order(sizes, steps)
         if not all(train.final for train in order.sets):
             order = GrowingOrder(
-                lambda: sets.checked_order(sizes, steps), sets.caches, whole=sets.needed_whole, closed=closed
+                lambda: sets.checked_order(sizes, steps), sets.caches, need_all=sets.needs_all, closed=closed
             )
         iterator = TrainIterator(order, sizes, rows, steps, closed)
         self._iterators.append(iterator)

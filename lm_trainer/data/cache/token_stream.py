@@ -137,8 +137,8 @@ class TokenStream:
             index = int(np.searchsorted(pieces_P, offset + int(unknown[0]), side="right"))
             row, shard = read_rows(self._store, self._ledger, part)[index], self._names[part].partition("-")[0]
             raise UserError(
-                f"{self._store.url}: row {row} of shard {int(shard)} has the token {out[position + int(unknown[0])]}, but "
-                f"the model knows 0 to {known_ids - 1}; leave the row out, or take the text of that token out of it"
+                f"{self._store.url}: row {row} of shard {int(shard)} has the token {out[position + int(unknown[0])]}, "
+                f"but the model knows 0 to {known_ids - 1}; leave the row out, or take the text of that token out of it"
             )
 
     def tail(self, start: int) -> np.ndarray:
