@@ -31,7 +31,9 @@ def _as_list(value: object) -> object:
 
 Urls = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
-Lists = Annotated[list[LocalPath], BeforeValidator(_as_list, json_schema_input_type=LocalPath | list[LocalPath])]
+ExclusionFiles = Annotated[
+    list[LocalPath], BeforeValidator(_as_list, json_schema_input_type=LocalPath | list[LocalPath])
+]
 
 SINGLE_SET = "train"
 """Name of the only set in a configuration without `configs`."""
@@ -39,7 +41,7 @@ SINGLE_SET = "train"
 _HUB_KEYS = {"name", "revision", "stream", "splits"}
 """Keys of a set that apply only to a data set of the Hugging Face hub."""
 
-_LATER = "not available yet"
+_NOT_AVAILABLE = "not available yet"
 
 _NO_FILES = "train_urls is an empty list; name files, or leave the key out (or null) for the embedded corpus"
 
@@ -235,7 +237,7 @@ class DataConfig(SetConfig):
     max_train_batches: AffectsResults[PerSet | None] = None
     """Trains only on the first rows of a set: as many as fill this number of batches of the first step's size; for
     all sets, or by name."""
-    exclude: AffectsResults[Lists] = []
+    exclude: AffectsResults[ExclusionFiles] = []
     """Lists of training documents to leave out, as written by `lmt data dedup` and `lmt data overlap`: the run is
     the same as on text without these documents, and no text is tokenised a second time."""
     num_validation_sequences: AffectsResults[PerSet | None] = None
@@ -252,11 +254,11 @@ class DataConfig(SetConfig):
     }
     refused_keys: ClassVar[Mapping[str, str]] = {
         **SetConfig.refused_keys,
-        "experiment_budget": f"simulated epoching is {_LATER}",
-        "target_budget": f"simulated epoching is {_LATER}",
+        "experiment_budget": f"simulated epoching is {_NOT_AVAILABLE}",
+        "target_budget": f"simulated epoching is {_NOT_AVAILABLE}",
         "permutation_type": "the permutation is always a Feistel network; remove the key",
         "enforce_eos": "every document is always ended by the end-of-document token; remove the key",
-        "ignore_token_id": f"masking a token in the loss is {_LATER}",
+        "ignore_token_id": f"masking a token in the loss is {_NOT_AVAILABLE}",
         "auto_build_caches": "caches are always built when they are missing; remove the key",
         "shuffle_buffer_size": "use `shuffle` with a number: rows are drawn at random within eras of so many",
     }

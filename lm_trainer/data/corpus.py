@@ -14,7 +14,7 @@ import numpy as np
 from lm_trainer.core.runtime import available_cores
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import passages_of_whole
+from lm_trainer.data.provenance import full_stream_passages
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
 _BATCH_TOKENS = 1 << 20
@@ -82,7 +82,7 @@ class Origins:
         ends = self._ends[name]
         start = int(ends[document - 1]) if document else 0
         count = min(int(ends[document]) - start, chars + 1)
-        passage = next(iter(passages_of_whole(cache, self._data.tokenizer, start, count)))
+        passage = next(iter(full_stream_passages(cache, self._data.tokenizer, start, count)))
         return passage.where, passage.text[:chars]
 
 

@@ -25,7 +25,7 @@ from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
 
-_ROWS_LOOKED_AT, _ROWS_AT_ONCE = 2048, 64
+_SAMPLED_ROWS, _ROWS_PER_READ = 2048, 64
 """Rows sampled to estimate the share without any loss token, and rows read at once."""
 
 
@@ -99,8 +99,7 @@ class Data:
             cache.check()
 
     def fingerprint(self, step: int | None = None) -> str:
-        """Hashes the tokens, their meaning and the order: differs if any batch may differ, wherever the text comes
-        from.
+        """Hashes the tokens, their meaning and the order: differs if any batch may differ; ignores the text's location.
 
         Args:
             step: if given, only batches before this step count, so later weights may change.
@@ -142,12 +141,12 @@ class Data:
             return 0.0
         order, sizes = self.order(schedule), _schedule(schedule)
         last = min(sizes.rows_before(num_steps), sys.maxsize if order.length is None else order.length)
-        positions_N = np.unique(np.linspace(0, last - 1, min(last, _ROWS_LOOKED_AT)).astype(np.int64))
+        positions_N = np.unique(np.linspace(0, last - 1, min(last, _SAMPLED_ROWS)).astype(np.int64))
         # In random order, so the rows read in time are a fair sample.
         positions_N = np.random.default_rng(0).permutation(positions_N)
         until, empty, read = time.monotonic() + 1, 0, 0
         while read < len(positions_N) and time.monotonic() < until:
-            batch = order.read(positions_N[read : read + _ROWS_AT_ONCE])
+            batch = order.read(positions_N[read : read + _ROWS_PER_READ])
             empty += int(np.count_nonzero(~np.any(batch.weights > 0, axis=1)))
             read += len(batch.weights)
         return empty / max(read, 1)

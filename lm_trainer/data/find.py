@@ -22,7 +22,7 @@ from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import passages_of_whole
+from lm_trainer.data.provenance import full_stream_passages
 from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import Tokenizer
@@ -87,7 +87,7 @@ class Needle:
 
     def __init__(self, text: bytes, texts_V: Sequence[bytes | None], counts_V: np.ndarray):
         self.text, self._texts_V = text, texts_V
-        covering = _covering(text, texts_V)
+        covering = _covering_tokens(text, texts_V)
         rarest = min(range(len(covering)), key=lambda position: sum(counts_V[token] for token in covering[position]))
         self.tokens = covering[rarest]
         """Token -> offsets of the text's beginning within the token; negative if the text begins before the token."""
@@ -118,11 +118,11 @@ class Needle:
         anchors = np.flatnonzero(is_anchor_T) + first
         return [
             match
-            for position in self._likely(tokens_T, anchors).tolist()
+            for position in self._filter_anchors(tokens_T, anchors).tolist()
             for match in self._matches(tokens_T, position)
         ]
 
-    def _likely(self, tokens_T: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+    def _filter_anchors(self, tokens_T: np.ndarray, anchors: np.ndarray) -> np.ndarray:
         """Keeps the anchors with neighbours that match the adjacent bytes of the text: few out of many."""
         anchor_tokens = tokens_T[anchors]
         next_bytes = self._first_V[tokens_T[np.minimum(anchors + 1, len(tokens_T) - 1)]]
@@ -142,12 +142,12 @@ class Needle:
     def _matches(self, tokens_T: np.ndarray, position: int) -> Iterator[Match]:
         for offset in self.tokens[int(tokens_T[position])]:
             length = len(self._texts_V[int(tokens_T[position])] or b"")
-            stop = self._rightwards(tokens_T, position + 1, length - offset)
-            start = None if stop is None else self._leftwards(tokens_T, position, offset)
+            stop = self._match_right(tokens_T, position + 1, length - offset)
+            start = None if stop is None else self._match_left(tokens_T, position, offset)
             if stop is not None and start is not None:
                 yield Match(*start, stop)
 
-    def _rightwards(self, tokens_T: np.ndarray, position: int, done: int) -> int | None:
+    def _match_right(self, tokens_T: np.ndarray, position: int, done: int) -> int | None:
         """Returns the index after the last token of the text, or None if the text differs; its first `done` bytes
         precede `position`.
         """
@@ -158,7 +158,7 @@ class Needle:
             done, position = done + len(text), position + 1
         return position
 
-    def _leftwards(self, tokens_T: np.ndarray, position: int, offset: int) -> tuple[int, int] | None:
+    def _match_left(self, tokens_T: np.ndarray, position: int, offset: int) -> tuple[int, int] | None:
         """Returns the token in which the text begins, and its bytes before the text; `offset` as in `tokens`."""
         while offset < 0:
             position -= 1
@@ -172,7 +172,7 @@ class Needle:
         return position, offset
 
 
-def _covering(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[int, tuple[int, ...]]]:
+def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[int, tuple[int, ...]]]:
     """Maps, for each of the first bytes of the text, every token that can cover it to the token's bytes before the
     text.
     """
@@ -296,8 +296,8 @@ class Tracer:
     def trace(self, name: str, match: Match) -> Occurrence:
         """Returns the document of an occurrence, and its steps."""
         cache = self._data.caches[name]
-        (passage,) = passages_of_whole(cache, self._data.tokenizer, match.first, 1)
-        character = self._characters(cache, self._data.tokenizer, match, passage.offset)
+        (passage,) = full_stream_passages(cache, self._data.tokenizer, match.first, 1)
+        character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
         trained = tuple(sorted(self._trained_at(name, match)))
         excluded = cache.place_of(match.first) is None
         return Occurrence(name, passage.where, character, match, trained, excluded)
@@ -318,7 +318,7 @@ class Tracer:
             step = bisect.bisect_right(steps, position, key=self._schedule.rows_before) - 1
             yield TrainedAt(step + 1, position - self._schedule.rows_before(step), epoch)
 
-    def _characters(self, cache: OpenCache, tokenizer: Tokenizer, match: Match, offset: int) -> int:
+    def _char_offset(self, cache: OpenCache, tokenizer: Tokenizer, match: Match, offset: int) -> int:
         ids = cache.whole.read(np.array([match.first - offset]), offset + 1)[0].tolist()
         texts = [self._texts_V[token] or b"" for token in ids]
         prefix = b"".join(texts[:-1]) + texts[-1][: match.skipped]

@@ -174,8 +174,8 @@ class TrainIterator(Iterator[Batch]):
         if not isinstance(self._order, TrainOrder):
             return {}
         step = self._steps.start + self._taken
-        nexts = self._order.next_rows(self._schedule.rows_before(step))
-        states = {name: rows.state_before(row) for name, rows, row in nexts if isinstance(rows, GrainRows)}
+        next_rows = self._order.next_rows(self._schedule.rows_before(step))
+        states = {name: rows.state_before(row) for name, rows, row in next_rows if isinstance(rows, GrainRows)}
         saved_states = {name: state for name, state in states.items() if state is not None}
         return {"rows": saved_states} if saved_states else {}
 

@@ -76,8 +76,8 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
         parts = [part * RESOLUTION for part in parts]
         counts = [math.floor(part) for part in parts]
         # Largest remainders: positions left over from rounding down go to the sets that lost the most.
-        by_rest = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
-        for index in by_rest[: RESOLUTION - sum(counts)]:
+        by_remainder = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
+        for index in by_remainder[: RESOLUTION - sum(counts)]:
             counts[index] += 1
     else:
         counts = [int(part * length) for part in parts]

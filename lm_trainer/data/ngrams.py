@@ -18,7 +18,7 @@ _U = np.uint64
 _BASE, _STEP = _U(0x9E3779B97F4A7C15), _U(0xD6E8FEB86659FD93)
 _LETTER, _SINGLE = 1, 2
 # Thai to Myanmar, Khmer, kana and ideographs.
-_WITHOUT_BLANKS = ((0x0E00, 0x10A0), (0x1780, 0x1800), (0x2E80, 0x3100), (0x31F0, 0x3200), (0x3400, 0xA000))
+_SPACELESS_SCRIPTS = ((0x0E00, 0x10A0), (0x1780, 0x1800), (0x2E80, 0x3100), (0x31F0, 0x3200), (0x3400, 0xA000))
 _IDEOGRAPHS_FROM = 0x20000
 
 
@@ -48,11 +48,11 @@ def words_of(texts_D: Sequence[str]) -> Words:
     if not len(starts_W):
         return Words(np.zeros(0, _U), np.zeros(0, np.int64), np.zeros(0, np.int64))
     lengths_W = np.diff(starts_W, append=len(codes_C))
-    places_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
+    offsets_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
     # Polynomial hash: each character is mixed and multiplied by a power for its position, so all words are summed at
     # once.
     values_C = _mix(codes_C[starts_W[0] :].astype(_U) + _U(1))
-    values_C *= _powers(int(lengths_W.max()))[places_C]
+    values_C *= _powers(int(lengths_W.max()))[offsets_C]
     values_C[kinds_C[starts_W[0] :] == 0] = 0
     hashes_W = _mix(np.add.reduceat(values_C, starts_W - starts_W[0]))
     documents_W = np.searchsorted(ends_D, starts_W, side="right")
@@ -99,6 +99,6 @@ def _short_powers() -> np.ndarray:
 def _kinds() -> np.ndarray:
     """The kind of every character: 0, `_LETTER` or `_SINGLE`, uint8."""
     kinds = np.array([chr(code).isalnum() for code in range(0x110000)], np.uint8) * np.uint8(_LETTER)
-    for start, stop in (*_WITHOUT_BLANKS, (_IDEOGRAPHS_FROM, 0x110000)):
+    for start, stop in (*_SPACELESS_SCRIPTS, (_IDEOGRAPHS_FROM, 0x110000)):
         kinds[start:stop] *= np.uint8(_SINGLE)
     return kinds

@@ -148,8 +148,8 @@ def find_overlap(
     ]
     overlaps = _overlaps(eval_documents, words, counts_D, firsts_G, holders_G, ngram)
     short = int((counts_D < ngram).sum())
-    holding = {name: np.unique(np.concatenate(batches)) for name, batches in train.items()}
-    return OverlapReport(ngram, overlaps, short, holding)
+    train_documents = {name: np.unique(np.concatenate(batches)) for name, batches in train.items()}
+    return OverlapReport(ngram, overlaps, short, train_documents)
 
 
 def _overlaps(

@@ -17,7 +17,7 @@ from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
-AT_ONCE_BYTES = 2 << 20
+FOREGROUND_BYTES = 2 << 20
 """Text with fewer stored bytes is tokenised before anything else: it takes less time than building the model."""
 
 
@@ -73,5 +73,5 @@ def _unfinished(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict
     unfinished = {
         name: build for name, build in builds.items() if isinstance(build, Build) and not build.look().finished
     }
-    small = sum(shard.size for build in unfinished.values() for shard in build.shards) < AT_ONCE_BYTES
+    small = sum(shard.size for build in unfinished.values() for shard in build.shards) < FOREGROUND_BYTES
     return {} if small else unfinished

@@ -73,10 +73,10 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
 def passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
     """Yields the documents, or parts of them, in the tokens [start, start + count) of `cache.stream`."""
     for first, tokens in cache.in_whole(start, count):
-        yield from passages_of_whole(cache, tokenizer, first, tokens)
+        yield from full_stream_passages(cache, tokenizer, first, tokens)
 
 
-def passages_of_whole(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
+def full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
     """Yields the same for tokens of `cache.whole`."""
     ledger = cache.ledger
     ends = np.cumsum(np.asarray(ledger.tokens, np.int64))

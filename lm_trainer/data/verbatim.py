@@ -94,7 +94,7 @@ def _spans(
                 first = begin + offset
                 if first < done.get(first - text_index, 0) or num_spans >= _MAX_SPANS:
                     continue
-                start, stop, stream_start = _extended(stream, text_N, text_index, first)
+                start, stop, stream_start = _extend_match(stream, text_N, text_index, first)
                 done[first - text_index] = stream_start + stop - start
                 if stop - start >= min_tokens:
                     num_spans += 1
@@ -102,7 +102,7 @@ def _spans(
         progress(min(begin + _PIECE, len(stream)))
 
 
-def _extended(stream: TokenStream, text_N: np.ndarray, text_index: int, first: int) -> tuple[int, int, int]:
+def _extend_match(stream: TokenStream, text_N: np.ndarray, text_index: int, first: int) -> tuple[int, int, int]:
     """Extends a match of one token in both directions as far as text and stream agree."""
     low = first - min(text_index, first)
     high = min(first + len(text_N) - text_index, len(stream))

@@ -34,12 +34,12 @@ class AudioRules:
     mix_channels: bool = True
     """False rejects audio with several channels."""
 
-    def read(self, source: bytes | BinaryIO, most_seconds: float | None = None) -> np.ndarray:
+    def read(self, source: bytes | BinaryIO, max_seconds: float | None = None) -> np.ndarray:
         """Decodes a file of any format supported by libsndfile (wav, flac, mp3, ogg) into float32 [T].
 
         Args:
             source: the bytes of the file, or the open file.
-            most_seconds: longer audio is rejected without decoding.
+            max_seconds: longer audio is rejected without decoding.
 
         Raises:
             BadAudio: if it is damaged, empty or does not meet the requirements.
@@ -53,19 +53,19 @@ class AudioRules:
             raise BadAudio("the audio file is empty")
         try:
             with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-                _check_length(file.frames / file.samplerate, most_seconds)
-                return self.of_samples(file.read(dtype="float32", always_2d=True), file.samplerate, most_seconds)
+                _check_length(file.frames / file.samplerate, max_seconds)
+                return self.of_samples(file.read(dtype="float32", always_2d=True), file.samplerate, max_seconds)
         except (soundfile.SoundFileError, ZeroDivisionError) as error:
             reason = getattr(error, "error_string", str(error)).strip().rstrip(".")
             raise BadAudio(f"the audio cannot be decoded: {reason}") from None
 
-    def of_samples(self, samples: np.ndarray, rate: float, most_seconds: float | None = None) -> np.ndarray:
+    def of_samples(self, samples: np.ndarray, rate: float, max_seconds: float | None = None) -> np.ndarray:
         """Converts samples [T] or [T, C] to one channel at the output rate; otherwise like `read`."""
         if not samples.size:
             raise BadAudio("the audio holds no samples")
         if not np.isfinite(samples).all():
             raise BadAudio("the audio holds samples that are no numbers")
-        _check_length(len(samples) / rate, most_seconds)
+        _check_length(len(samples) / rate, max_seconds)
         if samples.ndim == 2 and samples.shape[1] > 1 and not self.mix_channels:
             raise BadAudio(f"the audio has {samples.shape[1]} channels, and data.format.mix_channels is false")
         mono_T = samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)

@@ -17,7 +17,7 @@ import numpy as np
 BLOCK_BYTES = 1 << 16
 """Approximate bytes that a disk reads at a time for a row."""
 
-_DIGITS = 16
+_BLOCK_DIGITS = 16
 """Hex digits of a block's checksum."""
 
 
@@ -39,15 +39,15 @@ def checksums(content: bytes | np.ndarray) -> dict[str, int | str]:
         "bytes": len(content_F),
         "sha256": hashlib.sha256(content_F.data).hexdigest(),
         "block_bytes": BLOCK_BYTES,
-        "blocks": "".join(hashlib.sha256(block.data).hexdigest()[:_DIGITS] for block in blocks),
+        "blocks": "".join(hashlib.sha256(block.data).hexdigest()[:_BLOCK_DIGITS] for block in blocks),
     }
 
 
-def is_intact(content: bytes | np.ndarray, noted: Mapping[str, object]) -> bool:
+def is_intact(content: bytes | np.ndarray, recorded: Mapping[str, object]) -> bool:
     """Compares a full file with every entry of its commit record."""
     computed = checksums(content)
-    return noted["sha256"] == computed["sha256"] and all(
-        noted.get(key, computed[key]) == computed[key] for key in computed
+    return recorded["sha256"] == computed["sha256"] and all(
+        recorded.get(key, computed[key]) == computed[key] for key in computed
     )
 
 
@@ -62,14 +62,14 @@ class BlockSums:
         ValueError: if the file has more blocks than checksums.
     """
 
-    def __init__(self, noted: Mapping[str, Any], size: int):
-        blocks = noted.get("blocks")
+    def __init__(self, recorded: Mapping[str, Any], size: int):
+        blocks = recorded.get("blocks")
         self._size = size
-        self._block_bytes = max(size if blocks is None else int(noted["block_bytes"]), 1)
+        self._block_bytes = max(size if blocks is None else int(recorded["block_bytes"]), 1)
         self.one_sum = blocks is None
         """True if the file has a single checksum."""
-        self._sums = bytes.fromhex(noted["sha256"] if blocks is None else blocks)
-        self._width = len(self._sums) if blocks is None else _DIGITS // 2
+        self._sums = bytes.fromhex(recorded["sha256"] if blocks is None else blocks)
+        self._width = len(self._sums) if blocks is None else _BLOCK_DIGITS // 2
         count = -(-size // self._block_bytes)
         if len(self._sums) < count * self._width:
             raise ValueError(f"{len(self._sums)} bytes of checksums for {count} blocks")
@@ -99,8 +99,8 @@ class BlockSums:
 
     def compare(self, block: int, content: bytes | np.ndarray) -> bool:
         """Verifies a block; True if it is intact."""
-        noted = self._sums[block * self._width : (block + 1) * self._width]
-        intact = hashlib.sha256(content).digest()[: self._width] == noted
+        recorded = self._sums[block * self._width : (block + 1) * self._width]
+        intact = hashlib.sha256(content).digest()[: self._width] == recorded
         if intact:
             self._compared[block] = 1
         return intact

@@ -43,14 +43,14 @@ class KeptStream(TokenStream):
             return
         lengths_D = document_lengths(self._store, ledger)
         self._exclusion.check(self._name, ledger, len(lengths_D))
-        kept_D = np.ones(len(lengths_D), bool)
-        kept_D[self._exclusion.documents_N] = False
+        retained_D = np.ones(len(lengths_D), bool)
+        retained_D[self._exclusion.documents_N] = False
         starts_D = np.cumsum(lengths_D) - lengths_D
         # A run consists of consecutive retained documents.
-        first_D = kept_D & ~np.concatenate([[False], kept_D[:-1]])
-        runs_D = np.cumsum(first_D)[kept_D] - 1
-        counts_R = np.bincount(runs_D, lengths_D[kept_D], minlength=int(first_D.sum())).astype(np.int64)
-        self.lengths_D = lengths_D[kept_D]
+        first_D = retained_D & ~np.concatenate([[False], retained_D[:-1]])
+        runs_D = np.cumsum(first_D)[retained_D] - 1
+        counts_R = np.bincount(runs_D, lengths_D[retained_D], minlength=int(first_D.sum())).astype(np.int64)
+        self.lengths_D = lengths_D[retained_D]
         if self.whole.loss_mask is not None:
             self.loss_mask = _Selected(self.whole.loss_mask, starts_D[first_D], counts_R)
         self._set_runs(starts_D[first_D], counts_R)
@@ -60,10 +60,10 @@ class KeptStream(TokenStream):
         self._ends = np.cumsum(counts_R)
         self._begins_R = self._ends - counts_R
 
-    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, out_starts_N: np.ndarray) -> None:
         """As of `TokenStream`."""
         reads_P, starts_P, counts_P, offsets_P = self.pieces(starts_N, counts_N)
-        self.whole.copy(starts_P, counts_P, out, np.asarray(places_N)[reads_P] + offsets_P)
+        self.whole.copy(starts_P, counts_P, out, np.asarray(out_starts_N)[reads_P] + offsets_P)
 
     def pieces(
         self, starts_N: np.ndarray, counts_N: np.ndarray

@@ -129,8 +129,8 @@ class Ledger:
         try:
             counts = [record["tokens"], record["documents"]] == [self.tokens[part], self.documents[part]]
             places = not self.places or _token_place(record) == self.places[part]
-            noted = all(isinstance(record["blobs"][kind]["sha256"], str) for kind in ("len", "row"))
-            return counts and places and noted and _digest(record) == self.sha256[part]
+            has_hashes = all(isinstance(record["blobs"][kind]["sha256"], str) for kind in ("len", "row"))
+            return counts and places and has_hashes and _digest(record) == self.sha256[part]
         except (KeyError, TypeError, AttributeError):
             return False
 

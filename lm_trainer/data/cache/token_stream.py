@@ -98,20 +98,20 @@ class TokenStream:
         self.copy(starts_N, counts_N, tokens_NT.reshape(-1), np.arange(len(starts_N)) * length)
         return tokens_NT
 
-    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, out_starts_N: np.ndarray) -> None:
         """Copies runs of tokens into an array.
 
         Args:
             starts_N: int64 [N], the first token of each run, in [0, len(self)).
             counts_N: int64 [N], tokens of each run; none reaches beyond the end.
             out: one-dimensional.
-            places_N: int [N], the index in `out` of each run's first token.
+            out_starts_N: int [N], the index in `out` of each run's first token.
 
         Raises:
             MachineError: if a part is missing, truncated or damaged.
             UserError: for an id without a model embedding.
         """
-        pieces = self._pieces(starts_N, counts_N, places_N)
+        pieces = self._pieces(starts_N, counts_N, out_starts_N)
         if self._store.local is None and not self._places:
             self._copy_remote(pieces, out)
         else:
@@ -149,7 +149,7 @@ class TokenStream:
         return tokens
 
     def _pieces(
-        self, starts_N: np.ndarray, counts_N: np.ndarray, places_N: np.ndarray
+        self, starts_N: np.ndarray, counts_N: np.ndarray, out_starts_N: np.ndarray
     ) -> list[tuple[int, int, int, int]]:
         """Returns (position, part, offset in the part, count) for each run; a run that crosses parts has several."""
         # Nearly all runs are within one part, so this case is vectorised; the loop handles the others.
@@ -157,9 +157,13 @@ class TokenStream:
         offsets_N = starts_N - self._starts[parts_N]
         remaining_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
         firsts_N = counts_N - remaining_N
-        pieces = list(zip(places_N.tolist(), parts_N.tolist(), offsets_N.tolist(), firsts_N.tolist(), strict=True))
+        pieces = list(zip(out_starts_N.tolist(), parts_N.tolist(), offsets_N.tolist(), firsts_N.tolist(), strict=True))
         for run in np.flatnonzero(remaining_N).tolist():
-            position, part, remaining = int(places_N[run] + firsts_N[run]), int(parts_N[run]) + 1, int(remaining_N[run])
+            position, part, remaining = (
+                int(out_starts_N[run] + firsts_N[run]),
+                int(parts_N[run]) + 1,
+                int(remaining_N[run]),
+            )
             while remaining:
                 count = min(remaining, int(self._ends[part] - self._starts[part]))
                 pieces.append((position, part, 0, count))
@@ -184,9 +188,9 @@ class TokenStream:
         """Returns the checksums of a part, which stay in memory so each block is verified once."""
         if part not in self._sums:
             record, name = need_record(self._store, self._ledger, part), self._names[part]
-            noted = record["place"] if self._places else record["blobs"][self._kind]
+            recorded = record["place"] if self._places else record["blobs"][self._kind]
             try:
-                self._sums[part] = BlockSums(noted, self._bytes_of(part))
+                self._sums[part] = BlockSums(recorded, self._bytes_of(part))
             except (ValueError, KeyError, TypeError):
                 raise damaged(self._store, part_key(name, "json")) from None
         return self._sums[part]
@@ -220,7 +224,7 @@ class TokenStream:
             return tokens
 
     def _open(self, part: int) -> CheckedItems:
-        sums, failed = self._sums_of(part), partial(self._damaged, part)
+        sums, failed = self._block_sums(part), partial(self._damaged, part)
         if self._places:
             position, count = TokenPlace(*self._places[part]), int(self._ends[part] - self._starts[part])
             items = position.open(count)
@@ -249,7 +253,7 @@ class TokenStream:
     def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         if unknown := {part for _, part, _, _ in pieces} - self._sums.keys():
             with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
-                list(pool.map(self._sums_of, sorted(unknown)))
+                list(pool.map(self._block_sums, sorted(unknown)))
         # Every fetch is verified: intact data may arrive damaged the next time.
         for group in _groups(pieces, lambda piece: self._block_bytes(piece[1], *self._byte_range(*piece[2:]))):
             ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in group]

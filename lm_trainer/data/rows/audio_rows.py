@@ -99,10 +99,10 @@ class AudioRows:
         stream, width = self.cache.stream, self.seq_len + 1
         tokens_BT = np.full((len(rows_B), width), self.eos_id, np.int32)
         mask_BT = np.zeros_like(tokens_BT)
-        places_N = valid * width
-        stream.copy(self.starts_D[documents_N], lengths_N, tokens_BT.reshape(-1), places_N)
+        out_starts_N = valid * width
+        stream.copy(self.starts_D[documents_N], lengths_N, tokens_BT.reshape(-1), out_starts_N)
         assert stream.loss_mask is not None
-        stream.loss_mask.copy(self.starts_D[documents_N], lengths_N, mask_BT.reshape(-1), places_N)
+        stream.loss_mask.copy(self.starts_D[documents_N], lengths_N, mask_BT.reshape(-1), out_starts_N)
         available_B = np.zeros(len(rows_B), np.int64)
         available_B[valid] = lengths_N
         batch = make_batch(tokens_BT, available_B, self.eos_id, mask_BT)
@@ -158,7 +158,7 @@ def open_audio_rows(
 
 
 @dataclass(frozen=True)
-class Masks:
+class FeatureMasks:
     """SpecAugment masks over the features of training rows."""
 
     settings: SpecAugment

@@ -108,7 +108,7 @@ class GrainRows:
         for number in numbers:
             try:
                 elements.append(self._dataset[number])
-            except Exception as error:  # whatever a pipeline of the user's raises
+            except Exception as error:  # user code may raise anything
                 label = f"{self.source.factory}[{number}]"
                 raise UserError(f"{label} failed: {type(error).__name__}: {error}") from error
         return elements
@@ -182,7 +182,7 @@ class _Sequence:
         with self._lock:
             if any(number < self._next and number not in self._buffer for number in numbers):
                 self._iterator, self._next, self._buffer = iter(self._dataset), 0, {}
-            self._remember()
+            self._snapshot()
             last = max(numbers)
             while self._next <= last:
                 self._buffer[self._next] = self._advance()
@@ -200,11 +200,11 @@ class _Sequence:
             raise UserError(
                 f"{self._factory} ended after {self._next} rows; let it repeat, or lower trainer.num_train_steps"
             ) from None
-        except Exception as error:  # whatever a pipeline of the user's raises
+        except Exception as error:  # user code may raise anything
             element_name = f"{self._factory}[{self._next}]"
             raise UserError(f"{element_name} failed: {type(error).__name__}: {error}") from error
 
-    def _remember(self) -> None:
+    def _snapshot(self) -> None:
         try:
             state = self._iterator.get_state()
             json.dumps(state)
@@ -224,6 +224,6 @@ class _Sequence:
             iterator = iter(self._dataset)
             try:
                 iterator.set_state(state["state"])
-            except Exception as error:  # each iterator has errors of its own
+            except Exception as error:  # every iterator raises different errors
                 raise UserError(f"{self._factory} cannot go on from the state in the checkpoint: {error}") from None
             self._iterator, self._next, self._buffer, self._snapshots = iterator, int(state["row"]), {}, {}

@@ -54,11 +54,11 @@ class GrowingOrder:
         Raises:
             UserError: if they will never come because their build failed.
         """
-        if self._order is None or self._order.first_uncertain(positions_N, need_all=self._need_all):
+        if self._order is None or self._order.blocking_set(positions_N, need_all=self._need_all):
             self._order = self._look()
-        if (uncertain := self._order.first_uncertain(positions_N, need_all=self._need_all)) is None:
+        if (blocking := self._order.blocking_set(positions_N, need_all=self._need_all)) is None:
             return None
-        train, rows = uncertain
+        train, rows = blocking
         cache, seq_len = self._caches[train.name], train.rows.seq_len
         cache.check()
         return cache.missing(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)

@@ -18,7 +18,7 @@ from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.rows.chunks import Chunks, read_mixed
 from lm_trainer.data.shuffle import ShuffleConfig
 
-_AHEAD = 1024
+_LOOKAHEAD = 1024
 """Positions searched for the next row of every set."""
 
 
@@ -115,7 +115,7 @@ class TrainOrder:
                 merged[indices] = field
         return batch
 
-    def first_uncertain(self, positions_N: np.ndarray, *, need_all: bool = False) -> tuple[TrainSet, int | None] | None:
+    def blocking_set(self, positions_N: np.ndarray, *, need_all: bool = False) -> tuple[TrainSet, int | None] | None:
         """Finds a set that must grow before the rows at some positions are final.
 
         Args:
@@ -137,7 +137,7 @@ class TrainOrder:
 
     def next_rows(self, position: int) -> Iterator[tuple[str, Rows, int]]:
         """Yields (name, rows, the first row at or after a position) for every set with a row soon."""
-        for indices, train, draws_N in self._by_set(position + np.arange(_AHEAD)):
+        for indices, train, draws_N in self._by_set(position + np.arange(_LOOKAHEAD)):
             if len(indices):
                 yield train.name, train.rows, int(train.locate(draws_N[:1])[0])
 

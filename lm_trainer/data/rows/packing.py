@@ -173,7 +173,7 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
         counts = {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows}
         store.write_json(f"{key}.json", {**counts, "sha256": _sha256(content)})
     except UserError:
-        pass  # A cache that only others may write to: the plan is made again at the next start.
+        pass  # The cache is read-only for this user: the plan is recomputed at the next start.
     return plan
 
 
@@ -211,15 +211,15 @@ class PackedRows:
         filled_B = np.add.reduceat(lengths_P, begins_B)
         before_B = np.cumsum(filled_B) - filled_B
         # Beginning of each piece in the flat batch.
-        places_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
+        offsets_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
 
         tokens, targets, positions, segments = block = np.empty((4, size), np.int32)
         block[:2] = self.eos_id
-        self._copy(starts_P, lengths_P, places_P, tokens, targets)
+        self._copy(starts_P, lengths_P, offsets_P, tokens, targets)
         # Every row ends with a run of padding, which may be empty.
         row_ends_B = np.cumsum(counts_B)
         runs_N = np.insert(lengths_P, row_ends_B, seq_len - filled_B)
-        begins_N = np.insert(places_P, row_ends_B, np.arange(0, size, seq_len) + filled_B)
+        begins_N = np.insert(offsets_P, row_ends_B, np.arange(0, size, seq_len) + filled_B)
         positions[:] = np.arange(size, dtype=np.int32)
         np.subtract(positions, np.repeat(begins_N.astype(np.int32), runs_N), out=positions)
         segments[:] = np.repeat(np.insert(numbers_P, row_ends_B, PADDING_SEGMENT).astype(np.int32), runs_N)
@@ -227,7 +227,7 @@ class PackedRows:
         if self.stream.loss_mask is not None:
             # Shifted by one token: the mask applies to the targets.
             mask = np.zeros(size, np.int32)
-            self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, places_P)
+            self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, offsets_P)
             weights *= (mask & IN_LOSS) != 0
         shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
         return Batch(*shaped)
@@ -250,7 +250,12 @@ class PackedRows:
         return np.unique(np.searchsorted(self.plan.firsts_R, pieces, side="right") - 1)
 
     def _copy(
-        self, starts_P: np.ndarray, lengths_P: np.ndarray, places_P: np.ndarray, tokens: np.ndarray, targets: np.ndarray
+        self,
+        starts_P: np.ndarray,
+        lengths_P: np.ndarray,
+        offsets_P: np.ndarray,
+        tokens: np.ndarray,
+        targets: np.ndarray,
     ) -> None:
         """Reads each piece with its next token, and copies it as inputs and as targets."""
         # Read once, with the overlap, and copied twice in memory: reads are slower.
@@ -258,7 +263,7 @@ class PackedRows:
         begins_P = np.cumsum(runs_P) - runs_P
         buffer = np.empty(int(runs_P.sum()), np.int32)
         self.stream.copy(starts_P, runs_P, buffer, begins_P)
-        for begin, length, position in zip(begins_P.tolist(), lengths_P.tolist(), places_P.tolist(), strict=True):
+        for begin, length, position in zip(begins_P.tolist(), lengths_P.tolist(), offsets_P.tolist(), strict=True):
             tokens[position : position + length] = buffer[begin : begin + length]
             targets[position : position + length] = buffer[begin + 1 : begin + length + 1]
 

@@ -16,7 +16,7 @@ from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
 from lm_trainer.data.formats import AudioFormat, TextFormat
 from lm_trainer.data.formats.ids import IdsFormat
-from lm_trainer.data.rows.audio_rows import AudioRows, HeardSet, Masks, open_audio_rows
+from lm_trainer.data.rows.audio_rows import AudioRows, FeatureMasks, HeardSet, open_audio_rows
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
@@ -85,7 +85,7 @@ class RowBuilder:
                 "lower it"
             )
         rows, seed = audio_rows.part(0, audio_rows.num_rows - held_out), self.seed_of(name)
-        augment = None if format.spec_augment is None else Masks(format.spec_augment, seed)
+        augment = None if format.spec_augment is None else FeatureMasks(format.spec_augment, seed)
         return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
 
     def _ready_set(self, name: str) -> TrainSet:
@@ -235,8 +235,8 @@ class PendingEvalSet:
 
 def _num_final_chunks(stream: TokenStream, seq_len: int, held_out: int | None) -> int:
     """Counts the chunks certain to be trained on, regardless of later text: chunks with all targets, not held out."""
-    # The last target of a chunk is one token past its end. The last chunks so far are excluded in place of the final
-    # held-out ones.
+    # The last target of a chunk is one token past its end. The last chunks so far are excluded, as they may be held
+    # out at the end.
     return max((len(stream) - 1) // seq_len if held_out is None else len(stream) // seq_len - held_out, 0)
 
 

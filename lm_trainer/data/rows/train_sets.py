@@ -110,8 +110,8 @@ class TrainSets:
             ends = [mixture.position(index, count) for index, count in enumerate(draws)]
             return min((end for end in ends if end is not None), default=sys.maxsize)
         # The position after the last set's last draw; if the weights never exhaust a set, the data are endless.
-        lasts = [mixture.position(index, count - 1) for index, count in enumerate(draws)]
-        return None if None in lasts else max(last + 1 for last in lasts if last is not None)
+        last_positions = [mixture.position(index, count - 1) for index, count in enumerate(draws)]
+        return None if None in last_positions else max(last + 1 for last in last_positions if last is not None)
 
 
 def full_steps(order: TrainOrder, schedule: BatchSchedule) -> int | None:

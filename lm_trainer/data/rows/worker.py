@@ -10,7 +10,7 @@ import time
 import grain
 from grain.multiprocessing import SharedMemoryArray
 
-_BUFFERED = 2
+_BUFFER_SIZE = 2
 """Batches buffered per process."""
 _POLL_SECONDS = 1.0
 
@@ -22,7 +22,7 @@ def in_processes(dataset: grain.IterDataset, processes: int) -> grain.IterDatase
     # Grain reads its own flags, which only absl programs parse.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(processes, per_worker_buffer_size=_BUFFERED)
+    options = grain.MultiprocessingOptions(processes, per_worker_buffer_size=_BUFFER_SIZE)
     return dataset.mp_prefetch(options, worker_init_fn=EndWithParent(os.getpid()))
 
 
