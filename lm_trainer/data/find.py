@@ -60,7 +60,7 @@ class TrainedAt(NamedTuple):
     """The epoch of the set, from 0."""
 
 
-class Occurrence(NamedTuple):
+class Found(NamedTuple):
     """An occurrence of the text in a document."""
 
     cache: str
@@ -293,14 +293,14 @@ class Tracer:
             f"{train.name}/train": number for number, train in enumerate(self._order.sets)
         }
 
-    def trace(self, name: str, match: Match) -> Occurrence:
+    def trace(self, name: str, match: Match) -> Found:
         """Returns the document of an occurrence, and its steps."""
         cache = self._data.caches[name]
         (passage,) = full_stream_passages(cache, self._data.tokenizer, match.first, 1)
         character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
         trained = tuple(sorted(self._trained_at(name, match)))
         excluded = cache.place_of(match.first) is None
-        return Occurrence(name, passage.where, character, match, trained, excluded)
+        return Found(name, passage.where, character, match, trained, excluded)
 
     def _trained_at(self, name: str, match: Match) -> Iterator[TrainedAt]:
         if name not in self._index:

@@ -20,6 +20,7 @@ from lm_trainer.data.cache.exclusion import Exclusion
 from lm_trainer.data.cache.format import (
     BUILDER,
     LEDGER,
+    FileRecord,
     fingerprint,
     part_key,
     read_manifest,
@@ -176,7 +177,7 @@ def _compare_place(record: dict[str, Any], count: int) -> list[str]:
     return [] if is_intact(content, record) else [f"{location.path} has changed since it was indexed"]
 
 
-def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str | None:
+def _compare(store: KvStore, name: str, kind: str, blob: FileRecord) -> str | None:
     key = part_key(name, kind)
     content = store.read(key, seconds=store.deadline_for(blob["bytes"]))
     if content is None:

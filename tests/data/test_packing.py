@@ -81,8 +81,8 @@ def test_every_target_is_in_one_row_and_few_positions_are_wasted() -> None:
     stats = packing_stats(lengths, 256)
     assert stats["best_fit"].used == len(expected) / (plan.num_rows * 256)
     assert stats["best_fit"].used > 0.99
-    assert stats["best_fit"].split == (lengths > 257).mean()
-    assert stats["concat"].split > 2 * stats["best_fit"].split
+    assert stats["best_fit"].cut == (lengths > 257).mean()
+    assert stats["concat"].cut > 2 * stats["best_fit"].cut
 
 
 def test_concat_stats_are_those_of_counting() -> None:
@@ -95,7 +95,7 @@ def test_concat_stats_are_those_of_counting() -> None:
     assert stats.used == (~ends[:whole]).mean()
     starts = np.cumsum(lengths) - lengths
     inputs = [np.arange(start, start + n - 1) // 64 for start, n in zip(starts, lengths, strict=True)]
-    assert stats.split == np.mean([len(set(rows)) > 1 for rows in inputs])
+    assert stats.cut == np.mean([len(set(rows)) > 1 for rows in inputs])
 
 
 @pytest.fixture

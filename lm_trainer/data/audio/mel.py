@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class LogMel:
         # Block by block: windows overlap, and all windows of a long recording would not fit in memory.
         for start in range(0, num_audible, _BLOCK):
             block = slice(start, min(start + _BLOCK, num_audible))
-            spectrum_NK: np.ndarray = scipy.fft.rfft(windows_NW[block] * _window())
+            spectrum_NK: Any = scipy.fft.rfft(windows_NW[block] * _window())
             power_KN = np.ascontiguousarray((spectrum_NK.real**2 + spectrum_NK.imag**2).T)
             # Sparse: each channel sums a few frequencies, in the same order with any BLAS library.
             log_FM[block] = np.log10(np.maximum(_filters(self.num_mels) @ power_KN, _FLOOR)).T

@@ -97,7 +97,7 @@ class BlockSums:
         first = block * self._block_bytes
         return first, min(first + self._block_bytes, self._size)
 
-    def compare(self, block: int, content: bytes | np.ndarray) -> bool:
+    def compare(self, block: int, content: Any) -> bool:
         """Verifies a block; True if it is intact."""
         recorded = self._sums[block * self._width : (block + 1) * self._width]
         intact = hashlib.sha256(content).digest()[: self._width] == recorded

@@ -79,7 +79,7 @@ class FileRecord(TypedDict):
 
 
 class CommitRecord(TypedDict):
-    """The commit record of a part: `RECORD_KEYS`, and `place` for tokens in a user's file."""
+    """The commit record of a part, with at least `RECORD_KEYS`."""
 
     shard: int
     part: int
@@ -94,7 +94,8 @@ class CommitRecord(TypedDict):
     bad: int
     bad_examples: list[str]
     blobs: dict[str, FileRecord]
-    place: NotRequired[dict[str, Any]]
+    place: dict[str, Any]
+    """Only in records of tokens in a user's file."""
 
 
 def read_record(store: KvStore, name: str) -> CommitRecord | None:

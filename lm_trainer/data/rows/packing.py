@@ -274,7 +274,7 @@ class PackingStats(NamedTuple):
     rows: int
     used: float
     """Share of positions with a target in the loss."""
-    split: float
+    cut: float
     """Share of documents split over several rows."""
 
 
