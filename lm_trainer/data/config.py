@@ -216,7 +216,7 @@ class DataConfig(SetConfig):
     number of cores."""
 
     packing: AffectsResults[Packing | dict[str, Packing]] = "concat"
-    """How documents fill rows; for all sets, or by name. `concat` concatenates them and splits the stream into rows,
+    """Method of filling rows with documents; for all sets, or by name. `concat` concatenates them and splits the stream into rows,
     through documents. `best_fit` splits only documents longer than a row, with a little padding. In both, attention
     stays within a document, and held-out text fills rows in the same way. If absent, `best_fit` for sets with the
     `format` `chat` or `supervised`, so an answer has its prompt in context, and `concat` for others."""

@@ -31,7 +31,7 @@ _SEED = 1
 _CERTAINTY = 0.99
 """Probability of comparing two documents of exactly the threshold similarity."""
 _ROUNDS = 8
-"""Documents of a bucket to compare its other documents with."""
+"""Documents per bucket that its other documents are compared with."""
 
 
 @dataclass(frozen=True)

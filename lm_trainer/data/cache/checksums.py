@@ -55,7 +55,7 @@ class BlockSums:
     """Checksums of the blocks of one file, and the blocks verified so far. Safe to use from several threads.
 
     Args:
-        noted: from `checksums`; without the last two keys if written by an earlier version.
+        recorded: from `checksums`; without the last two keys if written by an earlier version.
         size: bytes of the file.
 
     Raises:

@@ -61,7 +61,7 @@ class KeptStream(TokenStream):
         self._begins_R = self._ends - counts_R
 
     def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, out_starts_N: np.ndarray) -> None:
-        """As of `TokenStream`."""
+        """See `TokenStream`."""
         reads_P, starts_P, counts_P, offsets_P = self.pieces(starts_N, counts_N)
         self.whole.copy(starts_P, counts_P, out, np.asarray(out_starts_N)[reads_P] + offsets_P)
 

@@ -48,7 +48,7 @@ class KvStore(KeyValues):
             # With the same endpoints and credentials as other bucket files.
             self._bucket = Bucket(self.url) if is_bucket(self.url) else None
         self.remote = self.local is None and not self.url.startswith("memory://")
-        _ = self._kv  # opened now, so that a URL that cannot be used is named at once
+        _ = self._kv  # opened now, so an unusable URL is reported immediately
 
     def __str__(self) -> str:
         return self.url
