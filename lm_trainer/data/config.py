@@ -216,10 +216,11 @@ class DataConfig(SetConfig):
     number of cores."""
 
     packing: AffectsResults[Packing | dict[str, Packing]] = "concat"
-    """Method of filling rows with documents; for all sets, or by name. `concat` concatenates them and splits the stream into rows,
-    through documents. `best_fit` splits only documents longer than a row, with a little padding. In both, attention
-    stays within a document, and held-out text fills rows in the same way. If absent, `best_fit` for sets with the
-    `format` `chat` or `supervised`, so an answer has its prompt in context, and `concat` for others."""
+    """Method of filling rows with documents; for all sets, or by name. `concat` concatenates them and splits the
+    stream into rows, through documents. `best_fit` splits only documents longer than a row, with a little padding.
+    In both, attention stays within a document, and held-out text fills rows in the same way. If absent, `best_fit`
+    for sets with the `format` `chat` or `supervised`, so an answer has its prompt in context, and `concat` for
+    others."""
     configs: AffectsResults[dict[str, SetConfig]] = {}
     """A mixture: several named sets, each with its own files, cache and validation text, which replace the files of
     this block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
