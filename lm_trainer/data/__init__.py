@@ -2,14 +2,14 @@
 
 DataConfig        the `data` section of a configuration
 RayConfig         a Ray cluster to tokenise on
-open_data         tokenises all that is missing and opens the data
+open_data         tokenises missing text and opens the data
 Data              the opened data
-load_tokenizer    reads the tokenizer that a run saved
+load_tokenizer    reads the tokenizer saved by a run
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.tokenize.progress import BuildProgress, OnProgress
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lm_trainer.data.pipeline import Data, open_data
 else:
 
-    def __getattr__(name: str) -> Any:
-        # Processes that only tokenise import this package too, and must not pay for JAX and Grain, which come with
-        # these two. Hidden from type checkers, which would take any name for one that exists.
+    def __getattr__(name: str) -> object:
+        # Processes that only tokenise import this package too and must not pay for JAX and Grain, which come with these
+        # two. Hidden from type checkers, which would otherwise accept any name.
         if name in ("Data", "open_data"):
             from lm_trainer.data import pipeline
 

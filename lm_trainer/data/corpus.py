@@ -1,4 +1,4 @@
-"""Documents of the training text of a run, read from its tokens.
+"""Documents of a run's training text, read from its tokens.
 
 Shape letters: D documents, V vocabulary.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from lm_trainer.core.runtime import available_cores
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import passages_of_whole
+from lm_trainer.data.provenance import full_stream_passages
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
 _BATCH_TOKENS = 1 << 20
@@ -24,16 +24,16 @@ R = TypeVar("R")
 
 
 class Documents(NamedTuple):
-    """Some documents of a set that follow one another; those that the data leave out are not among them."""
+    """Some consecutive documents of a set, without excluded ones."""
 
     set: str
     numbers_D: np.ndarray
-    """int64: their numbers in the cache."""
+    """int64: document numbers in the cache."""
     tokens_D: list[np.ndarray]
-    """int32: the tokens of each, the one that ends it included."""
+    """int32: the tokens of each document, including its end-of-document token."""
 
     def texts(self, texts_V: Sequence[bytes | None]) -> list[str]:
-        """Their texts, from those of tokens as `token_texts` gives them."""
+        """Decodes the documents with the token texts returned by `token_texts`."""
         pieces_V = [text or b"" for text in texts_V]
         return [
             b"".join([pieces_V[token] for token in tokens.tolist()]).decode("utf-8", "replace")
@@ -42,7 +42,7 @@ class Documents(NamedTuple):
 
 
 def train_caches(data: Data) -> dict[str, OpenCache]:
-    """The caches of the sets that are trained on, in their order, by the names of the sets."""
+    """Caches of the trained sets in order, keyed by set name."""
     return {name: data.caches[f"{name}/train"] for name in data.config.trained}
 
 
@@ -50,50 +50,50 @@ def documents_of(name: str, cache: OpenCache) -> Iterator[Documents]:
     """Yields the documents of a set in batches."""
     lengths_D = document_lengths(cache.store, cache.ledger)
     ends_D = np.cumsum(lengths_D)
-    kept_D = np.ones(len(lengths_D), bool)
+    retained_D = np.ones(len(lengths_D), bool)
     if cache.exclusion is not None:
-        kept_D[cache.exclusion.documents_N] = False
+        retained_D[cache.exclusion.documents_N] = False
     first = 0
     while first < len(lengths_D):
         start = int(ends_D[first] - lengths_D[first])
         last = max(int(np.searchsorted(ends_D, start + _BATCH_TOKENS, side="right")), first + 1)
         tokens = cache.whole.read(np.array([start]), int(ends_D[last - 1]) - start)[0]
-        numbers_D = np.flatnonzero(kept_D[first:last]) + first
-        found = [
+        numbers_D = np.flatnonzero(retained_D[first:last]) + first
+        tokens_D = [
             tokens[end - length - start : end - start]
             for end, length in zip(ends_D[numbers_D].tolist(), lengths_D[numbers_D].tolist(), strict=True)
         ]
-        yield Documents(name, numbers_D, found)
+        yield Documents(name, numbers_D, tokens_D)
         first = last
 
 
 class Origins:
-    """Says where documents come from, and how they begin."""
+    """Looks up the source and the beginning of documents."""
 
     def __init__(self, data: Data):
         self._data = data
         self._ends: dict[str, np.ndarray] = {}
 
     def passage(self, name: str, document: int, chars: int) -> tuple[str, str]:
-        """The file and the line or row of a document, and about so many characters of it."""
+        """Returns the file and the line or row of a document, and about its first `chars` characters."""
         cache = self._data.caches[f"{name}/train"]
         if name not in self._ends:
             self._ends[name] = np.cumsum(document_lengths(cache.store, cache.ledger))
         ends = self._ends[name]
         start = int(ends[document - 1]) if document else 0
         count = min(int(ends[document]) - start, chars + 1)
-        found = next(iter(passages_of_whole(cache, self._data.tokenizer, start, count)))
-        return found.where, found.text[:chars]
+        passage = next(iter(full_stream_passages(cache, self._data.tokenizer, start, count)))
+        return passage.where, passage.text[:chars]
 
 
-def beside(batches: Iterator[T], work: Callable[[T], R]) -> Iterator[tuple[T, R]]:
-    """Yields each batch with what `work` makes of it, in order; a thread for each core does the work."""
+def map_in_order(batches: Iterator[T], work: Callable[[T], R]) -> Iterator[tuple[T, R]]:
+    """Yields each batch with the result of `work`, in order; one thread per core runs `work`."""
     with ThreadPoolExecutor(available_cores()) as pool:
-        waiting: list[tuple[T, Future[R]]] = []
+        pending: list[tuple[T, Future[R]]] = []
         for batch in batches:
-            waiting.append((batch, pool.submit(work, batch)))
-            if len(waiting) > available_cores():
-                first, done = waiting.pop(0)
+            pending.append((batch, pool.submit(work, batch)))
+            if len(pending) > available_cores():
+                first, done = pending.pop(0)
                 yield first, done.result()
-        for first, done in waiting:
+        for first, done in pending:
             yield first, done.result()

@@ -1,4 +1,4 @@
-"""Opened data of a run: everything that training and evaluation read."""
+"""Opened data of a run: train batches and held-out sets."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
-from lm_trainer.data.rows.train_sets import TrainSets, whole_steps
+from lm_trainer.data.rows.train_sets import TrainSets, full_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
 
-_ROWS_LOOKED_AT, _ROWS_AT_ONCE = 2048, 64
-"""Rows that are read to learn how many have no token with a loss, and how many of them at once."""
+_SAMPLED_ROWS, _ROWS_PER_READ = 2048, 64
+"""Rows sampled to estimate the share without any loss token, and rows read at once."""
 
 
 class Data:
-    """Train batches and held-out sets, in an order that depends on the seed alone.
+    """Train batches and held-out sets, in an order determined only by the seed.
 
     Args:
         config: the `data` section.
-        row_builder: cuts caches into rows.
-        cache_dir: the directory with the tokenizer and the caches, but for those with a directory of their own.
+        row_builder: splits caches into rows.
+        cache_dir: directory of the tokenizer and of all caches without their own directory.
         caches: every cache, by `NAME/train` and `NAME/validation`.
-        builds: the builds of those that are not finished.
+        builds: builds of the unfinished caches.
 
     Raises:
-        UserError: if a set cannot be trained or evaluated on, as far as that is known.
+        UserError: if a set cannot be trained or evaluated on, as far as is known yet.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Data:
         self._train_sets = TrainSets(config, row_builder, caches)
         self._identity = DataIdentity(config, row_builder, caches, self._train_sets)
         self._iterators: list[TrainIterator] = []
-        # Asked for now, so that data that cannot be used are refused before anything else is built.
+        # Requested now, so unusable data are refused before anything else is built.
         _ = self.train_sets, self.validation()
 
     @property
@@ -65,12 +65,12 @@ class Data:
 
     @property
     def train_sets(self) -> Sequence[TrainSet]:
-        """The sets that are trained on, in the order of the configuration, as far as they are certain."""
+        """The trained sets in configuration order, as far as they are final."""
         return self._train_sets.current()
 
     @property
     def notes(self) -> list[str]:
-        """Lines about sets whose order is not a function of the step alone, or not of this program's."""
+        """Notes on sets with an order that depends on more than the step, or is not controlled by this program."""
         return [train.rows.note for train in self.train_sets if isinstance(train.rows, GrainRows)]
 
     @property
@@ -80,29 +80,29 @@ class Data:
 
     @property
     def num_train_tokens(self) -> int:
-        """Tokens in the text of all sets that are trained on, held-out rows included; until `complete`, so far."""
+        """Tokens in the text of all trained sets, including held-out rows; until `complete`, the count so far."""
         return sum(len(cache.stream) for cache in self._train_sets.caches.values())
 
     @property
     def waits_for_all(self) -> str | None:
-        """The setting for which the first batch needs all text that is trained on; None if the first text will do."""
+        """The setting that makes the first batch wait for all training text; None if the first text is enough."""
         return self._train_sets.waits_for_all
 
     def limit_ids(self, count: int) -> None:
-        """Refuses rows with ids from `count` on, which the model has no rows for though the tokenizer has them."""
+        """Refuses rows with ids >= `count`: the tokenizer has them, but the model has no embedding for them."""
         for cache in self.caches.values():
             cache.limit_ids(count)
 
     def check_builds(self) -> None:
-        """Raises the error that ended a build before it was done, if one did, even if its text is not needed now."""
+        """Raises the error of any failed background build, even if its text is not needed yet."""
         for cache in self.caches.values():
             cache.check()
 
     def fingerprint(self, step: int | None = None) -> str:
-        """Hashes the tokens, their meaning and the order: differs whenever some batch may, wherever the text is from.
+        """Hashes the tokens, their meaning and the order: differs if any batch may differ; ignores the text's location.
 
         Args:
-            step: if given, only batches before this step count, so that weights from there on may change.
+            step: if given, only batches before this step count, so later weights may change.
 
         Raises:
             RuntimeError: until the data are `complete`.
@@ -112,41 +112,41 @@ class Data:
         return self._identity.tokens(step)
 
     def fingerprints(self, step: int | None = None) -> dict[str, str]:
-        """Returns the hashes by which a run can be known later.
+        """Returns hashes that identify the data of a run.
 
-        `tokens`, once the data are complete, is `fingerprint`. `sources` is known at once: it hashes the files with
-        their sizes and times, the tokenizer and the rules. Two runs have the same data if they agree in `tokens`, or,
-        where one of them does not know it, in `sources`.
+        `tokens`, once the data are complete, is `fingerprint`. `sources` is available immediately: it hashes the files
+        with their sizes and times, the tokenizer and the rules. Two runs have the same data if they agree in `tokens`
+        or, if one of them does not have it, in `sources`.
         """
-        known = {"tokens": self.fingerprint(step)} if self.complete else {}
-        return {**known, "sources": self._identity.sources(step)}
+        hashes = {"tokens": self.fingerprint(step)} if self.complete else {}
+        return {**hashes, "sources": self._identity.sources(step)}
 
     def order(self, schedule: int | BatchSchedule) -> TrainOrder:
-        """Returns the rows of a run of these batch sizes by their positions, as far as they are certain."""
+        """Returns the rows of a run with these batch sizes by position, as far as they are final."""
         return self._train_sets.order(_schedule(schedule))
 
     def share_without_loss(self, schedule: int | BatchSchedule, num_steps: int) -> float:
-        """Returns the share of rows in which no token has a loss, of rows drawn from those of a run.
+        """Estimates the share of a run's rows without any loss token.
 
-        As many are drawn as are read within a second, at most 2,048. It is 0, without reading any, where every token
-        counts, and while it is not known yet which rows there are.
+        Samples as many rows as can be read within a second, at most 2,048. Returns 0 without reading any if every token
+        counts, or if the rows are not final yet.
 
         Args:
             schedule: rows of the global batch, at each step where they change.
             num_steps: steps of the run.
         """
         sets = self.train_sets
-        unread = self.config.features_shape is not None or any(isinstance(each.rows, GrainRows) for each in sets)
-        if unread or not self.complete or not any(self._has_mask(each.name) for each in sets):
+        skipped = self.config.features_shape is not None or any(isinstance(train.rows, GrainRows) for train in sets)
+        if skipped or not self.complete or not any(self._has_mask(train.name) for train in sets):
             return 0.0
         order, sizes = self.order(schedule), _schedule(schedule)
         last = min(sizes.rows_before(num_steps), sys.maxsize if order.length is None else order.length)
-        positions_N = np.unique(np.linspace(0, last - 1, min(last, _ROWS_LOOKED_AT)).astype(np.int64))
-        # In no order, so that those that are read in time stand for all.
+        positions_N = np.unique(np.linspace(0, last - 1, min(last, _SAMPLED_ROWS)).astype(np.int64))
+        # In random order, so the rows read in time are a fair sample.
         positions_N = np.random.default_rng(0).permutation(positions_N)
         until, empty, read = time.monotonic() + 1, 0, 0
         while read < len(positions_N) and time.monotonic() < until:
-            batch = order.read(positions_N[read : read + _ROWS_AT_ONCE])
+            batch = order.read(positions_N[read : read + _ROWS_PER_READ])
             empty += int(np.count_nonzero(~np.any(batch.weights > 0, axis=1)))
             read += len(batch.weights)
         return empty / max(read, 1)
@@ -155,15 +155,15 @@ class Data:
         return self.caches[f"{name}/train"].stream.loss_mask is not None
 
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
-        """Returns the number of whole batches until `data.stop_strategy` ends training; None = it never does."""
-        return whole_steps(self.order(schedule), _schedule(schedule))
+        """Returns the number of full batches until `data.stop_strategy` ends training; None if it never does."""
+        return full_steps(self.order(schedule), _schedule(schedule))
 
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
-        """The rows of a run in their order, as a dataset of Grain: element i is row i, a `Batch` of fields [S].
+        """The rows of a run in order, as a Grain dataset: element i is row i, a `Batch` of fields [S].
 
-        They are the rows that `train` batches: those of the step that begins at row `schedule.rows_before(step)` are
-        its next `schedule.at(step)` elements. Any element is read alone; slices, `batch`, `map` and the other methods
-        of Grain apply. Its length is that of the data by `data.stop_strategy`, `sys.maxsize` where they do not end.
+        They are the rows batched by `train`: the step starting at row `schedule.rows_before(step)` consists of the next
+        `schedule.at(step)` elements. Elements are read individually; slices, `batch`, `map` and the other Grain methods
+        apply. The length follows `data.stop_strategy`; it is `sys.maxsize` if the data never end.
 
         Args:
             schedule: rows of the global batch, at each step where they change.
@@ -182,30 +182,30 @@ class Data:
 
         Args:
             schedule: rows of the global batch, at each step where they change.
-            rows: those of them that this host holds; a function of the size of the batch, where it changes.
-            first_step: where to begin; costs the same for any step.
-            num_steps: how many batches to give.
+            rows: this host's rows of the global batch; a function of the batch size if it changes.
+            first_step: first step to read; the cost is the same for any step.
+            num_steps: number of batches.
 
         Raises:
-            UserError: if the data end before, by `data.stop_strategy`; while they grow, the iterator raises it.
+            UserError: if the data end earlier by `data.stop_strategy`; while they grow, the iterator raises it.
         """
         sizes, sets = _schedule(schedule), self._train_sets
         steps, closed = range(first_step, first_step + num_steps), threading.Event()
         order: TrainOrder | GrowingOrder = sets.checked_order(sizes, steps)
         if not all(train.final for train in order.sets):
             order = GrowingOrder(
-                lambda: sets.checked_order(sizes, steps), sets.caches, whole=sets.needed_whole, closed=closed
+                lambda: sets.checked_order(sizes, steps), sets.caches, need_all=sets.needs_all, closed=closed
             )
         iterator = TrainIterator(order, sizes, rows, steps, closed)
         self._iterators.append(iterator)
         return iterator
 
     def validation(self) -> dict[str, EvalSet | PendingEvalSet]:
-        """Returns the held-out sets by name; empty where the configuration names none."""
+        """Returns the held-out sets by name; empty if the configuration has none."""
         return {evals.name: evals for evals in self._row_builder.eval_sets(self.caches)}
 
     def close(self) -> None:
-        """Ends the threads of every iterator given out, and the tokenising of text that is not there yet."""
+        """Ends the threads of every open iterator, and background tokenising."""
         for iterator in self._iterators:
             iterator.close()
         self._iterators.clear()

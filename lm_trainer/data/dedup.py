@@ -1,9 +1,9 @@
-"""Duplicates among the documents of the training text: exact ones by their tokens, near ones by MinHash.
+"""Duplicate documents in the training text: exact ones by their tokens, near ones by MinHash.
 
-Near duplicates share words: a document is the set of its runs of five words, and the similarity of two is the share of
-runs that both have of those that either has (Jaccard). MinHash estimates it from a signature of each document (Broder,
-"On the resemblance and containment of documents", 1997); documents whose signatures agree in one band of several values
-are compared (Leskovec et al., "Mining of massive datasets", chapter 3).
+A document is the set of its five-word shingles, and the similarity of two documents is the Jaccard index of their sets.
+MinHash estimates it from a signature of each document (Broder, "On the resemblance and containment of documents",
+1997); documents with signatures that agree in a band of several values are compared (Leskovec et al., "Mining of
+massive datasets", chapter 3).
 
 Shape letters: D documents, P values of a signature, K pairs.
 """
@@ -14,46 +14,45 @@ import hashlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.corpus import Documents, beside, documents_of, train_caches
+from lm_trainer.data.corpus import Documents, documents_of, map_in_order, train_caches
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats.ids import IdsFormat
 from lm_trainer.data.ngrams import ngrams_of, words_of
 
 PERMUTATIONS = 128
-"""Values of a signature: the similarity is estimated within 0.04 or so."""
+"""Values of a signature: they estimate the similarity within about 0.04."""
 _SEED = 1
 _CERTAINTY = 0.99
-"""The chance with which two documents of just the least similarity are compared."""
+"""Probability of comparing two documents of exactly the threshold similarity."""
 _ROUNDS = 8
-"""Documents of a bucket that others of it are compared with."""
+"""Documents per bucket that its other documents are compared with."""
 
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A document that stands in the data before, alike or nearly."""
+    """A document with an exact or near copy earlier in the data."""
 
     set: str
     document: int
     tokens: int
     like_set: str
     like: int
-    """The first document of the group, which is kept."""
+    """The first document of the group, which is retained."""
     similarity: float
-    """With that one; 1 where the tokens are the same."""
+    """Similarity to `like`; 1 if the tokens are identical."""
     exact: bool
 
-    def entry(self) -> dict[str, Any]:
-        """As a line of a list of documents to leave out."""
+    def entry(self) -> dict[str, object]:
+        """Returns the document's entry in an exclusion list."""
         like = {"set": self.like_set, "document": self.like}
-        why = {"why": "exact"} if self.exact else {"why": "near", "similarity": round(self.similarity, 3)}
-        return {"set": self.set, "document": self.document, "tokens": self.tokens, **why, "like": like}
+        reason = {"why": "exact"} if self.exact else {"why": "near", "similarity": round(self.similarity, 3)}
+        return {"set": self.set, "document": self.document, "tokens": self.tokens, **reason, "like": like}
 
 
 @dataclass(frozen=True)
@@ -61,24 +60,24 @@ class DedupReport:
     """The duplicates of the training text."""
 
     documents: int
-    """All that were compared."""
+    """Number of documents compared."""
     tokens: int
-    """Tokens of them, those that end documents included."""
+    """Tokens of all documents, including end-of-document tokens."""
     duplicates: list[Duplicate]
-    """In the order of the data."""
+    """In data order."""
 
     def total(self, *, exact: bool) -> tuple[int, int]:
-        """Counts the duplicates of a kind, and their tokens."""
-        found = [each.tokens for each in self.duplicates if each.exact == exact]
-        return len(found), sum(found)
+        """Counts the exact or near duplicates, and their tokens."""
+        tokens = [duplicate.tokens for duplicate in self.duplicates if duplicate.exact == exact]
+        return len(tokens), sum(tokens)
 
     @property
     def groups(self) -> dict[tuple[str, int], list[Duplicate]]:
-        """The duplicates by the document that is kept, the largest group first."""
-        found: dict[tuple[str, int], list[Duplicate]] = {}
-        for each in self.duplicates:
-            found.setdefault((each.like_set, each.like), []).append(each)
-        return dict(sorted(found.items(), key=lambda group: -len(group[1])))
+        """Duplicates by the retained document, largest group first."""
+        groups: dict[tuple[str, int], list[Duplicate]] = {}
+        for duplicate in self.duplicates:
+            groups.setdefault((duplicate.like_set, duplicate.like), []).append(duplicate)
+        return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def find_duplicates(
@@ -89,17 +88,17 @@ def find_duplicates(
     texts_V: Sequence[bytes | None] = (),
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> DedupReport:
-    """Compares all documents of the training text, of all sets; of each group the first one is kept.
+    """Compares all documents of the training text across all sets; the first one of each group is retained.
 
     Args:
         data: complete.
-        threshold: the least similarity of near duplicates; None: exact ones alone.
-        ngram: words of the runs that are compared.
-        texts_V: of `token_texts`; needed for near duplicates.
-        progress: told the set, its documents that have been read, and all of them.
+        threshold: minimum similarity of near duplicates; None finds exact ones only.
+        ngram: words per shingle.
+        texts_V: from `token_texts`; needed for near duplicates.
+        progress: called with the set, its documents read so far, and its total.
 
     Raises:
-        UserError: where near duplicates are asked for of tokens that are no text, or rensa is not installed.
+        UserError: if near duplicates are requested for token ids without text, or rensa is not installed.
     """
     if threshold is not None:
         _check_near(data)
@@ -111,9 +110,9 @@ def find_duplicates(
         return digests, empty if threshold is None else signatures(batch.texts(texts_V), ngram)
 
     owners, numbers, lengths, exact, near = [], [], [], [], []
-    for index, (name, cache) in enumerate(train_caches(data).items()):
-        for batch, (digests, signed) in beside(documents_of(name, cache), work):
-            owners.append(np.full(len(digests), index, np.int32))
+    for set_index, (name, cache) in enumerate(train_caches(data).items()):
+        for batch, (digests, signed) in map_in_order(documents_of(name, cache), work):
+            owners.append(np.full(len(digests), set_index, np.int32))
             numbers.append(batch.numbers_D)
             lengths += [len(tokens) for tokens in batch.tokens_D]
             exact.append(digests)
@@ -121,24 +120,24 @@ def find_duplicates(
             progress(name, int(batch.numbers_D[-1]) + 1 if len(batch.numbers_D) else 0, cache.ledger.num_documents)
     _, same_D = np.unique(np.concatenate(exact), return_inverse=True)
     firsts_D = _firsts(same_D)
-    kept_D, similar_D = firsts_D, np.ones(len(firsts_D))
+    first_D, similar_D = firsts_D, np.ones(len(firsts_D))
     if threshold is not None:
-        kept_D, similar_D = _join(firsts_D, np.concatenate(near), threshold)
+        first_D, similar_D = _join(firsts_D, np.concatenate(near), threshold)
     names, owner_D, number_D = list(data.config.trained), np.concatenate(owners), np.concatenate(numbers)
-    found = [
+    duplicates = [
         Duplicate(
-            names[owner_D[at]],
-            int(number_D[at]),
-            lengths[at],
-            names[owner_D[kept_D[at]]],
-            int(number_D[kept_D[at]]),
-            float(similar_D[at]),
-            # In a group of near duplicates too: its tokens stand in the data before.
-            bool(firsts_D[at] != at),
+            names[owner_D[index]],
+            int(number_D[index]),
+            lengths[index],
+            names[owner_D[first_D[index]]],
+            int(number_D[first_D[index]]),
+            float(similar_D[index]),
+            # Also within a group of near duplicates: the same tokens occur earlier in the data.
+            bool(firsts_D[index] != index),
         )
-        for at in np.flatnonzero(kept_D != np.arange(len(kept_D))).tolist()
+        for index in np.flatnonzero(first_D != np.arange(len(first_D))).tolist()
     ]
-    return DedupReport(len(lengths), sum(lengths), found)
+    return DedupReport(len(lengths), sum(lengths), duplicates)
 
 
 def _check_near(data: Data) -> None:
@@ -150,9 +149,9 @@ def _check_near(data: Data) -> None:
 
 
 def signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
-    """Returns the MinHash signatures of texts: uint32 [D, P]; 0 where there is no word.
+    """Returns the MinHash signatures of texts: uint32 [D, P]; 0 for a text without words.
 
-    A text of fewer words than `ngram` counts as one run.
+    A text of fewer words than `ngram` counts as one shingle.
     """
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -163,38 +162,39 @@ def signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
     owners_G = words.documents_W[firsts_G]
     for length in range(1, ngram):
         if (short := (counts_D == length)).any():
-            some_G, at_G = ngrams_of(words, length)
-            whole = short[words.documents_W[at_G]]
-            hashes_G = np.concatenate([hashes_G, some_G[whole]])
-            owners_G = np.concatenate([owners_G, words.documents_W[at_G[whole]]])
+            extra_G, extra_firsts_G = ngrams_of(words, length)
+            is_short_G = short[words.documents_W[extra_firsts_G]]
+            hashes_G = np.concatenate([hashes_G, extra_G[is_short_G]])
+            owners_G = np.concatenate([owners_G, words.documents_W[extra_firsts_G[is_short_G]]])
     order = np.argsort(owners_G, kind="stable")
-    there_D = np.flatnonzero(counts_D)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners_G, minlength=len(texts_D))[there_D])])
-    if len(there_D):
+    nonempty_D = np.flatnonzero(counts_D)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(owners_G, minlength=len(texts_D))[nonempty_D])])
+    if len(nonempty_D):
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(
             np.ascontiguousarray(hashes_G[order]), offsets.astype(np.uint64), PERMUTATIONS, _SEED
         )
-        signed_DP[there_D] = np.asarray(matrix.to_rows(), np.uint32)
+        signed_DP[nonempty_D] = np.asarray(matrix.to_rows(), np.uint32)
     return signed_DP
 
 
 def rows_per_band(threshold: float) -> int:
-    """Values of a band: as many as still compare two documents of the least similarity with near certainty."""
+    """Values per band: as many as still compare two documents of the threshold similarity with `_CERTAINTY`."""
     fitting = [rows for rows in range(1, 33) if 1 - (1 - threshold**rows) ** (PERMUTATIONS // rows) >= _CERTAINTY]
     return max(fitting, default=1)
 
 
 def similar_pairs(signed_DP: np.ndarray, threshold: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields pairs of documents whose signatures agree in so large a share: int64 [K] each, the first one earlier.
+    """Yields pairs of documents with signatures that agree in at least the share `threshold`: int64 [K] each, the
+    earlier one first.
 
-    A document is compared with the first ones of each of its buckets, not with all.
+    A document is compared only with the first documents of each of its buckets.
     """
     rows = rows_per_band(threshold)
-    there_D = np.flatnonzero(signed_DP.any(axis=1))
+    nonempty_D = np.flatnonzero(signed_DP.any(axis=1))
     for band in range(PERMUTATIONS // rows):
-        keys = np.ascontiguousarray(signed_DP[there_D, band * rows : (band + 1) * rows])
+        keys = np.ascontiguousarray(signed_DP[nonempty_D, band * rows : (band + 1) * rows])
         _, buckets_D = np.unique(keys.view(f"V{4 * rows}").reshape(-1), return_inverse=True)
-        left_D, buckets_D = there_D, buckets_D.reshape(-1)
+        left_D, buckets_D = nonempty_D, buckets_D.reshape(-1)
         for _ in range(_ROUNDS):
             shared = np.bincount(buckets_D)[buckets_D] > 1
             left_D, buckets_D = left_D[shared], buckets_D[shared]
@@ -202,28 +202,28 @@ def similar_pairs(signed_DP: np.ndarray, threshold: float) -> Iterator[tuple[np.
                 break
             heads_D = left_D[_firsts(buckets_D)]
             alike = (signed_DP[left_D] == signed_DP[heads_D]).mean(axis=1) >= threshold
-            others = heads_D != left_D
-            yield heads_D[alike & others], left_D[alike & others]
-            rest = others & ~alike
-            left_D, buckets_D = left_D[rest], buckets_D[rest]
+            is_other = heads_D != left_D
+            yield heads_D[alike & is_other], left_D[alike & is_other]
+            remaining = is_other & ~alike
+            left_D, buckets_D = left_D[remaining], buckets_D[remaining]
 
 
 def _join(firsts_D: np.ndarray, signed_DP: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first document of the group of each, and the similarity of the two."""
+    """Returns the first document of each document's group, and their similarity."""
     count = len(firsts_D)
     pairs = [(firsts_D, np.arange(count)), *similar_pairs(signed_DP, threshold)]
-    ones, others = (np.concatenate(side) for side in zip(*pairs, strict=True))
-    links = coo_array((np.ones(len(ones), bool), (ones, others)), shape=(count, count))
+    left, right = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    links = coo_array((np.ones(len(left), bool), (left, right)), shape=(count, count))
     _, groups_D = connected_components(links, directed=False)
-    kept_D = _firsts(groups_D)
+    first_D = _firsts(groups_D)
     similar_D = np.ones(count)
     for start in range(0, count, 1 << 16):
-        here = slice(start, start + (1 << 16))
-        similar_D[here] = (signed_DP[here] == signed_DP[kept_D[here]]).mean(axis=1)
-    return kept_D, similar_D
+        block = slice(start, start + (1 << 16))
+        similar_D[block] = (signed_DP[block] == signed_DP[first_D[block]]).mean(axis=1)
+    return first_D, similar_D
 
 
 def _firsts(groups_D: np.ndarray) -> np.ndarray:
-    """The first member of the group of each: int64 [D]."""
+    """Returns the first member of each element's group: int64 [D]."""
     _, firsts, inverse_D = np.unique(groups_D, return_index=True, return_inverse=True)
     return firsts[inverse_D.reshape(-1)]

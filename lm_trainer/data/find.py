@@ -1,8 +1,8 @@
-"""A search for text in the tokens of a run, and the steps at which what is found is trained on.
+"""Search for text in the tokens of a run, and for the steps that train on it.
 
-There is no index: all tokens are read. Where a text stands, one token covers a given byte of it, the anchor; few tokens
-of a vocabulary can, and only where one of them is, its neighbours are compared. So a text is found however it was cut
-into tokens, also where it begins or ends inside of one.
+It needs no index and reads all tokens. In each occurrence, one token covers a given byte of the text, the anchor. Only
+a few tokens of the vocabulary can cover this byte, and neighbours are compared only at these tokens. So the search
+finds a text regardless of how it was tokenised, even if it begins or ends within a token.
 
 Shape letters: V vocabulary, T tokens of a piece of the stream.
 """
@@ -22,39 +22,39 @@ from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import passages_of_whole
+from lm_trainer.data.provenance import full_stream_passages
 from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import Tokenizer
 
 PIECE = 1 << 20
-"""Tokens that are searched at a time."""
-_COMPARED = 24
-"""Anchors up to which comparing all tokens with each of them is faster than looking all tokens up."""
+"""Tokens per search task."""
+_MAX_COMPARED = 24
+"""Up to this many anchors, comparing all tokens with each anchor is faster than a table lookup of all tokens."""
 _NO_BYTE = -1
 _THREADS = 2
-_SAMPLED = 1 << 16
-"""Tokens that say how frequent each is."""
-_ANCHORS = 512
-"""Bytes of a text, from its beginning, among which the anchor is chosen."""
+_SAMPLE_TOKENS = 1 << 16
+"""Tokens sampled to estimate token frequencies."""
+_MAX_ANCHORS = 512
+"""The anchor is chosen among this many bytes at the beginning of the text."""
 
 
 class Match(NamedTuple):
     """An occurrence of the text in a stream of tokens."""
 
     first: int
-    """The token in which it begins."""
+    """The token containing its first byte."""
     skipped: int
-    """Bytes of that token before it."""
+    """Bytes of this token before the occurrence."""
     stop: int
-    """The token after the one in which it ends."""
+    """The token after its last one."""
 
 
 class TrainedAt(NamedTuple):
-    """A row of a batch of the run."""
+    """A row of one of the run's batches."""
 
     step: int
-    """As metrics.jsonl counts, from 1."""
+    """Counted from 1, as in metrics.jsonl."""
     row: int
     epoch: int
     """The epoch of the set, from 0."""
@@ -68,12 +68,12 @@ class Found(NamedTuple):
     where: str
     """The document: file and line or row."""
     character: int
-    """Characters of the document before it."""
+    """Characters of the document before the occurrence."""
     match: Match
     trained_at: tuple[TrainedAt, ...]
-    """In the order of the steps; empty for what is held out or left out, or beyond the last step."""
+    """In step order; empty for held-out or excluded documents, or beyond the last step."""
     excluded: bool = False
-    """True where `data.exclude` leaves the document out."""
+    """True if `data.exclude` leaves the document out."""
 
 
 class Needle:
@@ -82,17 +82,17 @@ class Needle:
     Args:
         text: in UTF-8, not empty.
         texts_V: the bytes of each token; None ends every text.
-        counts_V: how often each token was seen, by which the rarest anchor is chosen.
+        counts_V: frequency of each token, used to choose the rarest anchor.
     """
 
     def __init__(self, text: bytes, texts_V: Sequence[bytes | None], counts_V: np.ndarray):
         self.text, self._texts_V = text, texts_V
-        covering = _covering(text, texts_V)
-        rarest = min(range(len(covering)), key=lambda at: sum(counts_V[token] for token in covering[at]))
+        covering = _covering_tokens(text, texts_V)
+        rarest = min(range(len(covering)), key=lambda position: sum(counts_V[token] for token in covering[position]))
         self.tokens = covering[rarest]
-        """Token -> bytes of it before the beginning of the text, negative where it begins inside of it."""
+        """Token -> offsets of the text's beginning within the token; negative if the text begins before the token."""
         self.dtype = token_dtype(len(texts_V))
-        """Of the tokens in which it is looked for: the narrower, the faster."""
+        """Of the tokens to search: the narrower, the faster."""
         self._mask_V = np.zeros(len(texts_V), bool)
         self._mask_V[list(self.tokens)] = True
         self._first_V, self._last_V = (
@@ -100,96 +100,108 @@ class Needle:
         )
 
     def search(self, tokens_T: np.ndarray, first: int, stop: int) -> list[Match]:
-        """The occurrences whose anchor is one of the tokens [first, stop); places count from the first of `tokens_T`.
+        """Returns the occurrences with an anchor in the tokens [first, stop); indices count from the first of
+        `tokens_T`.
 
         Args:
-            tokens_T: integers [T]; as many around those tokens as the text has bytes, as far as there are any.
-            first: of those that are searched.
-            stop: the one after.
+            tokens_T: integers [T]; includes as many tokens on either side as the text has bytes, as far as they exist.
+            first: first token to search.
+            stop: end of the tokens to search.
         """
         part_T = tokens_T[first:stop]
-        if len(self.tokens) > _COMPARED:
+        if len(self.tokens) > _MAX_COMPARED:
             is_anchor_T = self._mask_V.take(part_T)
         else:
             is_anchor_T = np.zeros(len(part_T), bool)
             for token in self.tokens:
                 is_anchor_T |= part_T == token
-        there = np.flatnonzero(is_anchor_T) + first
-        return [match for at in self._likely(tokens_T, there).tolist() for match in self._matches(tokens_T, at)]
+        anchors = np.flatnonzero(is_anchor_T) + first
+        return [
+            match
+            for position in self._filter_anchors(tokens_T, anchors).tolist()
+            for match in self._matches(tokens_T, position)
+        ]
 
-    def _likely(self, tokens_T: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """Those of some anchors whose neighbours begin and end as the text goes on: few, where the others are many."""
-        anchors = tokens_T[there]
-        after = self._first_V[tokens_T[np.minimum(there + 1, len(tokens_T) - 1)]]
-        before = self._last_V[tokens_T[np.maximum(there - 1, 0)]]
-        likely = np.zeros(len(there), bool)
-        for token, places in self.tokens.items():
+    def _filter_anchors(self, tokens_T: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+        """Keeps the anchors with neighbours that match the adjacent bytes of the text: few out of many."""
+        anchor_tokens = tokens_T[anchors]
+        next_bytes = self._first_V[tokens_T[np.minimum(anchors + 1, len(tokens_T) - 1)]]
+        previous_bytes = self._last_V[tokens_T[np.maximum(anchors - 1, 0)]]
+        likely = np.zeros(len(anchors), bool)
+        for token, offsets in self.tokens.items():
             length = len(self._texts_V[token] or b"")
-            for place in places:
-                fits = anchors == token
-                if length - place < len(self.text):
-                    fits &= after == self.text[length - place]
-                if place < 0:
-                    fits &= before == self.text[-place - 1]
+            for offset in offsets:
+                fits = anchor_tokens == token
+                if length - offset < len(self.text):
+                    fits &= next_bytes == self.text[length - offset]
+                if offset < 0:
+                    fits &= previous_bytes == self.text[-offset - 1]
                 likely |= fits
-        return there[likely]
+        return anchors[likely]
 
-    def _matches(self, tokens_T: np.ndarray, at: int) -> Iterator[Match]:
-        for before in self.tokens[int(tokens_T[at])]:
-            length = len(self._texts_V[int(tokens_T[at])] or b"")
-            stop = self._rightwards(tokens_T, at + 1, length - before)
-            start = None if stop is None else self._leftwards(tokens_T, at, before)
+    def _matches(self, tokens_T: np.ndarray, position: int) -> Iterator[Match]:
+        for offset in self.tokens[int(tokens_T[position])]:
+            length = len(self._texts_V[int(tokens_T[position])] or b"")
+            stop = self._match_right(tokens_T, position + 1, length - offset)
+            start = None if stop is None else self._match_left(tokens_T, position, offset)
             if stop is not None and start is not None:
                 yield Match(*start, stop)
 
-    def _rightwards(self, tokens_T: np.ndarray, at: int, done: int) -> int | None:
-        """The token after the last one of the text, whose first `done` bytes stand before `at`; None: it is another."""
+    def _match_right(self, tokens_T: np.ndarray, position: int, done: int) -> int | None:
+        """Returns the index after the last token of the text, or None if the text differs; its first `done` bytes
+        precede `position`.
+        """
         while done < len(self.text):
-            text = self._texts_V[int(tokens_T[at])] if at < len(tokens_T) else None
+            text = self._texts_V[int(tokens_T[position])] if position < len(tokens_T) else None
             if not text or self.text[done : done + len(text)] != text[: len(self.text) - done]:
                 return None
-            done, at = done + len(text), at + 1
-        return at
+            done, position = done + len(text), position + 1
+        return position
 
-    def _leftwards(self, tokens_T: np.ndarray, at: int, before: int) -> tuple[int, int] | None:
-        """The token in which the text begins, and its bytes before it; `before` as in `tokens`."""
-        while before < 0:
-            at -= 1
-            text = self._texts_V[int(tokens_T[at])] if at >= 0 else None
+    def _match_left(self, tokens_T: np.ndarray, position: int, offset: int) -> tuple[int, int] | None:
+        """Returns the token in which the text begins, and its bytes before the text; `offset` as in `tokens`."""
+        while offset < 0:
+            position -= 1
+            text = self._texts_V[int(tokens_T[position])] if position >= 0 else None
             if not text:
                 return None
-            taken = min(len(text), -before)
-            if text[len(text) - taken :] != self.text[-before - taken : -before]:
+            overlap = min(len(text), -offset)
+            if text[len(text) - overlap :] != self.text[-offset - overlap : -offset]:
                 return None
-            before += len(text)
-        return at, before
+            offset += len(text)
+        return position, offset
 
 
-def _covering(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[int, tuple[int, ...]]]:
-    """For each of the first bytes of the text the tokens that can cover it -> their bytes before the text."""
-    found: list[dict[int, set[int]]] = [{} for _ in range(min(len(text), _ANCHORS))]
+def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[int, tuple[int, ...]]]:
+    """Maps, for each of the first bytes of the text, every token that can cover it to the token's bytes before the
+    text.
+    """
+    candidates: list[dict[int, set[int]]] = [{} for _ in range(min(len(text), _MAX_ANCHORS))]
 
-    def add(token: int, before: int, length: int) -> None:
-        for at in range(max(-before, 0), min(length - before, len(found))):
-            found[at].setdefault(token, set()).add(before)
+    def add(token: int, offset: int, length: int) -> None:
+        for position in range(max(-offset, 0), min(length - offset, len(candidates))):
+            candidates[position].setdefault(token, set()).add(offset)
 
     inside: dict[bytes, list[int]] = {}
-    for token, own in enumerate(texts_V):
-        if not own:
+    for token, token_text in enumerate(texts_V):
+        if not token_text:
             continue
-        inside.setdefault(own, []).append(token)
-        # Those that reach beyond an end of the text, or hold all of it.
-        for before in range(1, len(own)):
-            if text.startswith(own[before:]) or own.startswith(text, before):
-                add(token, before, len(own))
-        for length in range(1, min(len(own), len(text) + 1)):
-            if len(text) - length < len(found) and text.endswith(own[:length]):
-                add(token, length - len(text), len(own))
-    for start in range(len(found)):
+        inside.setdefault(token_text, []).append(token)
+        # Tokens that reach beyond an end of the text, or contain all of it.
+        for offset in range(1, len(token_text)):
+            if text.startswith(token_text[offset:]) or token_text.startswith(text, offset):
+                add(token, offset, len(token_text))
+        for length in range(1, min(len(token_text), len(text) + 1)):
+            if len(text) - length < len(candidates) and text.endswith(token_text[:length]):
+                add(token, length - len(text), len(token_text))
+    for start in range(len(candidates)):
         for length in range(1, max(map(len, inside), default=0) + 1):
             for token in inside.get(text[start : start + length], ()) if start + length <= len(text) else ():
                 add(token, -start, length)
-    return [{token: tuple(sorted(befores)) for token, befores in each.items()} for each in found]
+    return [
+        {token: tuple(sorted(offsets)) for token, offsets in offsets_by_token.items()}
+        for offsets_by_token in candidates
+    ]
 
 
 def search_stream(
@@ -200,7 +212,7 @@ def search_stream(
     Args:
         stream: of tokens.
         needle: the text.
-        progress: told how many tokens have been searched.
+        progress: called with the number of tokens searched so far.
     """
     margin = len(needle.text) + 1
 
@@ -212,17 +224,17 @@ def search_stream(
         return [Match(match.first + low, match.skipped, match.stop + low) for match in matches]
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        waiting: deque[tuple[int, Future[list[Match]]]] = deque()
+        pending: deque[tuple[int, Future[list[Match]]]] = deque()
         for start in range(0, len(stream), PIECE):
-            waiting.append((start, pool.submit(piece, start)))
-            if len(waiting) > 2 * _THREADS:
-                yield from _take(waiting, progress)
-        while waiting:
-            yield from _take(waiting, progress)
+            pending.append((start, pool.submit(piece, start)))
+            if len(pending) > 2 * _THREADS:
+                yield from _pop_done(pending, progress)
+        while pending:
+            yield from _pop_done(pending, progress)
 
 
-def _take(waiting: deque[tuple[int, Future[list[Match]]]], progress: Callable[[int], object]) -> list[Match]:
-    start, done = waiting.popleft()
+def _pop_done(pending: deque[tuple[int, Future[list[Match]]]], progress: Callable[[int], object]) -> list[Match]:
+    start, done = pending.popleft()
     matches = done.result()
     progress(start + PIECE)
     return matches
@@ -234,24 +246,26 @@ def find_text(
     texts_V: Sequence[bytes | None],
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> Iterator[tuple[str, Match]]:
-    """Yields where a text stands: the name of a cache, and the occurrence; held-out sets are searched too.
+    """Yields the name of a cache and the match, for each occurrence of a text; includes held-out sets.
 
     Args:
         data: complete.
         text: to look for.
-        texts_V: of `token_texts` of the data's tokenizer.
-        progress: told the cache, the tokens that have been searched, and all of them.
+        texts_V: from `token_texts` of the data's tokenizer.
+        progress: called with the cache, its tokens searched so far, and its total.
 
     Raises:
         UserError: for an empty text.
     """
-    # Some tokenizers change a text (they may lower its case), and the data were changed so too.
+    # Some tokenizers normalise text (such as to lower case), and the data were normalised the same way.
     as_tokenised = data.tokenizer.decode(data.tokenizer.encode(text))
     if not as_tokenised:
         raise UserError("there is nothing to look for: the text is empty")
     for name, cache in data.caches.items():
         stream = cache.whole
-        sample = stream.read(np.array([0]), min(len(stream), _SAMPLED))[0] if len(stream) else np.zeros(0, np.int32)
+        sample = (
+            stream.read(np.array([0]), min(len(stream), _SAMPLE_TOKENS))[0] if len(stream) else np.zeros(0, np.int32)
+        )
         counts_V = np.bincount(sample, minlength=len(texts_V))
         needle = Needle(as_tokenised.encode(), texts_V, counts_V)
 
@@ -263,13 +277,13 @@ def find_text(
 
 
 class Tracer:
-    """Tells of occurrences in which documents they are, and when these are trained on.
+    """Finds the document of each occurrence, and the steps that train on it.
 
     Args:
         data: of the run.
         schedule: rows of the global batch at each step.
         num_steps: of the run.
-        texts_V: of `token_texts`.
+        texts_V: from `token_texts`.
     """
 
     def __init__(self, data: Data, schedule: BatchSchedule, num_steps: int, texts_V: Sequence[bytes | None]):
@@ -280,10 +294,10 @@ class Tracer:
         }
 
     def trace(self, name: str, match: Match) -> Found:
-        """The document of an occurrence, and its steps."""
+        """Returns the document of an occurrence, and its steps."""
         cache = self._data.caches[name]
-        (passage,) = passages_of_whole(cache, self._data.tokenizer, match.first, 1)
-        character = self._characters(cache, self._data.tokenizer, match, passage.offset)
+        (passage,) = full_stream_passages(cache, self._data.tokenizer, match.first, 1)
+        character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
         trained = tuple(sorted(self._trained_at(name, match)))
         excluded = cache.place_of(match.first) is None
         return Found(name, passage.where, character, match, trained, excluded)
@@ -293,7 +307,7 @@ class Tracer:
             return
         index = self._index[name]
         train = self._order.sets[index]
-        # A document is kept or left out whole, so the tokens of an occurrence stay together.
+        # Documents are retained or excluded as a unit, so the tokens of an occurrence stay together.
         if (first := self._data.caches[name].place_of(match.first)) is None:
             return
         rows = train.rows.rows_with(first, first + match.stop - match.first)
@@ -304,10 +318,10 @@ class Tracer:
             step = bisect.bisect_right(steps, position, key=self._schedule.rows_before) - 1
             yield TrainedAt(step + 1, position - self._schedule.rows_before(step), epoch)
 
-    def _characters(self, cache: OpenCache, tokenizer: Tokenizer, match: Match, offset: int) -> int:
+    def _char_offset(self, cache: OpenCache, tokenizer: Tokenizer, match: Match, offset: int) -> int:
         ids = cache.whole.read(np.array([match.first - offset]), offset + 1)[0].tolist()
         texts = [self._texts_V[token] or b"" for token in ids]
-        before = b"".join(texts[:-1]) + texts[-1][: match.skipped]
-        # Some tokenizers put a blank before a document that is none of its text.
-        added = texts[0].startswith(b" ") and not tokenizer.decode(ids[:1]).startswith(" ") and bool(before)
-        return len(before.decode(errors="ignore")) - added
+        prefix = b"".join(texts[:-1]) + texts[-1][: match.skipped]
+        # Some tokenizers put a blank before a document; it is not part of the text.
+        added = texts[0].startswith(b" ") and not tokenizer.decode(ids[:1]).startswith(" ") and bool(prefix)
+        return len(prefix.decode(errors="ignore")) - added

@@ -1,10 +1,9 @@
-"""Identity of the data of a run: fingerprints that differ whenever some batch may."""
+"""Identity of a run's data: fingerprints that differ if any batch may differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.config import DataConfig
@@ -15,9 +14,9 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 
 @dataclass(frozen=True)
 class DataIdentity:
-    """Hashes data in two ways: by the tokens, and by the sources that the tokens are made of.
+    """Hashes data in two ways: by their tokens, and by the sources of the tokens.
 
-    A `step` leaves the weights of the sets from that step on out, so that they may change in a run that goes on.
+    If `step` is given, the set weights from this step on are ignored, so a continued run may change them.
     """
 
     config: DataConfig
@@ -26,7 +25,7 @@ class DataIdentity:
     train_sets: TrainSets
 
     def tokens(self, step: int | None) -> str:
-        """Hashes the tokens, their meaning and the order, wherever they come from; needs finished caches."""
+        """Hashes the tokens, their meaning and the order, regardless of their source; needs finished caches."""
         orders = [
             [train.name, train.num_rows, train.seed, train.shuffle.model_dump(mode="json")]
             for train in self.train_sets.current()
@@ -35,7 +34,7 @@ class DataIdentity:
         return fingerprint({"tokens": tokens, "orders": orders, **self._meaning(step)})
 
     def sources(self, step: int | None) -> str:
-        """Hashes the manifests (files with sizes and times, tokenizer, rules) and the order; known at once."""
+        """Hashes the manifests (files with sizes and times, tokenizer, rules) and the order; available immediately."""
         config = self.config
         seeds = {name: self.row_builder.seed_of(name) for name in config.trained}
         return fingerprint(
@@ -48,26 +47,26 @@ class DataIdentity:
             }
         )
 
-    def _meaning(self, step: int | None) -> dict[str, Any]:
+    def _meaning(self, step: int | None) -> dict[str, object]:
         config, tokenizer = self.config, self.row_builder.tokenizer
         return {
             "eos_id": tokenizer.eos_id,
             "vocab_size": tokenizer.vocab_size,
             "seq_len": self.row_builder.seq_len,
-            # The first stage always counts: at step 0 there are weights too.
+            # The first stage always counts: step 0 has weights too.
             "stages": [stage for stage in config.stages if step is None or stage[0] < max(step, 1)],
             "packing": config.packing,
             "limits": [config.of_set(config.max_train_batches, name) for name in config.trained],
             **({"excluded": excluded} if (excluded := self._excluded()) else {}),
-            **self._heard(),
+            **self._features(),
         }
 
     def _excluded(self) -> dict[str, str]:
         return {name: cache.exclusion.digest for name, cache in self.caches.items() if cache.exclusion is not None}
 
-    def _heard(self) -> dict[str, Any]:
-        """Settings that decide features; absent where rows are text alone, whose hashes it leaves as they are."""
-        formats = {name: each.format for name, each in self.config.sets.items()}
+    def _features(self) -> dict[str, object]:
+        """Settings that determine features; empty for text, so the hashes of text data stay the same."""
+        formats = {name: set_config.format for name, set_config in self.config.sets.items()}
         if self.config.features_shape is None:
             return {}
         return {"heard": {name: format.model_dump(mode="json") for name, format in formats.items()}}

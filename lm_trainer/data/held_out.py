@@ -1,9 +1,9 @@
-"""Opening of held-out sets alone, for a model that is there already and decides the tokenizer."""
+"""Held-out sets for an existing model, opened with the model's tokenizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,21 +27,21 @@ class HeldOut:
     """A held-out set with its documents."""
 
     name: str
-    """As in the configuration; `validation` where there is one set alone."""
+    """As in the configuration; `validation` for a single set."""
     rows: EvalSet
     cache: OpenCache
     ends_D: np.ndarray
-    """int64 [D]: the token of the stream after each document of the set."""
+    """int64 [D]: the end of each of the set's documents in the stream."""
 
     def passage(self, document: int, tokens: int) -> Passage:
-        """The beginning of a document, and where it comes from."""
+        """Returns the beginning of a document, and its origin."""
         start = int(self.ends_D[document - 1]) if document else self.rows.first_token
         count = min(tokens, int(self.ends_D[document]) - start)
         return next(iter(passages(self.cache, self.rows.tokenizer, start, count)))
 
 
 class HeldOutData(NamedTuple):
-    """The held-out sets of a configuration, and what is said of them."""
+    """The held-out sets of a configuration, with notes for the user."""
 
     sets: list[HeldOut]
     notes: list[str]
@@ -55,27 +55,27 @@ def open_held_out(
     stride: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> HeldOutData:
-    """Tokenises the held-out text that is not yet cached, and opens it.
+    """Tokenises held-out text that is not cached yet, and opens it.
 
     Args:
-        config: the `data` section. Where it names another tokenizer, the text is tokenised again.
-        tokenizer: that of the model.
-        seq_len: of the rows.
+        config: the `data` section. If it names another tokenizer, the text is tokenised with `tokenizer`.
+        tokenizer: the model's tokenizer.
+        seq_len: inputs of each row.
         stride: as in `EvalSet`.
-        on_progress: told how far the tokenising is.
+        on_progress: called with the progress of tokenising.
 
     Raises:
-        UserError: for missing, damaged or empty text, tokens of another tokenizer, and where nothing is held out.
+        UserError: for missing, damaged or empty text, tokens of another tokenizer, or without any held-out text.
         MachineError: if the disk is full.
     """
     config, notes = _with_tokenizer(config, tokenizer)
     directory, specs = find_caches(config)
-    wanted = {name: spec for name, spec in specs.items() if _is_held_out(config, name)}
-    if not wanted:
+    held_out_specs = {name: spec for name, spec in specs.items() if _is_held_out(config, name)}
+    if not held_out_specs:
         raise UserError(
             "there is no text to evaluate on: name files as data.validation_urls, or set data.num_validation_sequences"
         )
-    callbacks, plan = BuildCallbacks(on_progress), plan_builds(config, directory, wanted, tokenizer)
+    callbacks, plan = BuildCallbacks(on_progress), plan_builds(config, directory, held_out_specs, tokenizer)
     excluded = excluded_of(config)
     caches = {
         name: open_cache(build, build.run(callbacks), excluded.get(name), name) for name, build in plan.builds.items()
@@ -90,7 +90,7 @@ def open_held_out(
 
 def _held_out(rows: EvalSet, cache: OpenCache) -> HeldOut:
     ends_D = np.cumsum(cache.document_lengths())
-    # A set that is the end of a training text may begin inside of a document, whose rest then is its first one.
+    # A set cut from the end of a training text may begin within a document; its first document is the remainder.
     return HeldOut(rows.name, rows, cache, ends_D[ends_D > rows.first_token])
 
 
@@ -100,25 +100,30 @@ def _is_held_out(config: DataConfig, cache: str) -> bool:
 
 
 def _with_tokenizer(config: DataConfig, tokenizer: HfTokenizer) -> tuple[DataConfig, list[str]]:
-    """The configuration with the caches of this tokenizer: its own, where it names the same one."""
-    theirs = _tokenizer_of(config)
-    if theirs is not None and theirs.identity() == tokenizer.identity():
+    """Returns the configuration with caches for this tokenizer: unchanged if it names the same one."""
+    configured = _tokenizer_of(config)
+    if configured is not None and configured.identity() == tokenizer.identity():
         return config, []
-    if any(isinstance(each.source, PrebuiltCache) or each.format.type == "ids" for each in config.sets.values()):
+    if any(
+        isinstance(set_config.source, PrebuiltCache) or set_config.format.type == "ids"
+        for set_config in config.sets.values()
+    ):
         raise UserError(
             "the data are tokens of another tokenizer than the model's; name the text that they were made from"
         )
-    same = isinstance(tokenizer, ByteTokenizer)
-    # The hash stands for the tokenizer in the name of the cache: all models that have it share what is tokenised.
-    named: Any = BytesTokenizer() if same else Pretrained(name=f"sha256-{tokenizer.identity()['sha256'][:16]}")
-    sets = {name: each.model_copy(update={"cache_dir": None}) for name, each in config.configs.items()}
-    changed = config.model_copy(update={"tokenizer": named, "cache_dir": None, "configs": sets})
-    note = "" if theirs is None else "data.tokenizer is another one than the model's, which is used"
+    is_bytes = isinstance(tokenizer, ByteTokenizer)
+    # The cache name contains the tokenizer's hash, so all models with this tokenizer share tokenised text.
+    new_tokenizer: BytesTokenizer | Pretrained = (
+        BytesTokenizer() if is_bytes else Pretrained(name=f"sha256-{tokenizer.identity()['sha256'][:16]}")
+    )
+    sets = {name: set_config.model_copy(update={"cache_dir": None}) for name, set_config in config.configs.items()}
+    changed = config.model_copy(update={"tokenizer": new_tokenizer, "cache_dir": None, "configs": sets})
+    note = "" if configured is None else "data.tokenizer is another one than the model's, which is used"
     return changed, [note] if note else []
 
 
 def _tokenizer_of(config: DataConfig) -> HfTokenizer | None:
-    """The tokenizer that a configuration names, if it is at hand."""
+    """Returns the tokenizer named by a configuration, if it is available."""
     try:
         directory, specs = find_caches(config)
         return find_tokenizer(config, directory, specs)

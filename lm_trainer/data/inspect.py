@@ -1,4 +1,4 @@
-"""Inspection of caches: how far they are, whether their files are whole, and the documents that they hold.
+"""Inspection of caches: their progress, the integrity of their files, and their documents.
 
 Shape letters: D documents, T tokens of a document.
 """
@@ -20,6 +20,7 @@ from lm_trainer.data.cache.exclusion import Exclusion
 from lm_trainer.data.cache.format import (
     BUILDER,
     LEDGER,
+    FileRecord,
     fingerprint,
     part_key,
     read_manifest,
@@ -43,18 +44,18 @@ from lm_trainer.data.tokenize.plan import find_misfits, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
-class KeptFeatures(NamedTuple):
-    """The features that a model hears with each document of a cache."""
+class FeatureStatus(NamedTuple):
+    """Features of the documents of an audio cache."""
 
     frames: int
     channels: int
-    kept: bool
-    """False if they are made anew for every batch."""
+    stored: bool
+    """False if they are recomputed for every batch."""
 
     def of(self, documents: int) -> str:
-        """Describes those of some documents, such as `features of 3000 x 80 (1.9 MB)`."""
-        # Numbers of four bytes.
-        size = f"{4 * self.frames * self.channels * documents / 1e6:,.1f} MB" if self.kept else "made on the fly"
+        """Describes the features of some documents, such as `features of 3000 x 80 (1.9 MB)`."""
+        # float32: four bytes each.
+        size = f"{4 * self.frames * self.channels * documents / 1e6:,.1f} MB" if self.stored else "made on the fly"
         return f"features of {self.frames} x {self.channels} ({size})"
 
 
@@ -63,26 +64,26 @@ class CacheStatus:
     """State of one cache."""
 
     name: str
-    """`train` or `validation`, with the name of the set before it in a mixture."""
+    """`train` or `validation`, preceded by the name of the set in a mixture."""
     url: str
     fingerprint: str | None
-    """The fingerprint of the manifest; None where there is no cache yet."""
+    """The fingerprint of the manifest; None if the cache does not exist yet."""
     ledger: Ledger
     num_shards: int
     builder: str | None
-    """The process that builds it, and the time since its last heartbeat."""
+    """The process building it, and the time since its last heartbeat."""
     misfit: str | None
-    """The reason for which training would refuse it, if it would."""
+    """The reason training would refuse the cache, if any."""
     key: str = ""
     """`NAME/train` or `NAME/validation`."""
-    features: KeptFeatures | None = None
-    """None for text alone."""
+    features: FeatureStatus | None = None
+    """None for text only."""
     prebuilt: bool = False
-    """True for a cache that was built elsewhere, and is only read here."""
+    """True for a read-only cache built elsewhere."""
 
     @property
     def begun(self) -> bool:
-        """True if anything was built, even if the manifest is lost."""
+        """True if any part was built, even if the manifest is lost."""
         return self.fingerprint is not None or self.ledger.begun
 
     def __str__(self) -> str:
@@ -91,17 +92,19 @@ class CacheStatus:
             return f"{self.name}: not begun ({self.url})"
         state = "finished" if ledger.finished else f"{ledger.next[0]} of {self.num_shards} shards done"
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
-        heard = f", {self.features.of(ledger.num_documents)}" if self.features else ""
+        feature_text = f", {self.features.of(ledger.num_documents)}" if self.features else ""
         by = f", {self.builder} builds it" if self.builder else ""
         return (
             f"{self.name}: {state}; {len(ledger.parts)} parts, {ledger.num_documents:,} documents, "
-            f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{heard}{bad}{by} "
+            f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{feature_text}{bad}{by} "
             f"({self.url}, {self.fingerprint or 'no manifest'})"
         )
 
 
 def status(config: DataConfig) -> list[CacheStatus]:
-    """Returns the state of each cache, and tells if it fits the configuration; reads no text and changes nothing."""
+    """Returns the state of each cache, including any mismatch with the configuration; reads no text and changes no
+    file.
+    """
     directory, caches = find_caches(config)
     misfits = find_misfits(config, directory, caches)
     return [_status(name, cache, misfits.get(name)) for name, cache in caches.items()]
@@ -110,39 +113,41 @@ def status(config: DataConfig) -> list[CacheStatus]:
 def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     store = KvStore(cache.url)
     manifest, builder = read_manifest(store), parsed_claim(store.read(BUILDER))
-    who = None
+    builder_text = None
     if builder is not None:
-        who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
-    found = None if manifest is None else fingerprint(manifest)
+        builder_text = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
+    manifest_hash = None if manifest is None else fingerprint(manifest)
     format = cache.config.format
-    features = None if format.features_shape is None else KeptFeatures(*format.features_shape, format.keeps_features)
+    features = None if format.features_shape is None else FeatureStatus(*format.features_shape, format.keeps_features)
     ledger = Ledger.read(store)
     shards = len(cache.shards)
-    return CacheStatus(cache.title, store.url, found, ledger, shards, who, misfit, name, features, cache.prebuilt)
+    return CacheStatus(
+        cache.title, store.url, manifest_hash, ledger, shards, builder_text, misfit, name, features, cache.prebuilt
+    )
 
 
 def verify(store: KvStore, ledger: Ledger) -> list[str]:
-    """Reads every file of a cache and compares it with its record; returns one line for each file that is wrong."""
+    """Compares every file of a cache with its commit record; returns one line for each damaged file."""
     return [line for lines in damaged_parts(store, ledger).values() for line in lines]
 
 
 def damaged_parts(store: KvStore, ledger: Ledger) -> dict[int, list[str]]:
-    """Reads every file of a cache as `verify`; returns the lines of each part that has any, by its number."""
+    """Checks every file of a cache like `verify`; returns the lines of each damaged part by its number."""
     lines = {part: _problems(store, ledger, part) for part in range(len(ledger.parts))}
     return {part: problems for part, problems in lines.items() if problems}
 
 
 def remove_parts(store: KvStore, ledger: Ledger, parts: Collection[int]) -> int:
-    """Removes parts by their numbers, so that a build makes them again; returns how many these are.
+    """Removes parts by number, so the next build recreates them; returns their count.
 
-    A build begins with the first part of a shard that is missing, and its bytes are those that were written before.
+    A build starts with the first missing part of a shard and writes the same bytes as before.
     """
     for part in parts:
         name = ledger.parts[part]
         store.delete(shard_key(int(name.partition("-")[0])))
         store.delete(part_key(name, "json"))
     if parts:
-        # The next builder takes the parts in again that are there.
+        # The next builder re-adds the existing parts.
         store.delete(LEDGER)
     return len(parts)
 
@@ -157,22 +162,22 @@ def _problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
         return [f"{store.url}/{part_key(name, 'json')} is missing"]
     if not ledger.fits(part, record):
         return [f"{store.url}/{part_key(name, 'json')} does not fit {LEDGER}"]
-    wrong = [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
-    if (place := record.get("place")) is not None:
-        wrong += _compare_place(place, ledger.tokens[part])
-    return wrong
+    problems = [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
+    if (location := record.get("place")) is not None:
+        problems += _compare_place(location, ledger.tokens[part])
+    return problems
 
 
 def _compare_place(record: dict[str, Any], count: int) -> list[str]:
-    place = TokenPlace(*(record[name] for name in TokenPlace._fields))
+    location = TokenPlace(*(record[name] for name in TokenPlace._fields))
     try:
-        content = np.ascontiguousarray(place.open(count)[0:count])
+        content = np.ascontiguousarray(location.open(count)[0:count])
     except MachineError as error:
         return [str(error)]
-    return [] if is_intact(content, record) else [f"{place.path} has changed since it was indexed"]
+    return [] if is_intact(content, record) else [f"{location.path} has changed since it was indexed"]
 
 
-def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str | None:
+def _compare(store: KvStore, name: str, kind: str, blob: FileRecord) -> str | None:
     key = part_key(name, kind)
     content = store.read(key, seconds=store.deadline_for(blob["bytes"]))
     if content is None:
@@ -185,27 +190,27 @@ def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str 
 
 
 class CacheStats(NamedTuple):
-    """Lengths of the documents of a cache, and how well they fill rows."""
+    """Document lengths of a cache, and how well they fill rows."""
 
     documents: int
     tokens: int
     bytes_per_token: float | None
-    """Bytes of the text in UTF-8; None where the tokens were made elsewhere."""
+    """Bytes of the text in UTF-8; None if the tokens were made elsewhere."""
     quantiles: dict[str, int]
-    """Tokens of a document, end included: the least, the median, ..."""
+    """Tokens of a document, including its end: the least, the median, ..."""
     packing: dict[str, PackingStats]
     left_out: int
-    """Documents that `data.exclude` leaves out, and that the other figures are without."""
+    """Documents left out by `data.exclude`; the other statistics do not include them."""
     left_out_tokens: int
 
 
 def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
-    """Computes the lengths of documents, and how well they fill rows of `seq_len`; without those that are left out.
+    """Computes document lengths and how well they fill rows of `seq_len`, without excluded documents.
 
-    Without `seq_len` each is a row by itself, and there is nothing to pack.
+    Without `seq_len` each document is its own row, so packing is not computed.
 
     Raises:
-        UserError: if nothing has been built yet.
+        UserError: if the cache holds no documents yet.
     """
     lengths_D = document_lengths(store, ledger)
     if not len(lengths_D):
@@ -217,7 +222,7 @@ def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclus
         lengths_D = np.delete(lengths_D, exclusion.documents_N)
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
     quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
-    # The loss mask is counted over the whole stream, so not where documents of it are left out.
+    # The loss mask is counted over the full stream, so it is not counted if documents are excluded.
     masked = ledger.marks and not len(left_out)
     count_targets = partial(_num_targets, store, ledger, lengths_D) if masked else None
     packing = {} if seq_len is None else packing_stats(lengths_D, seq_len, count_targets)
@@ -228,43 +233,45 @@ def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclus
 
 
 def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:
-    """Counts those of the first `count` tokens that the loss counts and that follow another token of their document."""
+    """Counts loss targets among the first `count` tokens: tokens in the loss that follow another token of their
+    document.
+    """
     mask, starts_D = LossMaskStream(store, ledger, np.dtype(np.uint8)), np.cumsum(lengths_D) - lengths_D
-    found = begin = 0
-    # Part by part: the whole mask may be larger than the memory of the machine.
+    targets = begin = 0
+    # Part by part: the full mask may not fit in memory.
     for tokens in ledger.tokens:
         end = min(begin + tokens, count)
         if end <= begin:
             break
         in_loss_T = (mask.read(np.array([begin]), end - begin)[0] & IN_LOSS) != 0
         firsts = starts_D[np.searchsorted(starts_D, begin) : np.searchsorted(starts_D, end)] - begin
-        found, begin = found + int(in_loss_T.sum()) - int(in_loss_T[firsts].sum()), end
-    return found
+        targets, begin = targets + int(in_loss_T.sum()) - int(in_loss_T[firsts].sum()), end
+    return targets
 
 
 class ShownDocument(NamedTuple):
-    """A document as the cache holds it."""
+    """A document as stored in the cache."""
 
     number: int
     where: str
     """Its origin: the file and the line or row."""
     tokens: int
     in_loss: int
-    """Tokens that the loss counts."""
+    """Tokens counted by the loss."""
     text: str
-    """The text, or a beginning of it that is longer than was asked for. Where the cache has a loss mask, the tokens
-    that the loss counts stand between `⟦` and `⟧`."""
+    """The text, or a beginning of it longer than requested. If the cache has a loss mask, tokens counted by the loss
+    are enclosed in `⟦` and `⟧`."""
 
 
 def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:
-    """Yields some documents of a built cache, as the model sees them.
+    """Yields documents of a built cache, as the model sees them.
 
     Args:
         config: the `data` section that built it.
-        name: `NAME/train` or `NAME/validation`; `train` and `validation` where there is one set.
+        name: `NAME/train` or `NAME/validation`; `train` and `validation` for a single set.
         first: number of the first document.
-        count: how many.
-        chars: characters of its text that will be looked at; 0: all.
+        count: number of documents.
+        chars: characters of each text to show; 0 shows all.
 
     Raises:
         UserError: for a cache that does not exist, does not fit the configuration, or has no such document.
@@ -287,7 +294,7 @@ def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 
 
 
 class _Documents:
-    """The documents of a cache by their numbers, each whole, though it may begin in an earlier part than it ends in."""
+    """Full documents of a cache by number, including documents that span several parts."""
 
     def __init__(self, build: Build | FinishedCache, ledger: Ledger, chars: int):
         self._build, self._ledger, self._chars = build, ledger, chars
@@ -297,16 +304,16 @@ class _Documents:
 
     def __getitem__(self, number: int) -> ShownDocument:
         store, ledger = self._build.store, self._ledger
-        # Documents are numbered by where they end, since a part counts those that end in it.
+        # Documents are numbered by their ends: a part counts the documents that end in it.
         part = int(np.searchsorted(self._ended, number, side="right"))
         index = number - (int(self._ended[part - 1]) if part else 0)
         lengths = read_lengths(store, ledger, part)
         start, length = sum(ledger.tokens[:part]) + int(lengths[:index].sum()), int(lengths[index])
         if index == 0:
-            first, before = begin_of(store, ledger, part)
+            first, earlier_tokens = begin_of(store, ledger, part)
             if first != part:
                 part, index = first, len(read_lengths(store, ledger, first)) - 1
-            start, length = start - before, length + before
+            start, length = start - earlier_tokens, length + earlier_tokens
         in_loss_T = None
         if self._mask is not None:
             in_loss_T = (self._mask.read(np.array([start]), length)[0] & IN_LOSS) != 0
@@ -315,8 +322,10 @@ class _Documents:
         return ShownDocument(number, source, length, counted, self._text(start, length, in_loss_T))
 
     def _text(self, start: int, length: int, in_loss_T: np.ndarray | None) -> str:
-        """Decodes more characters than are asked for, where there are more: a document may be larger than memory."""
-        # A first guess of the tokens that make so many characters, raised until it suffices.
+        """Decodes more characters than requested, if the text has more, but not all: a document may be larger than
+        memory.
+        """
+        # Initial guess of the tokens needed, raised until it suffices.
         count = 8 * self._chars if self._chars else length
         while True:
             ids_T = self._tokens.read(np.array([start]), min(count, length))[0]
@@ -329,20 +338,20 @@ class _Documents:
         return self._build.tokenizer.decode(ids_T.tolist())
 
     def _bracketed(self, ids_T: np.ndarray, in_loss_T: np.ndarray) -> str:
-        """Decodes tokens, with brackets around the runs that the loss counts."""
+        """Decodes tokens, with brackets around the runs counted by the loss."""
         changes = np.flatnonzero(np.diff(in_loss_T)) + 1
         texts = [self._decode(run) for run in np.split(ids_T, changes)]
-        counted = [in_loss_T[place] for place in [0, *changes.tolist()]]
+        counted = [in_loss_T[position] for position in [0, *changes.tolist()]]
         return "".join(f"⟦{text}⟧" if inside else text for text, inside in zip(texts, counted, strict=True))
 
 
 def full_name(names: Collection[str], name: str) -> str:
-    """Completes the name of a cache: `train` means that of the only set.
+    """Completes the name of a cache: `train` is short for the only set's `NAME/train`.
 
     Raises:
-        UserError: naming those that exist.
+        UserError: for an unknown name, with the valid names.
     """
-    for known in names:
-        if name in (known, known.partition("/")[2] if len({k.partition("/")[0] for k in names}) == 1 else known):
-            return known
+    for full in names:
+        if name in (full, full.partition("/")[2] if len({k.partition("/")[0] for k in names}) == 1 else full):
+            return full
     raise UserError(f"there is no cache {name}; name one of these with --cache: {', '.join(names)}")

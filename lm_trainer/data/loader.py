@@ -1,7 +1,7 @@
-"""Rows and batches of a run as Grain reads them.
+"""Rows and batches of a run, read through Grain.
 
-Element i of the source is this host's rows of one step, so a run begins at any step at the same cost, and a batch is
-read in one piece. A step never depends on which batches were read before it.
+Element i of the source holds this host's rows of one step, so a run can start at any step at the same cost, and a batch
+is read in one piece. A step never depends on which batches were read earlier.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import grain
 import jax
@@ -26,9 +26,9 @@ from lm_trainer.data.rows.worker import free_shared_memory, in_processes
 from lm_trainer.data.tokenize.open_cache import MissingTokens
 
 HostRows = Sequence[int] | Callable[[int], Sequence[int]]
-"""The rows of the global batch that this host holds; where its size changes, from that size."""
+"""This host's rows of the global batch; if the batch size changes, a function of the size."""
 
-# One thread reads while the other waits for a disk. Prefetching more batches makes no step faster.
+# One thread reads while the other waits for a disk. More prefetched batches make no step faster.
 _THREADS, _PREFETCHED = 2, 4
 
 
@@ -46,20 +46,20 @@ class _StepSource:
         self._order, self._schedule, self._steps, self._closed = order, schedule, steps, closed
         self._rows = {size: np.asarray(rows(size), np.int64) for size in schedule.sizes.values}
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process ends by itself, without being told.
+    def __getstate__(self) -> dict[str, object]:
+        # A worker process ends by itself, so it does not need the event.
         return {**self.__dict__, "_closed": None}
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __getitem__(self, index: Any) -> Batch:
+    def __getitem__(self, index: SupportsIndex) -> Batch:
         if self._closed is not None and self._closed.is_set():
             raise RuntimeError("the iterator of batches has been closed")
         return self._order.read(self._positions(int(index)))
 
     def missing(self, index: int) -> MissingTokens | None:
-        """Returns the tokens that element `index` waits for."""
+        """Returns the tokens needed for element `index` but not tokenised yet."""
         if not isinstance(self._order, GrowingOrder) or index >= len(self):
             return None
         return self._order.missing(self._positions(index))
@@ -79,10 +79,10 @@ class _RowSource:
         self._order = order
 
     def __len__(self) -> int:
-        # As Grain's own datasets without an end have it.
+        # The convention of Grain's own infinite datasets.
         return sys.maxsize if self._order.length is None else self._order.length
 
-    def __getitem__(self, index: Any) -> Batch:
+    def __getitem__(self, index: SupportsIndex) -> Batch:
         return jax.tree.map(lambda x: x[0], self._order.read(np.array([int(index)])))
 
     def __repr__(self) -> str:
@@ -90,27 +90,27 @@ class _RowSource:
 
 
 def row_dataset(order: TrainOrder) -> grain.MapDataset[Batch]:
-    """The rows of an order that is final, as a dataset of Grain."""
+    """The rows of a final order as a Grain dataset."""
     return grain.MapDataset.source(_RowSource(order))
 
 
 def _worker_processes(order: TrainOrder | GrowingOrder) -> int:
-    """Counts the processes that a pipeline of the user's asks for."""
+    """Counts the worker processes requested by pipelines of the user."""
     if not isinstance(order, TrainOrder):
         return 0
-    found = [train.rows.source.worker_processes for train in order.sets if isinstance(train.rows, GrainRows)]
-    return max(found, default=0)
+    counts = [train.rows.source.worker_processes for train in order.sets if isinstance(train.rows, GrainRows)]
+    return max(counts, default=0)
 
 
 class TrainIterator(Iterator[Batch]):
-    """Yields the batches of consecutive steps. Close it to end its threads.
+    """Yields the batches of consecutive steps. Call `close` to end its threads.
 
     Args:
         order: the rows of the run by their positions.
         schedule: rows of the global batch at each step.
-        rows: those of them that this host holds.
+        rows: this host's rows of the global batch.
         steps: the steps to read, counted from 0.
-        closed: set by `close`; ends those who wait for text that is still being tokenised.
+        closed: set by `close`; ends threads waiting for text still being tokenised.
 
     Raises:
         UserError: if a batch does not have such rows.
@@ -132,7 +132,7 @@ class TrainIterator(Iterator[Batch]):
         self._order, self._schedule, self._steps, self._taken = order, schedule, steps, 0
         self._closed = closed or threading.Event()
         self._source = _StepSource(order, schedule, host_rows, steps, self._closed)
-        self._grain: Any = None
+        self._grain: grain.DatasetIterator[Batch] | None = None
         self._shared = _worker_processes(order)
         if steps:
             options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
@@ -149,46 +149,46 @@ class TrainIterator(Iterator[Batch]):
             raise StopIteration
         batch = next(self._grain)
         self._taken += 1
-        # Out of the memory that is shared with workers, which may then be used again.
+        # Copied out of memory shared with the workers, which reuse it.
         return jax.tree.map(np.array, batch) if self._shared else batch
 
     @property
     def growing(self) -> bool:
-        """True if a batch may have to wait for text that is still being tokenised."""
+        """True if a batch may have to wait for text still being tokenised."""
         return isinstance(self._order, GrowingOrder) and self._order.growing
 
     def missing(self) -> MissingTokens | None:
-        """Returns the tokens that the next batch waits for; None if `next` does not wait for text to be tokenised.
+        """Returns the tokens the next batch waits for; None if `next` does not have to wait for tokenising.
 
         Raises:
-            UserError: if they will not come, because the build of their cache failed.
+            UserError: if they will never come because the build of their cache failed.
         """
         return self._source.missing(self._taken)
 
-    def saved_state(self) -> dict[str, Any]:
-        """The state as Grain's iterators have it: the number of the next step, from 0, and states of pipelines."""
+    def saved_state(self) -> dict[str, object]:
+        """The state in the format of Grain's iterators: the next step, counted from 0, and the states of pipelines."""
         return {"next_index": self._steps.start + self._taken, **self._row_states()}
 
-    def _row_states(self) -> dict[str, Any]:
-        """The states of sets that are read in sequence, at the row that comes next of each."""
+    def _row_states(self) -> dict[str, object]:
+        """States of sets read sequentially, each at its next row."""
         if not isinstance(self._order, TrainOrder):
             return {}
         step = self._steps.start + self._taken
-        nexts = self._order.next_rows(self._schedule.rows_before(step))
-        states = {name: rows.state_before(row) for name, rows, row in nexts if isinstance(rows, GrainRows)}
-        found = {name: state for name, state in states.items() if state is not None}
-        return {"rows": found} if found else {}
+        next_rows = self._order.next_rows(self._schedule.rows_before(step))
+        states = {name: rows.state_before(row) for name, rows, row in next_rows if isinstance(rows, GrainRows)}
+        saved_states = {name: state for name, state in states.items() if state is not None}
+        return {"rows": saved_states} if saved_states else {}
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Makes sure that a saved state is of the step at which this iterator stands.
+        """Checks a saved state against the iterator's next step, and restores the states of pipelines.
 
         Raises:
-            UserError: where it is not.
+            UserError: if the state is from another step.
         """
-        here = self._steps.start + self._taken
-        if state.get("next_index") != here:
+        next_step = self._steps.start + self._taken
+        if state.get("next_index") != next_step:
             raise UserError(
-                f"the batches go on after step {here}, but the loader was saved after step "
+                f"the batches go on after step {next_step}, but the loader was saved after step "
                 f"{state.get('next_index')}: the checkpoint has been put together from two"
             )
         if isinstance(self._order, TrainOrder):
@@ -198,7 +198,7 @@ class TrainIterator(Iterator[Batch]):
                     train.rows.restore(states[train.name])
 
     def close(self) -> None:
-        """Ends the threads; those that wait end first, since Grain joins them."""
+        """Ends the threads; waiting threads end first, since Grain joins them."""
         self._closed.set()
         if self._grain is not None:
             self._grain.close()

@@ -1,4 +1,4 @@
-"""Check of the `data` section against what is there: files, globs and the tokenizer. Reads no text."""
+"""Check of the `data` section for missing files, globs and tokenizers. Reads no text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from lm_trainer.data.tokenizer.hf import find_pretrained
 
 
 def missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, str]]:
-    """Yields what training would not find, as (dotted key below `data`, reason).
+    """Yields missing inputs of training, as (dotted key below `data`, reason).
 
     Args:
         config: the section.
-        network: also look for what is in object storage, on a web server or on the hub; without, only the tokenizer is
-            looked for there.
+        network: also check object storage, web servers and the hub; otherwise only the tokenizer is looked up remotely.
     """
     tokenizer = config.tokenizer_config
     if isinstance(tokenizer, Pretrained):
@@ -25,26 +24,28 @@ def missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, st
             find_pretrained(tokenizer)
         except UserError as error:
             yield "tokenizer", str(error).removeprefix("data.tokenizer: ")
-    for name, one in config.sets.items():
+    for name, set_config in config.sets.items():
         prefix = f"configs.{name}." if config.configs else ""
-        told = ""
+        previous_reason = ""
         for split, key in _SPLITS:
-            if network or _is_local(one, split):
+            if network or _is_local(set_config, split):
                 try:
-                    one.shards(split)
+                    set_config.shards(split)
                 except UserError as error:
                     reason = str(error)
-                    for known in ("data.train_urls: ", "data.validation_urls: ", "data.id: "):
-                        reason = reason.removeprefix(known)
-                    # Both splits of a data set of the hub miss the same.
-                    if not one.id or reason != told:
-                        yield f"{prefix}{'id' if one.id else key}", reason
-                    told = reason
+                    for error_prefix in ("data.train_urls: ", "data.validation_urls: ", "data.id: "):
+                        reason = reason.removeprefix(error_prefix)
+                    # Both splits of a hub data set report the same error.
+                    if not set_config.id or reason != previous_reason:
+                        yield f"{prefix}{'id' if set_config.id else key}", reason
+                    previous_reason = reason
 
 
 _SPLITS: tuple[tuple[Split, str], ...] = (("train", "train_urls"), ("validation", "validation_urls"))
 
 
-def _is_local(one: SetConfig, split: Split) -> bool:
-    urls = (one.train_urls or []) if split == "train" else one.validation_urls
-    return one.id is None and bool(urls) and not any("://" in url and not url.startswith("file://") for url in urls)
+def _is_local(set_config: SetConfig, split: Split) -> bool:
+    urls = (set_config.train_urls or []) if split == "train" else set_config.validation_urls
+    return (
+        set_config.id is None and bool(urls) and not any("://" in url and not url.startswith("file://") for url in urls)
+    )

@@ -1,7 +1,7 @@
-"""Mixture: the set that each row of training comes from. Every prefix keeps the proportions, which may change at steps.
+"""Mixture: the set of each row of training. Every prefix keeps the proportions, which may change at given steps.
 
-The sets follow one another in a fixed cycle instead of at random: no prefix holds one row more or less of a set than
-its share, and the set of any position is computed without those before it.
+The sets alternate in a fixed cycle, not at random: in every prefix, a set's row count is within one row of its share,
+and the set of any position is computed without the positions before it.
 
 Shape letters: N positions, C positions of a cycle, K sets.
 """
@@ -21,27 +21,27 @@ from typing import NamedTuple
 import numpy as np
 
 RESOLUTION = 1 << 16
-"""Positions in a cycle at most; weights that need more are rounded to parts of it."""
+"""Maximum number of positions in a cycle; weights that need more are rounded to multiples of its inverse."""
 
 
 def check_set_names(names: Collection[str]) -> None:
-    """Makes sure that every set of a mixture has a directory of its own, which its name becomes.
+    """Makes sure the name of every set is a valid directory, not nested in another set's.
 
     Raises:
-        ValueError: naming one that has not.
+        ValueError: naming an invalid one.
     """
     if bad := [name for name in names if not re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", name)]:
         raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-`, `.` and `/`")
     for name in names:
-        if inside := [other for other in names if other.startswith(f"{name}/")]:
+        if inside := [child for child in names if child.startswith(f"{name}/")]:
             raise ValueError(f"configs: the cache of {inside[0]!r} would lie inside that of {name!r}; rename one")
 
 
 def check_known(key: str, names: Iterable[str], sets: Collection[str]) -> None:
-    """Makes sure that a key names sets that there are.
+    """Makes sure a key names only existing sets.
 
     Raises:
-        ValueError: naming the first that there is not.
+        ValueError: naming the first unknown one.
     """
     if unknown := [name for name in names if name not in sets]:
         near = difflib.get_close_matches(unknown[0], sets, 1)
@@ -50,22 +50,22 @@ def check_known(key: str, names: Iterable[str], sets: Collection[str]) -> None:
 
 
 def check_steps(steps: Sequence[int]) -> None:
-    """Makes sure that weights change at steps that follow one another, from the first on.
+    """Makes sure weights change at increasing steps, starting at 0.
 
     Raises:
-        ValueError: where they do not.
+        ValueError: otherwise.
     """
     if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
         raise ValueError(f"train_weights: the steps of its stages must begin at 0 and rise, got {steps}")
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Returns the positions of the shortest cycle that each weight gets; exact if that cycle is within `RESOLUTION`.
+    """Returns the number of positions of each weight in the shortest cycle; exact if the cycle fits `RESOLUTION`.
 
     Raises:
-        ValueError: if no weight is positive, or one is so small that it would get nothing.
+        ValueError: if no weight is positive, or a weight is too small for a single position.
     """
-    # The decimal that the user wrote, not the binary fraction nearest to it: 0.1 is to be a tenth.
+    # The decimal written by the user, not the nearest binary fraction: 0.1 is exactly a tenth.
     parts = [Fraction(repr(weight)) for weight in weights]
     total = sum(parts)
     if total <= 0 or min(parts) < 0:
@@ -75,9 +75,9 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     if length > RESOLUTION:
         parts = [part * RESOLUTION for part in parts]
         counts = [math.floor(part) for part in parts]
-        # Largest remainders: the positions that rounding down has left go to the sets that lost most by it.
-        by_rest = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
-        for index in by_rest[: RESOLUTION - sum(counts)]:
+        # Largest remainders: positions left over from rounding down go to the sets that lost the most.
+        by_remainder = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
+        for index in by_remainder[: RESOLUTION - sum(counts)]:
             counts[index] += 1
     else:
         counts = [int(part * length) for part in parts]
@@ -88,20 +88,20 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class MixtureCycle(NamedTuple):
-    """Order of the sets, repeated for as long as weights hold."""
+    """Order of the sets, repeated until the weights change."""
 
     sets_C: np.ndarray
     """int16: the set of each position."""
     draws_C: np.ndarray
-    """int32: number of times that the set came before in the cycle."""
+    """int32: earlier occurrences of the set in the cycle."""
 
 
 @lru_cache(maxsize=64)
 def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
-    """Computes the cycle in which no prefix holds one row more or less of a set than its share.
+    """Computes the cycle in which, for every prefix, each set's row count is within one row of its share.
 
-    Draw j of a set with c of L positions has to come in [floor(jL/c), ceil((j+1)L/c)); serving the earliest deadline
-    meets them all (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
+    Draw j of a set with c of L positions must fall in [floor(jL/c), ceil((j+1)L/c)); serving the earliest deadline
+    first meets all deadlines (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
     """
     length = sum(counts)
     sets = np.repeat(np.arange(len(counts)), counts)
@@ -110,16 +110,16 @@ def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
     releases = numbers * length // shares_of
     deadlines = -(-(numbers + 1) * length // shares_of)
     order = np.argsort(releases, kind="stable")
-    # One number holds deadline and set, which the heap compares faster than a pair.
+    # A single number encodes deadline and set: the heap compares it faster than a pair.
     jobs = (deadlines * len(counts) + sets)[order].tolist()
-    # At each position, the jobs whose release has come by then; there always is one, since the shares fill the cycle.
+    # For each position, the number of jobs released by then; the heap is never empty, since the shares fill the cycle.
     first_job_after = np.searchsorted(releases[order], np.arange(length), side="right").tolist()
     ready: list[int] = []
-    taken, served = 0, []
+    num_released, served = 0, []
     for stop in first_job_after:
-        for job in jobs[taken:stop]:
+        for job in jobs[num_released:stop]:
             heapq.heappush(ready, job)
-        taken = stop
+        num_released = stop
         served.append(heapq.heappop(ready) % len(counts))
     sets_C = np.asarray(served, np.int16)
     draws_C = np.empty(length, np.int32)
@@ -129,12 +129,12 @@ def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
 
 
 class Mixture:
-    """Finds the set that each position of training is drawn from, and the number of that draw of the set.
+    """Maps each position of training to its set and to the number of the draw within the set.
 
-    A set's draws are 0, 1, 2, ... whatever the weights, so changing them neither skips nor repeats anything.
+    A set's draws are 0, 1, 2, ... regardless of the weights, so changing weights neither skips nor repeats rows.
 
     Args:
-        stages: (first position, shares of the sets); the first stage begins at 0, and positions rise.
+        stages: (first position, shares of the sets); the first stage begins at 0, and positions increase.
     """
 
     def __init__(self, stages: Sequence[tuple[int, tuple[int, ...]]]):
@@ -151,37 +151,37 @@ class Mixture:
         sets_N, draws_N = np.empty_like(positions_N), np.empty_like(positions_N)
         stages_N = np.searchsorted(self._starts, positions_N, side="right") - 1
         for stage in np.unique(stages_N).tolist():
-            here = np.flatnonzero(stages_N == stage)
+            indices = np.flatnonzero(stages_N == stage)
             counts = self._shares[stage]
-            cycles, places = np.divmod(positions_N[here] - self._starts[stage], sum(counts))
-            sets = mixture_cycle(counts).sets_C[places].astype(np.int64)
-            sets_N[here] = sets
-            draws_N[here] = (
-                self._before[stage][sets] + cycles * np.asarray(counts)[sets] + mixture_cycle(counts).draws_C[places]
+            cycles, offsets = np.divmod(positions_N[indices] - self._starts[stage], sum(counts))
+            sets = mixture_cycle(counts).sets_C[offsets].astype(np.int64)
+            sets_N[indices] = sets
+            draws_N[indices] = (
+                self._before[stage][sets] + cycles * np.asarray(counts)[sets] + mixture_cycle(counts).draws_C[offsets]
             )
         return sets_N, draws_N
 
     def drawn(self, position: int) -> np.ndarray:
-        """Counts the rows of each set at the positions before this one: int64 [K]."""
+        """Counts the rows of each set before this position: int64 [K]."""
         stage = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._before[stage] + _drawn(self._shares[stage], position - int(self._starts[stage]))
 
     def position(self, index: int, draw: int) -> int | None:
-        """Returns the position of a draw of a set; None where the weights never let it come."""
+        """Returns the position of a draw of a set; None if the weights never reach it."""
         for stage, counts in enumerate(self._shares):
-            rest = draw - int(self._before[stage][index])
+            remaining = draw - int(self._before[stage][index])
             last = stage + 1 == len(self._shares)
             if counts[index] and (last or draw < self._before[stage + 1][index]):
-                full, rest = divmod(rest, counts[index])
-                place = int(np.flatnonzero(mixture_cycle(counts).sets_C == index)[rest])
-                return int(self._starts[stage]) + full * sum(counts) + place
+                full, remaining = divmod(remaining, counts[index])
+                offset = int(np.flatnonzero(mixture_cycle(counts).sets_C == index)[remaining])
+                return int(self._starts[stage]) + full * sum(counts) + offset
         return None
 
 
 def _drawn(counts: tuple[int, ...], length: int) -> np.ndarray:
     """Counts the rows of each set in the first `length` positions of a stage: int64 [K]."""
-    full, rest = divmod(length, sum(counts))
+    full, remaining = divmod(length, sum(counts))
     counts_K = np.asarray(counts, np.int64)
-    if not rest:
+    if not remaining:
         return full * counts_K
-    return full * counts_K + np.bincount(mixture_cycle(counts).sets_C[:rest], minlength=len(counts))
+    return full * counts_K + np.bincount(mixture_cycle(counts).sets_C[:remaining], minlength=len(counts))

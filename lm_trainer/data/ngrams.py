@@ -1,6 +1,6 @@
-"""Words of texts as numbers, and the runs of words (n-grams) by which texts are compared.
+"""Hashed words of texts, and the word n-grams used to compare texts.
 
-A word is a run of letters and digits without case; signs of scripts that put no blanks between words stand alone.
+A word is a run of letters and digits, case-insensitive; each character of a script without spaces is a word.
 Punctuation and blanks do not count.
 
 Shape letters: C characters, W words, G n-grams, D documents.
@@ -16,9 +16,9 @@ import numpy as np
 
 _U = np.uint64
 _BASE, _STEP = _U(0x9E3779B97F4A7C15), _U(0xD6E8FEB86659FD93)
-_LETTER, _ALONE = 1, 2
+_LETTER, _SINGLE = 1, 2
 # Thai to Myanmar, Khmer, kana and ideographs.
-_WITHOUT_BLANKS = ((0x0E00, 0x10A0), (0x1780, 0x1800), (0x2E80, 0x3100), (0x31F0, 0x3200), (0x3400, 0xA000))
+_SPACELESS_SCRIPTS = ((0x0E00, 0x10A0), (0x1780, 0x1800), (0x2E80, 0x3100), (0x31F0, 0x3200), (0x3400, 0xA000))
 _IDEOGRAPHS_FROM = 0x20000
 
 
@@ -28,9 +28,9 @@ class Words(NamedTuple):
     hashes_W: np.ndarray
     """uint64."""
     documents_W: np.ndarray
-    """int64: the document of each, rising."""
+    """int64: the document of each word, in increasing order."""
     starts_W: np.ndarray
-    """int64: the character of its text in lower case with which each begins."""
+    """int64: index of each word's first character in the lower-cased text."""
 
 
 def words_of(texts_D: Sequence[str]) -> Words:
@@ -43,15 +43,16 @@ def words_of(texts_D: Sequence[str]) -> Words:
     begins_C = np.ones(len(codes_C), bool)
     begins_C[1:] = kinds_C[:-1] != _LETTER
     begins_C[ends_D[:-1][ends_D[:-1] < len(codes_C)]] = True
-    begins_C = (begins_C & (kinds_C == _LETTER)) | (kinds_C == _ALONE)
+    begins_C = (begins_C & (kinds_C == _LETTER)) | (kinds_C == _SINGLE)
     starts_W = np.flatnonzero(begins_C)
     if not len(starts_W):
         return Words(np.zeros(0, _U), np.zeros(0, np.int64), np.zeros(0, np.int64))
     lengths_W = np.diff(starts_W, append=len(codes_C))
-    places_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
-    # A sum of the characters, each mixed and multiplied by a power for its place: sums of runs come at once.
+    offsets_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
+    # Polynomial hash: each character is mixed and multiplied by a power for its position, so all words are summed at
+    # once.
     values_C = _mix(codes_C[starts_W[0] :].astype(_U) + _U(1))
-    values_C *= _powers(int(lengths_W.max()))[places_C]
+    values_C *= _powers(int(lengths_W.max()))[offsets_C]
     values_C[kinds_C[starts_W[0] :] == 0] = 0
     hashes_W = _mix(np.add.reduceat(values_C, starts_W - starts_W[0]))
     documents_W = np.searchsorted(ends_D, starts_W, side="right")
@@ -59,7 +60,7 @@ def words_of(texts_D: Sequence[str]) -> Words:
 
 
 def ngrams_of(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes every run of so many words within a document.
+    """Hashes every n-gram of `length` words within a document.
 
     Returns:
         uint64 [G], and the first word of each, int64 [G].
@@ -69,14 +70,14 @@ def ngrams_of(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0, _U), np.zeros(0, np.int64)
     firsts_G = np.flatnonzero(words.documents_W[:count] == words.documents_W[length - 1 :])
     sums = np.zeros(count, _U)
-    for place in range(length):
+    for offset in range(length):
         sums *= _STEP
-        sums += words.hashes_W[place : place + count]
+        sums += words.hashes_W[offset : offset + count]
     return _mix(sums[firsts_G]), firsts_G
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of MurmurHash3."""
+    """Computes the finaliser of MurmurHash3."""
     x = (x ^ (x >> _U(33))) * _U(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> _U(33))) * _U(0xC4CEB9FE1A85EC53)
     return x ^ (x >> _U(33))
@@ -96,8 +97,8 @@ def _short_powers() -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _kinds() -> np.ndarray:
-    """The kind of every character: 0, `_LETTER` or `_ALONE`, uint8."""
+    """The kind of every character: 0, `_LETTER` or `_SINGLE`, uint8."""
     kinds = np.array([chr(code).isalnum() for code in range(0x110000)], np.uint8) * np.uint8(_LETTER)
-    for start, stop in (*_WITHOUT_BLANKS, (_IDEOGRAPHS_FROM, 0x110000)):
-        kinds[start:stop] *= np.uint8(_ALONE)
+    for start, stop in (*_SPACELESS_SCRIPTS, (_IDEOGRAPHS_FROM, 0x110000)):
+        kinds[start:stop] *= np.uint8(_SINGLE)
     return kinds

@@ -1,9 +1,9 @@
-"""Contamination of an evaluation set: its runs of words (n-grams) that stand in the training text.
+"""Contamination of an evaluation set: its word n-grams that also occur in the training text.
 
-Ways in which the field reports it are given together. By that of GPT-3 (Brown et al., 2020, appendix C) a document is
-contaminated if any run of 13 words stands in the training text. By those of Llama 2 and 3 (Touvron et al., 2023; Llama
-team, 2024), the share of its words that are in such runs counts. The longest span tells best what a model gains by it
-(Singh et al., "Evaluation data contamination in LLMs", 2024).
+Reports several metrics of the literature. GPT-3 (Brown et al., 2020, appendix C): a document is contaminated if any of
+its 13-grams occurs in the training text. Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024): the share of its words
+in such n-grams. The longest span best predicts how much a model gains from contamination (Singh et al., "Evaluation
+data contamination in LLMs", 2024).
 
 Shape letters: W words, G n-grams of the evaluation set, D documents, N n-grams of a piece of the training text.
 """
@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.corpus import Documents, beside, documents_of, train_caches
+from lm_trainer.data.corpus import Documents, documents_of, map_in_order, train_caches
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.ngrams import Words, ngrams_of, words_of
 
 NGRAM = 13
 DIRTY, CLEAN = 0.8, 0.2
-"""The shares of words from which on a document counts as dirty, and up to which it counts as clean."""
+"""Minimum share of covered words of a dirty document, and maximum share of a clean one."""
 _BITS = 24
 
 
@@ -35,22 +35,22 @@ class EvalDocument(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A document of the evaluation set, and how much of it stands in the training text."""
+    """A document of the evaluation set, and how much of it occurs in the training text."""
 
     where: str
     words: int
     covered: int
-    """Words in runs that stand in the training text."""
+    """Words in n-grams that occur in the training text."""
     longest: int
-    """Words of the longest span all of whose runs do."""
+    """Words of the longest span in which all n-grams occur in the training text."""
     span: str
     """The text of that span."""
     found_in: tuple[tuple[str, int], ...]
-    """The set and the number of a document with a run of that span, where there is one."""
+    """The set and the number of a document with an n-gram of this span, if any."""
 
     @property
     def share(self) -> float:
-        """The share of its words that are covered."""
+        """Share of the document's words in such n-grams."""
         return self.covered / self.words if self.words else 0.0
 
 
@@ -61,35 +61,37 @@ class OverlapReport:
     ngram: int
     documents: list[Overlap]
     too_short: int
-    """Documents of fewer words than a run, none of which can be found."""
+    """Documents shorter than an n-gram, which cannot match."""
     train_documents: dict[str, np.ndarray] = field(default_factory=dict)
-    """Those of each set that hold any run of the evaluation set: int64, rising."""
+    """Numbers of each set's documents with any n-gram of the evaluation set: int64, increasing."""
 
     def count(self, least: float) -> int:
-        """Documents of which more than nothing and at least such a share is covered."""
-        return sum(each.covered > 0 and each.share >= least for each in self.documents)
+        """Counts the documents with any covered words and at least the share `least` covered."""
+        return sum(overlap.covered > 0 and overlap.share >= least for overlap in self.documents)
 
     @property
     def share(self) -> float:
-        """The share of all words that are covered."""
-        return sum(each.covered for each in self.documents) / max(sum(each.words for each in self.documents), 1)
+        """Share of all words covered."""
+        return sum(overlap.covered for overlap in self.documents) / max(
+            sum(overlap.words for overlap in self.documents), 1
+        )
 
 
 class _Index:
-    """The runs of an evaluation set, looked up many at a time."""
+    """The n-grams of an evaluation set, with vectorised lookup."""
 
     def __init__(self, hashes_G: np.ndarray):
         self.hashes = np.unique(hashes_G)
-        # Nearly all runs of the training text are passed over by a look at a few bits.
-        self._there = np.zeros(1 << _BITS, bool)
-        self._there[self.hashes >> np.uint64(64 - _BITS)] = True
+        # A few bits of the hash are enough to skip nearly all n-grams of the training text.
+        self._bucket_used = np.zeros(1 << _BITS, bool)
+        self._bucket_used[self.hashes >> np.uint64(64 - _BITS)] = True
 
     def find(self, hashes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The places in `hashes_N` of those that are there, and their places in `hashes`."""
-        near = np.flatnonzero(self._there.take((hashes_N >> np.uint64(64 - _BITS)).astype(np.intp)))
-        places = np.minimum(np.searchsorted(self.hashes, hashes_N[near]), len(self.hashes) - 1)
-        right = self.hashes[places] == hashes_N[near]
-        return near[right], places[right]
+        """Returns the indices in `hashes_N` of known hashes, and their indices in `hashes`."""
+        near = np.flatnonzero(self._bucket_used.take((hashes_N >> np.uint64(64 - _BITS)).astype(np.intp)))
+        indices = np.minimum(np.searchsorted(self.hashes, hashes_N[near]), len(self.hashes) - 1)
+        is_hit = self.hashes[indices] == hashes_N[near]
+        return near[is_hit], indices[is_hit]
 
 
 def find_overlap(
@@ -100,22 +102,22 @@ def find_overlap(
     texts_V: Sequence[bytes | None],
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> OverlapReport:
-    """Looks for every run of words of an evaluation set in the training text of all sets.
+    """Looks for every n-gram of an evaluation set in the training text of all sets.
 
     Args:
         data: complete.
         documents: of the evaluation set.
-        ngram: words of a run.
-        texts_V: of `token_texts` of the data's tokenizer.
-        progress: told the set, its documents that have been read, and all of them.
+        ngram: words per n-gram.
+        texts_V: from `token_texts` of the data's tokenizer.
+        progress: called with the set, its documents read so far, and its total.
 
     Raises:
-        UserError: where no document has so many words.
+        UserError: if no document is long enough.
     """
-    wanted = list(documents)
-    words = words_of([each.text for each in wanted])
+    eval_documents = list(documents)
+    words = words_of([document.text for document in eval_documents])
     hashes_G, firsts_G = ngrams_of(words, ngram)
-    counts_D = np.bincount(words.documents_W, minlength=len(wanted))
+    counts_D = np.bincount(words.documents_W, minlength=len(eval_documents))
     if not len(hashes_G):
         raise UserError(
             f"no document of the evaluation set has {ngram} words (the longest has "
@@ -126,17 +128,17 @@ def find_overlap(
     numbers = np.zeros(len(index.hashes), np.int64)
 
     def work(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
-        found = words_of(batch.texts(texts_V))
-        hashes_N, firsts_N = ngrams_of(found, ngram)
-        at_N, places = index.find(hashes_N)
-        return places, batch.numbers_D[found.documents_W[firsts_N[at_N]]]
+        batch_words = words_of(batch.texts(texts_V))
+        hashes_N, firsts_N = ngrams_of(batch_words, ngram)
+        hits_N, indices = index.find(hashes_N)
+        return indices, batch.numbers_D[batch_words.documents_W[firsts_N[hits_N]]]
 
     train: dict[str, list[np.ndarray]] = {}
     for owner, (name, cache) in enumerate(train_caches(data).items()):
-        for batch, (places, holders) in beside(documents_of(name, cache), work):
-            new = owners[places] < 0
-            # Backwards, so that of several the first stays.
-            owners[places[new]], numbers[places[new][::-1]] = owner, holders[new][::-1]
+        for batch, (indices, holders) in map_in_order(documents_of(name, cache), work):
+            new = owners[indices] < 0
+            # In reverse order, so the first of several documents remains.
+            owners[indices[new]], numbers[indices[new][::-1]] = owner, holders[new][::-1]
             train.setdefault(name, []).append(holders)
             progress(name, int(batch.numbers_D[-1]) + 1 if len(batch.numbers_D) else 0, cache.ledger.num_documents)
     places_G = np.searchsorted(index.hashes, hashes_G)
@@ -144,33 +146,33 @@ def find_overlap(
         (data.config.trained[owner], number) if owner >= 0 else None
         for owner, number in zip(owners[places_G].tolist(), numbers[places_G].tolist(), strict=True)
     ]
-    overlaps = _overlaps(wanted, words, counts_D, firsts_G, holders_G, ngram)
+    overlaps = _overlaps(eval_documents, words, counts_D, firsts_G, holders_G, ngram)
     short = int((counts_D < ngram).sum())
-    holding = {name: np.unique(np.concatenate(each)) for name, each in train.items()}
-    return OverlapReport(ngram, overlaps, short, holding)
+    train_documents = {name: np.unique(np.concatenate(batches)) for name, batches in train.items()}
+    return OverlapReport(ngram, overlaps, short, train_documents)
 
 
 def _overlaps(
-    wanted: Sequence[EvalDocument],
+    eval_documents: Sequence[EvalDocument],
     words: Words,
     counts_D: np.ndarray,
     firsts_G: np.ndarray,
     holders_G: Sequence[tuple[str, int] | None],
     ngram: int,
 ) -> list[Overlap]:
-    """Sums up each document."""
-    found_W = np.zeros(len(words.hashes_W) + 1, np.int64)
+    """Computes the overlap of each document."""
+    delta_W = np.zeros(len(words.hashes_W) + 1, np.int64)
     holder_of = {int(first): holder for first, holder in zip(firsts_G, holders_G, strict=True) if holder is not None}
     firsts = np.fromiter(holder_of, np.int64, len(holder_of))
-    np.add.at(found_W, firsts, 1)
-    np.add.at(found_W, firsts + ngram, -1)
-    covered_W = np.cumsum(found_W)[:-1] > 0
-    is_found_W = np.zeros(len(covered_W), bool)
-    is_found_W[firsts] = True
+    np.add.at(delta_W, firsts, 1)
+    np.add.at(delta_W, firsts + ngram, -1)
+    covered_W = np.cumsum(delta_W)[:-1] > 0
+    in_train_W = np.zeros(len(covered_W), bool)
+    in_train_W[firsts] = True
     begins_D = np.cumsum(counts_D) - counts_D
     overlaps = []
-    for document, begin, count in zip(wanted, begins_D.tolist(), counts_D.tolist(), strict=True):
-        start, runs = _longest_run(is_found_W[begin : begin + count])
+    for document, begin, count in zip(eval_documents, begins_D.tolist(), counts_D.tolist(), strict=True):
+        start, runs = _longest_run(in_train_W[begin : begin + count])
         longest = runs + ngram - 1 if runs else 0
         holder = (holder_of[begin + start],) if runs else ()
         span = _span(document.text, words.starts_W[begin : begin + count], start, longest) if runs else ""
@@ -180,7 +182,7 @@ def _overlaps(
 
 
 def _longest_run(flags_W: np.ndarray) -> tuple[int, int]:
-    """The beginning and the length of the first longest run of True."""
+    """Returns the beginning and the length of the first longest run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], flags_W.astype(np.int8), [0]])))
     if not len(edges):
         return 0, 0
@@ -190,7 +192,7 @@ def _longest_run(flags_W: np.ndarray) -> tuple[int, int]:
 
 
 def _span(text: str, starts_W: np.ndarray, start: int, count: int) -> str:
-    """The words [start, start + count) of a text as they stand there."""
+    """Returns the words [start, start + count) as written in the text."""
     lowered = text.lower()
     # A few characters become two in lower case.
     shown = text if len(text) == len(lowered) else lowered

@@ -1,4 +1,4 @@
-"""Opening of the data of a run: source, tokenizer, caches, order."""
+"""Opens the data of a run: source, tokenizer, caches, order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
-AT_ONCE_BYTES = 2 << 20
-"""Less text than this, as stored, is tokenised before anything else: it takes less time than the model does."""
+FOREGROUND_BYTES = 2 << 20
+"""Text with fewer stored bytes is tokenised before anything else: it takes less time than building the model."""
 
 
 def open_data(
@@ -30,27 +30,27 @@ def open_data(
     ray: RayConfig | None = None,
     background: bool = False,
 ) -> Data:
-    """Tokenises all that is not yet cached, on a Ray cluster if one is given, and opens it.
+    """Tokenises text that is not cached yet, optionally on a Ray cluster, and opens it.
 
     Args:
         config: the `data` section.
-        seq_len: of the rows.
+        seq_len: inputs of each row.
         seed: of the order.
-        on_progress: told how far the tokenising is that this call waits for.
-        ray: where to tokenise, if not in processes of this machine.
-        background: return at once, and go on tokenising while the text that is there is read. The batches are the
-            same. `Data.close` ends the tokenising; all that was done is kept.
+        on_progress: called with the progress of the tokenising that this call waits for.
+        ray: Ray cluster to tokenise on; None uses processes of this machine.
+        background: return immediately, and tokenise in the background while existing text is read. The batches are the
+            same. `Data.close` ends the tokenising; finished parts are retained.
 
     Raises:
-        UserError: for missing, damaged or empty data, or a cache directory that holds something else. An error of a
-            background build is raised where its text is needed.
+        UserError: for missing, damaged or empty data, or a cache directory with other contents. An error of a
+            background build is raised when its text is needed.
         MachineError: if the disk is full.
     """
     plan = plan_caches(config, on_progress, ray)
     growing = _unfinished(plan.builds) if background else {}
     callbacks, excluded = BuildCallbacks(on_progress), excluded_of(config)
     caches = {
-        # A cache that grows is opened as far as it is; any other is built to its end first.
+        # A growing cache is opened in its current state; any other is built to its end first.
         name: open_cache(
             build, Ledger.read(build.store) if name in growing else build.run(callbacks), excluded.get(name), name
         )
@@ -59,17 +59,19 @@ def open_data(
     builds = None
     if growing:
         pending = [BackgroundBuild(build, caches[name], num_builds=len(growing)) for name, build in growing.items()]
-        # A Ray cluster schedules the tasks of one build; those of the next begin when it is done.
+        # A Ray cluster schedules the tasks of one build at a time.
         builds = BackgroundBuilds(pending, one_by_one=ray is not None)
     data = Data(config, RowBuilder(config, plan.tokenizer, seq_len, seed), plan.directory, caches, builds)
-    # Only now, when nothing can be refused any more: an error must not leave threads behind.
+    # Last, since an earlier error must not leave threads behind.
     if builds is not None:
         builds.start()
     return data
 
 
 def _unfinished(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
-    """Returns the builds that are worth building in the background."""
-    found = {name: build for name, build in builds.items() if isinstance(build, Build) and not build.look().finished}
-    small = sum(shard.size for build in found.values() for shard in build.shards) < AT_ONCE_BYTES
-    return {} if small else found
+    """Returns the builds large enough to run in the background."""
+    unfinished = {
+        name: build for name, build in builds.items() if isinstance(build, Build) and not build.look().finished
+    }
+    small = sum(shard.size for build in unfinished.values() for shard in build.shards) < FOREGROUND_BYTES
+    return {} if small else unfinished

@@ -1,4 +1,4 @@
-"""Provenance of a batch: from a row back to the documents it was cut from."""
+"""Provenance of a batch: maps rows back to their source documents."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class Passage(NamedTuple):
-    """The part of a document that stands in a row."""
+    """The part of a document within a row."""
 
     where: str
-    """The origin of the document: the file and the line or row."""
+    """Origin of the document: the file and the line or row."""
     offset: int
     """Tokens of the document before the passage."""
     tokens: int
@@ -42,23 +42,23 @@ class RowDocuments(NamedTuple):
 
 
 def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int | None = None) -> Iterator[RowDocuments]:
-    """Yields the rows of one step, or one of them, with their documents.
+    """Yields the rows of one step with their documents.
 
     Args:
         data: the data of the run.
         schedule: rows of the global batch at each step.
-        step: as metrics.jsonl counts, from 1.
-        row: one row of its batch, counted from 0; None: all.
+        step: counted from 1, as in metrics.jsonl.
+        row: a single row of the batch, counted from 0; None yields all rows.
 
     Raises:
-        UserError: if the data end before, or there is no such step or row.
+        UserError: if the data end earlier, or the step or row does not exist.
     """
     if step < 1:
         raise UserError(f"there is no step {step}: steps are counted from 1, as in metrics.jsonl")
     # The schedule and the order count steps from 0.
-    size, most = schedule.at(step - 1), data.max_steps(schedule)
-    if most is not None and step > most:
-        raise UserError(f"the data end after {most} steps, by data.stop_strategy; there is no step {step}")
+    size, max_steps = schedule.at(step - 1), data.max_steps(schedule)
+    if max_steps is not None and step > max_steps:
+        raise UserError(f"the data end after {max_steps} steps, by data.stop_strategy; there is no step {step}")
     if row is not None and not 0 <= row < size:
         raise UserError(f"the batch of step {step} has {size} rows, counted from 0; there is no row {row}")
     rows = np.arange(size) if row is None else np.array([row])
@@ -66,34 +66,34 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
     for number, origin in zip(rows.tolist(), origins, strict=True):
         cache = data.caches[f"{origin.set.name}/train"]
         spans = origin.set.rows.spans(origin.row)
-        found = [passage for start, count in spans for passage in passages(cache, data.tokenizer, start, count)]
-        yield RowDocuments(number, origin, found)
+        row_passages = [passage for start, count in spans for passage in passages(cache, data.tokenizer, start, count)]
+        yield RowDocuments(number, origin, row_passages)
 
 
 def passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
-    """Yields the documents, or parts of them, that the tokens [start, start + count) of `cache.stream` are."""
+    """Yields the documents, or parts of them, in the tokens [start, start + count) of `cache.stream`."""
     for first, tokens in cache.in_whole(start, count):
-        yield from passages_of_whole(cache, tokenizer, first, tokens)
+        yield from full_stream_passages(cache, tokenizer, first, tokens)
 
 
-def passages_of_whole(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
-    """Yields them for tokens of `cache.whole`."""
+def full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
+    """Yields the same for tokens of `cache.whole`."""
     ledger = cache.ledger
     ends = np.cumsum(np.asarray(ledger.tokens, np.int64))
     part = int(np.searchsorted(ends, start, side="right"))
     while count:
         begin = int(ends[part]) - ledger.tokens[part]
-        # Ends of the pieces in the stream; a piece of no tokens is passed over, as it ends where the one before does.
+        # Ends of the pieces in the stream; an empty piece is skipped, since it has the same end as the piece before.
         pieces = np.cumsum(read_lengths(cache.store, ledger, part)) + begin
         for index in range(int(np.searchsorted(pieces, start, side="right")), len(pieces)):
             piece_start = int(pieces[index - 1]) if index else begin
-            taken = min(count, int(pieces[index]) - start)
+            length = min(count, int(pieces[index]) - start)
             # Only the first piece of a part can continue a document of an earlier part.
             offset = start - piece_start + (0 if index else begin_of(cache.store, ledger, part)[1])
-            ids = cache.whole.read(np.array([start]), taken)[0].tolist()
+            ids = cache.whole.read(np.array([start]), length)[0].tolist()
             source = source_of(cache.store, ledger, cache.shards, part, index)
-            yield Passage(source, offset, taken, tokenizer.decode(ids))
-            start, count = start + taken, count - taken
+            yield Passage(source, offset, length, tokenizer.decode(ids))
+            start, count = start + length, count - length
             if not count:
                 return
         part += 1
@@ -104,11 +104,11 @@ def source_of(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int
     record = need_record(store, ledger, part)
     row, number = int(read_rows(store, ledger, part)[index]), record["shard"]
     if ledger.places:
-        place = TokenPlace(*ledger.places[part])
-        return f"{place.path}:token {place.first + row - record['rows'][0]}"
-    # A cache that was built elsewhere is one shard, which stands for all those that it was built from.
-    whole = len(shards) == 1 and number > 0
-    found = next(iter(shards[0 if whole else number].rows(row)), None)
-    if found is None:
+        location = TokenPlace(*ledger.places[part])
+        return f"{location.path}:token {location.first + row - record['rows'][0]}"
+    # A prebuilt cache is a single shard, which represents all of its original shards.
+    prebuilt = len(shards) == 1 and number > 0
+    source_row = next(iter(shards[0 if prebuilt else number].rows(row)), None)
+    if source_row is None:
         raise damaged(store, part_key(ledger.parts[part], "row"))
-    return f"{found.where}, shard {number}" if whole else found.where
+    return f"{source_row.where}, shard {number}" if prebuilt else source_row.where

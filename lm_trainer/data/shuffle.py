@@ -1,6 +1,6 @@
-"""Shuffle: the order in which rows are drawn, a keyed permutation with O(1) memory and seek.
+"""Shuffle: the order of drawing rows, a keyed permutation with O(1) memory and seek.
 
-No list of indices is kept: the row of any draw is computed from its number alone, so a run resumes at any step at once.
+It stores no index list: the row of a draw is computed from the draw's number, so a run resumes at any step instantly.
 
 Shape letters: N indices.
 """
@@ -22,14 +22,14 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class ShuffleConfig(Config):
-    """The base of every member of the union of shuffles."""
+    """Base class of all shuffles."""
 
     @abstractmethod
     def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         """Returns the row of each draw. Draw d is in epoch d // num_rows; every epoch holds each row once.
 
         Args:
-            draws_N: int64 [N], numbers of draws from 0, without end.
+            draws_N: int64 [N], draw numbers from 0, unbounded.
             num_rows: rows of the set.
             seed: of the run.
 
@@ -39,7 +39,7 @@ class ShuffleConfig(Config):
 
     @abstractmethod
     def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
-        """Returns the draw in which each row comes in an epoch: the inverse of `locate`, int64 [N].
+        """Returns the draw of each row in an epoch: the inverse of `locate`, int64 [N].
 
         Args:
             rows_N: int64 [N] in [0, num_rows).
@@ -50,9 +50,9 @@ class ShuffleConfig(Config):
 
     @abstractmethod
     def rows_needed(self, draw: int) -> int | None:
-        """Returns the number of rows that must be there for this draw to be certain, and all draws before it.
+        """Returns the number of rows that must exist before this draw and all earlier ones are final.
 
-        None = all that there will be. With so many, `locate` gives the same for any larger number of rows.
+        None means all rows. With this many rows, `locate` gives the same result for any larger number of rows.
         """
 
 
@@ -74,7 +74,7 @@ class NoShuffle(ShuffleConfig):
 
 
 class FullShuffle(ShuffleConfig):
-    """All rows at once, anew in every epoch."""
+    """All rows, in a different order every epoch."""
 
     type: Literal["full"] = "full"
 
@@ -90,28 +90,28 @@ class FullShuffle(ShuffleConfig):
 
 
 class EraShuffle(ShuffleConfig):
-    """Within eras of growing size, anew in every epoch: early rows come early, as they do from a growing corpus."""
+    """Within eras of growing size, in a different order every epoch: early rows come early, as in a growing corpus."""
 
     type: Literal["era"] = "era"
     first: int = Field(default=1024, ge=1)
     """Rows in the first era."""
     growth: int = Field(default=2, ge=1)
-    """Factor by which each era is larger than the one before."""
+    """Size of each era relative to the previous one."""
     largest: int = Field(default=1 << 22, ge=1)
-    """Rows in an era at most."""
+    """Maximum rows in an era."""
 
     def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
         bounds = self._bounds(num_rows)
         eras_N = np.searchsorted(bounds, indices_N, side="right") - 1
         starts_N = bounds[eras_N]
-        # The last era of an epoch may be cut short by the end of the rows.
+        # The last era of an epoch may be truncated by the end of the rows.
         sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
         return starts_N + permute(indices_N - starts_N, sizes_N, _keys(seed, epochs_N, eras_N))
 
     def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
         rows_N, bounds = np.asarray(rows_N, np.int64), self._bounds(num_rows)
-        # A row stays in its era, whose rows alone are permuted.
+        # A row stays in its era; only rows within an era are permuted.
         eras_N = np.searchsorted(bounds, rows_N, side="right") - 1
         starts_N = bounds[eras_N]
         sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
@@ -119,7 +119,7 @@ class EraShuffle(ShuffleConfig):
         return epoch * num_rows + starts_N + permute(rows_N - starts_N, sizes_N, keys, inverse=True)
 
     def rows_needed(self, draw: int) -> int | None:
-        # The whole era of the draw: cut short, it would be permuted otherwise.
+        # The full era of the draw: a truncated one would have another permutation.
         return int(self._bounds(draw + 1)[-1])
 
     def _bounds(self, num_rows: int) -> np.ndarray:
@@ -139,17 +139,17 @@ AnyShuffle = Annotated[
 def permute(
     indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray, *, inverse: bool = False
 ) -> np.ndarray:
-    """Permutes [0, size) by a key, each index by itself.
+    """Permutes [0, size) by a key, independently for each index.
 
-    A Feistel network over the smallest even number of bits that holds `size`, its rounds the finaliser of splitmix64
-    (Steele, Lea and Flood, 2014), walked on until the value is below `size`. Below 8 bits, 4 rounds can be told from
-    chance, so there are 8.
+    A Feistel network over the smallest even number of bits that holds `size`, with the finaliser of splitmix64 (Steele,
+    Lea and Flood, 2014) as round function, and cycle walking until the value is below `size`. Below 8 bits, 4 rounds
+    are distinguishable from random, so it uses 8.
 
     Args:
         indices_N: int [N], each in [0, size).
         size: one for all, or int [N].
         key: 64 bits; one for all, or uint64 [N].
-        inverse: find the index that each value came from.
+        inverse: return the index that maps to each value.
 
     Returns:
         int64 [N].
@@ -157,7 +157,7 @@ def permute(
     values_N = np.array(indices_N, dtype=_U)
     sizes, keys = np.asarray(size, _U), np.asarray(key, _U)
     half = np.maximum((_bit_length(sizes - _U(1)) + _U(1)) // _U(2), _U(1))
-    # Eras with more rounds are permuted apart from the others, since rounds run over a whole array.
+    # Eras with more rounds are permuted separately, since rounds run over a full array.
     small = half < 4
     if small.any() and not small.all():
         result = np.empty(len(values_N), np.int64)
@@ -169,22 +169,22 @@ def permute(
     rounds = 2 * _ROUNDS if small.any() else _ROUNDS
     numbers = range(rounds, 0, -1) if inverse else range(1, rounds + 1)
     round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in numbers]
-    # Cycle walking: the network permutes a range of up to four times `size`, and a value outside is put in again until
-    # it is inside. As every value lies on a cycle of the permutation, this ends, and gives each result once.
+    # Cycle walking: the network permutes a range up to four times `size`, and a value outside is fed back until it is
+    # inside. As every value is on a cycle of the permutation, this terminates and gives each result once.
     walking = np.arange(len(values_N))
     while len(walking):
-        # All at once as long as none has left, and one number for all where there is one: most calls end so.
-        of = [x if x.ndim == 0 or len(walking) == len(values_N) else x[walking] for x in (half, mask, sizes)]
-        left, right = values_N[walking] >> of[0], values_N[walking] & of[1]
+        # Full arrays until the first index is done, and scalars without indexing: most calls need no more.
+        active = [x if x.ndim == 0 or len(walking) == len(values_N) else x[walking] for x in (half, mask, sizes)]
+        left, right = values_N[walking] >> active[0], values_N[walking] & active[1]
         for round_key in round_keys:
-            here = round_key if round_key.ndim == 0 or len(walking) == len(values_N) else round_key[walking]
+            walking_key = round_key if round_key.ndim == 0 or len(walking) == len(values_N) else round_key[walking]
             if inverse:
-                left, right = right ^ (_mix(left ^ here) & of[1]), left
+                left, right = right ^ (_mix(left ^ walking_key) & active[1]), left
             else:
-                left, right = right, left ^ (_mix(right ^ here) & of[1])
-        values = (left << of[0]) | right
+                left, right = right, left ^ (_mix(right ^ walking_key) & active[1])
+        values = (left << active[0]) | right
         values_N[walking] = values
-        walking = walking[values >= of[2]]
+        walking = walking[values >= active[2]]
     return values_N.astype(np.int64)
 
 
@@ -196,21 +196,21 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _bit_length(x: np.ndarray) -> np.ndarray:
-    """Returns the number of bits of each number below 2**53; frexp is exact there."""
+    """Returns the bit length of each number below 2**53; frexp is exact in this range."""
     return np.frexp(x.astype(np.float64))[1].astype(_U)
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Returns a seed for one set of a mixture, so that sets of the same length have different orders."""
+    """Returns a seed for one set of a mixture, so sets of the same length have different orders."""
     return _hash(seed, name)
 
 
 def _keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
-    """Returns a key for each combination of numbers: uint64 [N], or [] where one key is for all.
+    """Returns a key for each combination of numbers: uint64 [N], or [] for a single key for all.
 
-    A hash, so that no two seeds share an epoch's order.
+    The keys are hashes, so no two seeds share an epoch's order.
     """
-    # Draws of one batch are nearly always of one epoch, and one key costs one hash.
+    # Draws of a batch are nearly always in one epoch, and a single key costs one hash.
     if all(len(numbers) and numbers[0] == numbers[-1] and (numbers == numbers[0]).all() for numbers in numbers_N):
         return np.asarray(_hash(seed, *(int(numbers[0]) for numbers in numbers_N)), _U)
     rows, inverse_N = np.unique(np.stack(numbers_N), axis=1, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Spans of a text that stand verbatim in the data of a run, token by token.
+"""Spans of a text that occur verbatim in a run's data, token by token.
 
 Shape letters: T tokens of a piece of the stream, N tokens of the text.
 """
@@ -13,17 +13,17 @@ import numpy as np
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
 
-LEAST = 8
-"""Tokens of the shortest span that is told."""
+MIN_SPAN = 8
+"""Minimum tokens of a reported span."""
 _PIECE = 1 << 20
 _FACTOR = 0x9E3779B97F4A7C15
 _BUCKET_BITS = 16
-_MOST = 1000
-"""Spans of a piece of the data that are compared, of texts that stand everywhere."""
+_MAX_SPANS = 1000
+"""Maximum spans compared per piece of the data, for texts that occur everywhere."""
 
 
 class Span(NamedTuple):
-    """A part of the text, and a place in the data where it stands."""
+    """A span of the text, and its position in the data."""
 
     start: int
     """Its first token in the text."""
@@ -38,87 +38,89 @@ def longest_spans(
     data: Data,
     tokens: Sequence[int],
     *,
-    least: int = LEAST,
+    min_tokens: int = MIN_SPAN,
     progress: Callable[[str, int, int], object] = lambda *_: None,
 ) -> list[Span]:
-    """The longest spans of a text in the data, in the order of the text, none inside of another.
+    """Finds the longest spans of a text in the data, in text order, none contained in another.
 
-    They are compared by tokens: a span of the data that was cut into tokens in another way is not found. Of places
-    with an equal span, the first is told.
+    Spans are compared by tokens, so text that was tokenised differently is not found. Of several occurrences of a span,
+    the first is returned.
 
     Args:
         data: complete.
         tokens: of the text.
-        least: tokens of the shortest span.
-        progress: told the cache, the tokens that have been searched, and all of them.
+        min_tokens: minimum length of a span.
+        progress: called with the cache, its tokens searched so far, and its total.
     """
     best: dict[int, Span] = {}
     text_N = np.asarray(tokens, np.int32)
     for name, cache in data.caches.items():
         for start, stop, first in _spans(
-            cache.whole, text_N, least, lambda n, c=cache, m=name: progress(m, n, len(c.whole))
+            cache.whole, text_N, min_tokens, lambda n, c=cache, m=name: progress(m, n, len(c.whole))
         ):
-            known = best.get(start)
-            if known is None or stop > known.stop:
+            best_span = best.get(start)
+            if best_span is None or stop > best_span.stop:
                 best[start] = Span(start, stop, name, first)
-    found: list[Span] = []
+    spans: list[Span] = []
     for span in sorted(best.values()):
-        if not found or span.stop > found[-1].stop:
-            found.append(span)
-    return found
+        if not spans or span.stop > spans[-1].stop:
+            spans.append(span)
+    return spans
 
 
 def _spans(
-    stream: TokenStream, text_N: np.ndarray, least: int, progress: Callable[[int], object]
+    stream: TokenStream, text_N: np.ndarray, min_tokens: int, progress: Callable[[int], object]
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (start, stop) in the text and the place in the stream of spans that cannot be longer."""
-    if len(text_N) < least:
+    """Yields (start, stop) in the text and the position in the stream of each maximal span."""
+    if len(text_N) < min_tokens:
         return
-    places: dict[int, list[int]] = {}
-    for at, value in enumerate(_hashes(text_N, least).tolist()):
-        places.setdefault(value, []).append(at)
-    # Most of the stream is passed over by a look at a few bits of each hash.
+    text_indices: dict[int, list[int]] = {}
+    for text_index, value in enumerate(_hashes(text_N, min_tokens).tolist()):
+        text_indices.setdefault(value, []).append(text_index)
+    # A few bits of the hash are enough to skip most of the stream.
     in_text = np.zeros(1 << _BUCKET_BITS, bool)
-    in_text[np.fromiter(places, np.uint64) >> np.uint64(64 - _BUCKET_BITS)] = True
+    in_text[np.fromiter(text_indices, np.uint64) >> np.uint64(64 - _BUCKET_BITS)] = True
     for begin in range(0, len(stream), _PIECE):
-        count = min(_PIECE + least - 1, len(stream) - begin)
-        if count < least:
+        count = min(_PIECE + min_tokens - 1, len(stream) - begin)
+        if count < min_tokens:
             return
-        hashes_T = _hashes(stream.read(np.array([begin]), count)[0], least)
+        hashes_T = _hashes(stream.read(np.array([begin]), count)[0], min_tokens)
         near = np.flatnonzero(in_text.take((hashes_T >> np.uint64(64 - _BUCKET_BITS)).astype(np.intp)))
-        # Diagonal -> the end of the span that was found on it: its further places say nothing new.
+        # Diagonal -> the end of the last span found on it: later matches before this end are the same span.
         done: dict[int, int] = {}
-        told = 0
-        for there, value in zip(near.tolist(), hashes_T[near].tolist(), strict=True):
-            for at in places.get(value, ()):
-                first = begin + there
-                if first < done.get(first - at, 0) or told >= _MOST:
+        num_spans = 0
+        for offset, value in zip(near.tolist(), hashes_T[near].tolist(), strict=True):
+            for text_index in text_indices.get(value, ()):
+                first = begin + offset
+                if first < done.get(first - text_index, 0) or num_spans >= _MAX_SPANS:
                     continue
-                start, stop, place = _extended(stream, text_N, at, first)
-                done[first - at] = place + stop - start
-                if stop - start >= least:
-                    told += 1
-                    yield start, stop, place
+                start, stop, stream_start = _extend_match(stream, text_N, text_index, first)
+                done[first - text_index] = stream_start + stop - start
+                if stop - start >= min_tokens:
+                    num_spans += 1
+                    yield start, stop, stream_start
         progress(min(begin + _PIECE, len(stream)))
 
 
-def _extended(stream: TokenStream, text_N: np.ndarray, at: int, first: int) -> tuple[int, int, int]:
-    """The span around a token of the text and one of the stream in which both agree, as long as it can be."""
-    low = first - min(at, first)
-    high = min(first + len(text_N) - at, len(stream))
-    same_T = stream.read(np.array([low]), high - low)[0] == text_N[at - (first - low) : at + (high - first)]
+def _extend_match(stream: TokenStream, text_N: np.ndarray, text_index: int, first: int) -> tuple[int, int, int]:
+    """Extends a match of one token in both directions as far as text and stream agree."""
+    low = first - min(text_index, first)
+    high = min(first + len(text_N) - text_index, len(stream))
+    same_T = (
+        stream.read(np.array([low]), high - low)[0] == text_N[text_index - (first - low) : text_index + (high - first)]
+    )
     middle = first - low
     if not same_T[middle]:
-        return at, at, first
-    before = np.flatnonzero(~same_T[:middle])
-    after = np.flatnonzero(~same_T[middle:])
-    left = middle - (int(before[-1]) + 1 if len(before) else 0)
-    right = int(after[0]) if len(after) else len(same_T) - middle
-    return at - left, at + right, first - left
+        return text_index, text_index, first
+    mismatches_before = np.flatnonzero(~same_T[:middle])
+    mismatches_after = np.flatnonzero(~same_T[middle:])
+    left = middle - (int(mismatches_before[-1]) + 1 if len(mismatches_before) else 0)
+    right = int(mismatches_after[0]) if len(mismatches_after) else len(same_T) - middle
+    return text_index - left, text_index + right, first - left
 
 
 def _hashes(tokens_T: np.ndarray, length: int) -> np.ndarray:
-    """A hash of each run of so many tokens, uint64 [T - length + 1]."""
+    """Computes a hash of each run of `length` tokens, uint64 [T - length + 1]."""
     count = len(tokens_T) - length + 1
     wide = tokens_T.astype(np.uint64) + np.uint64(1)
     total = np.zeros(count, np.uint64)

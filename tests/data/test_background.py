@@ -67,7 +67,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: gate.encode(self, texts))
     monkeypatch.setattr("lm_trainer.data.tokenize.plan.BuildOptions", partial(BuildOptions, part_bytes=(2000, 4000)))
     # Text as small as this is otherwise tokenised before anything is read.
-    monkeypatch.setattr("lm_trainer.data.pipeline.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("lm_trainer.data.pipeline.FOREGROUND_BYTES", 0)
     # What is committed is seen at once and not by the clock, so that the gate alone decides when.
     monkeypatch.setattr("lm_trainer.data.tokenize.build.POLL_SECONDS", 0.0)
     yield gate
@@ -324,7 +324,7 @@ class VerySlow(SlowBytes):
 
 if __name__ == "__main__":
     from functools import partial
-    lm_trainer.data.pipeline.AT_ONCE_BYTES = 0
+    lm_trainer.data.pipeline.FOREGROUND_BYTES = 0
     lm_trainer.data.tokenize.tokenizer_setup.ByteTokenizer = VerySlow
     plan = lm_trainer.data.tokenize.plan
     plan.BuildOptions = partial(plan.BuildOptions, part_bytes=(2000, 4000))

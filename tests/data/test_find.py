@@ -61,7 +61,7 @@ def test_every_occurrence_is_found_and_no_other(seed: int, monkeypatch: pytest.M
     texts[7] = None
     tokens = rng.integers(0, len(texts), 3000)
     monkeypatch.setattr("lm_trainer.data.find.PIECE", 97)
-    monkeypatch.setattr("lm_trainer.data.find._ANCHORS", int(rng.integers(1, 12)))
+    monkeypatch.setattr("lm_trainer.data.find._MAX_ANCHORS", int(rng.integers(1, 12)))
     for length in (1, 2, 5, 9, 14):
         text = bytes(rng.choice(list(b"abc"), length).tolist())
         counts = np.bincount(tokens[:100], minlength=len(texts))
@@ -173,7 +173,7 @@ def test_spans_are_the_longest_there_are(seed: int, monkeypatch: pytest.MonkeyPa
     parts = [stream[a : a + n] for a, n in zip(rng.integers(0, 380, 4), rng.integers(2, 30, 4), strict=True)]
     text = np.concatenate([np.concatenate([part, rng.integers(0, 4, 1)]) for part in parts])
     data: Any = SimpleNamespace(caches={"train": SimpleNamespace(whole=Tokens(stream))})
-    found = longest_spans(data, text.tolist(), least=least)
+    found = longest_spans(data, text.tolist(), min_tokens=least)
     # Each token fits in a byte, so Python can search for a part.
     whole, longest = bytes(stream.tolist()), list[tuple[int, int]]()
     for start in range(len(text)):

@@ -1,1 +1,1 @@
-"""Audio of rows: decoding, resampling, log-mel spectrograms, their augmentation, and Morse code made on the spot."""
+"""Audio rows: decoding, resampling, log-mel spectrograms, augmentation, and generated Morse code."""

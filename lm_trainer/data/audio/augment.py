@@ -1,4 +1,4 @@
-"""SpecAugment (Park et al. 2019): runs of frames and bands of channels that a model does not get to hear.
+"""SpecAugment (Park et al. 2019): masks runs of frames and bands of channels in the features.
 
 Shape letters: B rows, F frames, M mel channels.
 """
@@ -11,28 +11,28 @@ from pydantic import Field
 from lm_trainer.core.config import Config
 
 _STREAM = 0x5BEC
-"""Tells these draws from others of the same seed."""
+"""Distinguishes these draws from others with the same seed."""
 
 
 class SpecAugment(Config):
-    """Masks over the features of training: of each row anew at each step, by (seed, step, row) alone."""
+    """Masks over training features, redrawn for each row at each step from (seed, step, row) only."""
 
     time_masks: int = Field(default=2, ge=0)
-    """Runs of frames that are masked in a row."""
+    """Masked runs of frames per row."""
     time_width: int = Field(default=40, ge=1)
-    """The longest run, in frames; each is drawn from 0 to this."""
+    """Maximum length of a run, in frames; each is drawn from 0 to this."""
     channel_masks: int = Field(default=2, ge=0)
-    """Bands of mel channels that are masked in a row."""
+    """Masked bands of mel channels per row."""
     channel_width: int = Field(default=10, ge=1)
-    """The widest band, in channels; each is drawn from 0 to this."""
+    """Maximum width of a band, in channels; each is drawn from 0 to this."""
 
     def apply(self, features_BFM: np.ndarray, seed: int, positions_B: np.ndarray) -> np.ndarray:
-        """Returns a copy with 0 in place of what is masked, as `transformers` has it.
+        """Returns a copy with masked values set to 0, as in `transformers`.
 
         Args:
             features_BFM: float32.
             seed: of the run.
-            positions_B: each row's number in the run, counted through its steps.
+            positions_B: each row's number in the run, counted over all steps.
         """
         masked_BFM = features_BFM.copy()
         for row_FM, position in zip(masked_BFM, positions_B.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Log-mel spectrograms, equal to those of `WhisperFeatureExtractor` of transformers.
+"""Log-mel spectrograms, equal to the output of transformers' `WhisperFeatureExtractor`.
 
 Shape letters: T samples, F frames of a row, N frames that hold samples, W samples of a window, K frequencies, M mel
 channels.
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 SAMPLING_RATE = 16_000
-"""Samples a second, of all audio that is transformed."""
+"""Samples per second of all transformed audio."""
 FRAMES_PER_SECOND = 100
 _HOP, _WINDOW = SAMPLING_RATE // FRAMES_PER_SECOND, 400
-"""Samples from one frame to the next, and samples of a frame."""
+"""Samples between consecutive frames, and samples per frame."""
 
 _FLOOR = 1e-10
 _BLOCK = 4096
-"""Frames that are transformed at a time."""
+"""Frames transformed at a time."""
 _RANGE = 8.0
-"""Powers of ten below the loudest value of a row, beneath which all values are alike."""
+"""Dynamic range in powers of ten: values further below the maximum of a row are clipped."""
 
 # Slaney's scale: linear up to 1000 Hz, logarithmic above.
 _LINEAR_HZ, _LINEAR_MELS, _LOG_STEP = 1000.0, 15.0, np.log(6.4) / 27.0
@@ -33,16 +33,16 @@ _LINEAR_HZ, _LINEAR_MELS, _LOG_STEP = 1000.0, 15.0, np.log(6.4) / 27.0
 
 @dataclass(frozen=True)
 class LogMel:
-    """The transformation of samples into frames of mel channels."""
+    """Transforms samples into frames of mel channels."""
 
     num_frames: int
-    """F: shorter audio is filled up with zeros, from which the transformation makes frames as of any samples."""
+    """F: shorter audio is padded with zeros, which become frames like any other samples."""
     num_mels: int
     """M."""
 
     @property
     def num_samples(self) -> int:
-        """The longest audio of a row."""
+        """Maximum samples of a row."""
         return self.num_frames * _HOP
 
     def __call__(self, samples_T: np.ndarray) -> np.ndarray:
@@ -52,29 +52,29 @@ class LogMel:
         padded = np.zeros(max(self.num_samples, len(samples_T)))
         padded[: len(samples_T)] = samples_T
         padded = np.pad(padded, _WINDOW // 2, mode="reflect")
-        # Frames after the last sample are silent, and need no transformation.
-        heard = min(self.num_frames, (len(samples_T) + _WINDOW // 2) // _HOP + 1)
-        windows_NW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP][:heard]
+        # Frames after the last sample are silent, so they skip the transform.
+        num_audible = min(self.num_frames, (len(samples_T) + _WINDOW // 2) // _HOP + 1)
+        windows_NW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP][:num_audible]
         log_FM = np.full((self.num_frames, self.num_mels), np.log10(_FLOOR))
-        # Block by block: windows overlap, and all those of a long recording would not fit into memory.
-        for start in range(0, heard, _BLOCK):
-            block = slice(start, min(start + _BLOCK, heard))
+        # Block by block: windows overlap, and all windows of a long recording would not fit in memory.
+        for start in range(0, num_audible, _BLOCK):
+            block = slice(start, min(start + _BLOCK, num_audible))
             spectrum_NK: Any = scipy.fft.rfft(windows_NW[block] * _window())
             power_KN = np.ascontiguousarray((spectrum_NK.real**2 + spectrum_NK.imag**2).T)
-            # Sparse: each channel reads a few frequencies, whose sum has one order whatever library multiplies.
+            # Sparse: each channel sums a few frequencies, in the same order with any BLAS library.
             log_FM[block] = np.log10(np.maximum(_filters(self.num_mels) @ power_KN, _FLOOR)).T
         return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
 
 
 @lru_cache(maxsize=1)
 def _window() -> np.ndarray:
-    """Hann's window of a periodic signal, [W]."""
+    """Periodic Hann window, [W]."""
     return np.hanning(_WINDOW + 1)[:-1]
 
 
 @lru_cache(maxsize=8)
 def _filters(num_mels: int) -> scipy.sparse.csr_array:
-    """Triangles [M, K] over the frequencies, each of the same area (Slaney's norm)."""
+    """Triangular filters [M, K] over the frequencies, all with the same area (Slaney's norm)."""
     import scipy.sparse
 
     corners = _hertz(np.linspace(0.0, float(_mels(np.array([SAMPLING_RATE / 2]))[0]), num_mels + 2))

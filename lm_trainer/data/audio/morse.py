@@ -1,4 +1,4 @@
-"""Morse code as sound: texts that a model has to listen to in order to write them, made without any recording."""
+"""Morse code as audio: generated training data for speech recognition, without recordings."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ u ..- v ...- w .-- x -..- y -.-- z --.. 0 ----- 1 .---- 2 ..--- 3 ...-- 4 ....- 
 _SIGNS = _TABLE.split()
 _CODES: dict[str, str] = dict(zip(_SIGNS[::2], _SIGNS[1::2], strict=True))
 _EDGE_SECONDS = 0.004
-"""The time in which a tone begins and ends, without which it would click."""
+"""Rise and fall time of a tone, which prevents clicks."""
 _LEAD_SECONDS = 0.05
-"""The longest pause before the first tone."""
+"""Maximum pause before the first tone."""
 
 
 def units_of(text: str) -> int:
-    """Units of time of a text of letters, digits and single blanks: a dot is one, a dash three."""
+    """Returns the length of a text in time units (dot 1, dash 3); letters, digits and single blanks only."""
     return sum(length for _, length in _runs(text))
 
 
 @dataclass(frozen=True)
 class MorseVoice:
-    """Ranges from which each row draws how it sounds."""
+    """Ranges of the random sound parameters of each row."""
 
     unit_seconds: tuple[float, float]
     pitch: tuple[float, float]
     """Hz."""
     noise: tuple[float, float]
-    """Standard deviation of the noise, where a tone has the amplitude 1."""
+    """Standard deviation of the noise; tones have an amplitude of 1."""
 
     def speak(self, text: str, sampling_rate: int, rng: np.random.Generator, *, signal: bool = True) -> np.ndarray:
         """Returns float32 samples in [-1, 1].
@@ -41,18 +41,18 @@ class MorseVoice:
             text: letters, digits and single blanks.
             sampling_rate: Hz.
             rng: for speed, pitch, pause, loudness and noise.
-            signal: False leaves the tones out: the same noise, and nothing to hear.
+            signal: False omits the tones: the same noise, without any signal.
         """
         unit, pitch, noise = (rng.uniform(*bounds) for bounds in (self.unit_seconds, self.pitch, self.noise))
         lead, loudness, phase = rng.uniform(0, _LEAD_SECONDS), rng.uniform(0.2, 0.9), rng.uniform(0, 2 * np.pi)
         length = int((lead + units_of(text) * unit) * sampling_rate) + 1
         times = np.arange(length) / sampling_rate
-        envelope, at = np.zeros(length), lead
+        envelope, start_seconds = np.zeros(length), lead
         for on, units in _runs(text):
             if on:
-                edges = np.minimum(times - at, at + units * unit - times) / _EDGE_SECONDS
+                edges = np.minimum(times - start_seconds, start_seconds + units * unit - times) / _EDGE_SECONDS
                 envelope += np.clip(edges, 0, 1)
-            at += units * unit
+            start_seconds += units * unit
         samples = noise * rng.standard_normal(length)
         if signal:
             samples += envelope * np.sin(2 * np.pi * pitch * times + phase)
@@ -60,13 +60,13 @@ class MorseVoice:
 
 
 def _runs(text: str) -> list[tuple[bool, int]]:
-    """(tone or pause, units) of a text, without a pause at its end."""
+    """Returns (tone or pause, units) of a text, without the pause at its end."""
     runs: list[tuple[bool, int]] = []
     for word in text.split(" "):
         for letter in word:
             for sign in _CODES[letter]:
                 runs += [(True, 1 if sign == "." else 3), (False, 1)]
-            # Three units between letters, seven between words; one of them is there already.
+            # Three units between letters, seven between words; one unit is already included.
             runs[-1] = (False, 3)
         runs[-1] = (False, 7)
     return runs[:-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 
@@ -19,30 +19,30 @@ _PACKAGES = "pip install 'lm_trainer[audio]'"
 
 
 class BadAudio(Exception):
-    """Audio that cannot be used; the message says why."""
+    """Unusable audio; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class AudioRules:
-    """The audio that is wanted, and what is done with any other."""
+    """Requirements on audio, and the treatment of audio that does not meet them."""
 
     rate: ClassVar[int] = SAMPLING_RATE
-    """Samples a second of what is read."""
+    """Output samples per second."""
 
     resample: bool = True
-    """False: audio of another rate is bad."""
+    """False rejects audio with another rate."""
     mix_channels: bool = True
-    """False: audio of several channels is bad."""
+    """False rejects audio with several channels."""
 
-    def read(self, source: bytes | BinaryIO, most_seconds: float | None = None) -> np.ndarray:
-        """Decodes a file of any format that libsndfile knows (wav, flac, mp3, ogg) into float32 [T].
+    def read(self, source: bytes | BinaryIO, max_seconds: float | None = None) -> np.ndarray:
+        """Decodes a file of any format supported by libsndfile (wav, flac, mp3, ogg) into float32 [T].
 
         Args:
             source: the bytes of the file, or the open file.
-            most_seconds: longer audio is bad, and is not decoded.
+            max_seconds: longer audio is rejected without decoding.
 
         Raises:
-            BadAudio: if it is damaged, empty or not as the rules want it.
+            BadAudio: if it is damaged, empty or does not meet the requirements.
             UserError: if a package is missing.
         """
         try:
@@ -53,19 +53,19 @@ class AudioRules:
             raise BadAudio("the audio file is empty")
         try:
             with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-                _check_length(file.frames / file.samplerate, most_seconds)
-                return self.of_samples(file.read(dtype="float32", always_2d=True), file.samplerate, most_seconds)
+                _check_length(file.frames / file.samplerate, max_seconds)
+                return self.of_samples(file.read(dtype="float32", always_2d=True), file.samplerate, max_seconds)
         except (soundfile.SoundFileError, ZeroDivisionError) as error:
             reason = getattr(error, "error_string", str(error)).strip().rstrip(".")
             raise BadAudio(f"the audio cannot be decoded: {reason}") from None
 
-    def of_samples(self, samples: np.ndarray, rate: float, most_seconds: float | None = None) -> np.ndarray:
-        """Brings samples [T] or [T, C] to one channel and to the rate; otherwise as `read`."""
+    def of_samples(self, samples: np.ndarray, rate: float, max_seconds: float | None = None) -> np.ndarray:
+        """Converts samples [T] or [T, C] to one channel at the output rate; otherwise like `read`."""
         if not samples.size:
             raise BadAudio("the audio holds no samples")
         if not np.isfinite(samples).all():
             raise BadAudio("the audio holds samples that are no numbers")
-        _check_length(len(samples) / rate, most_seconds)
+        _check_length(len(samples) / rate, max_seconds)
         if samples.ndim == 2 and samples.shape[1] > 1 and not self.mix_channels:
             raise BadAudio(f"the audio has {samples.shape[1]} channels, and data.format.mix_channels is false")
         mono_T = samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
@@ -82,16 +82,16 @@ class AudioRules:
         return soxr.resample(mono_T.astype(np.float32, copy=False), rate, SAMPLING_RATE)
 
 
-def _check_length(seconds: float, most: float | None) -> None:
-    if most is not None and seconds > most:
-        raise BadAudio(f"the audio lasts {seconds:.2f} s, longer than a row of {most:g} s; cut it into pieces")
+def _check_length(seconds: float, max_seconds: float | None) -> None:
+    if max_seconds is not None and seconds > max_seconds:
+        raise BadAudio(f"the audio lasts {seconds:.2f} s, longer than a row of {max_seconds:g} s; cut it into pieces")
 
 
-def samples_in(value: Mapping[str, Any]) -> tuple[np.ndarray, float] | None:
-    """The samples and the rate of an object of `array` and `sampling_rate`; None if it holds no samples.
+def samples_in(value: Mapping[str, object]) -> tuple[np.ndarray, float] | None:
+    """Returns the samples and the rate of an object with `array` and `sampling_rate`; None without samples.
 
     Raises:
-        BadAudio: if they are no numbers, or the rate is none.
+        BadAudio: if samples or rate are not valid numbers.
     """
     if value.get("array") is None:
         return None
@@ -102,5 +102,5 @@ def samples_in(value: Mapping[str, Any]) -> tuple[np.ndarray, float] | None:
     rate = value.get("sampling_rate")
     if samples.ndim not in (1, 2) or isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
         raise BadAudio("an object with an array of samples needs numbers in it, and a sampling_rate above 0")
-    # Arrays of several channels have them first in the data sets of Hugging Face, and last here.
+    # Arrays of several channels are channels-first in Hugging Face data sets, and channels-last here.
     return (samples.T if samples.ndim == 2 and samples.shape[0] < samples.shape[1] else samples), float(rate)

@@ -1,27 +1,33 @@
-"""Checksums of the files of a part: written with it, and compared when it is read.
+"""Checksums of the files of a part: written with it, and verified when it is read.
 
 A commit record has the SHA-256 of each file, and the first digits of the SHA-256 of each of its blocks. A reader
-compares the blocks that it needs, so the first read of a row costs the same in a part of any size: on this machine each
-of them once, from object storage whenever it is fetched. Earlier versions wrote no checksums of blocks: such a file is
-one block, and compared once.
+verifies only the blocks it needs, so the first read of a row costs the same in a part of any size: once per block on a
+local disk, on every fetch from object storage. Earlier versions wrote no block checksums: such a file is a single
+block, verified once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 BLOCK_BYTES = 1 << 16
-"""About the bytes that a disk reads at a time for a row."""
+"""Approximate bytes that a disk reads at a time for a row."""
 
-_DIGITS = 16
-"""Hex digits of the checksum of a block."""
+_BLOCK_DIGITS = 16
+"""Hex digits of a block's checksum."""
 
 
-def checksums(content: Any) -> dict[str, Any]:
+class Sliceable(Protocol):
+    """An array-like object that supports slicing."""
+
+    def __getitem__(self, key: slice, /) -> np.ndarray: ...
+
+
+def checksums(content: bytes | np.ndarray) -> dict[str, int | str]:
     """Returns the entry of a file in a commit record: size, checksum, and checksums of its blocks.
 
     Args:
@@ -33,41 +39,41 @@ def checksums(content: Any) -> dict[str, Any]:
         "bytes": len(content_F),
         "sha256": hashlib.sha256(content_F.data).hexdigest(),
         "block_bytes": BLOCK_BYTES,
-        "blocks": "".join(hashlib.sha256(block.data).hexdigest()[:_DIGITS] for block in blocks),
+        "blocks": "".join(hashlib.sha256(block.data).hexdigest()[:_BLOCK_DIGITS] for block in blocks),
     }
 
 
-def is_intact(content: Any, noted: Mapping[str, Any]) -> bool:
-    """Compares a whole file with all that a commit record has about it."""
+def is_intact(content: bytes | np.ndarray, recorded: Mapping[str, object]) -> bool:
+    """Compares a full file with every entry of its commit record."""
     computed = checksums(content)
-    return noted["sha256"] == computed["sha256"] and all(
-        noted.get(key, computed[key]) == computed[key] for key in computed
+    return recorded["sha256"] == computed["sha256"] and all(
+        recorded.get(key, computed[key]) == computed[key] for key in computed
     )
 
 
 class BlockSums:
-    """Checksums of the blocks of one file, and the blocks that have been compared. Safe to use from several threads.
+    """Checksums of the blocks of one file, and the blocks verified so far. Safe to use from several threads.
 
     Args:
-        noted: by `checksums`; without the last two keys by an earlier version.
+        recorded: from `checksums`; without the last two keys if written by an earlier version.
         size: bytes of the file.
 
     Raises:
-        ValueError: if there are not as many as the file has blocks.
+        ValueError: if the file has more blocks than checksums.
     """
 
-    def __init__(self, noted: Mapping[str, Any], size: int):
-        blocks = noted.get("blocks")
+    def __init__(self, recorded: Mapping[str, Any], size: int):
+        blocks = recorded.get("blocks")
         self._size = size
-        self._block_bytes = max(size if blocks is None else int(noted["block_bytes"]), 1)
+        self._block_bytes = max(size if blocks is None else int(recorded["block_bytes"]), 1)
         self.one_sum = blocks is None
-        """True if there is one checksum, for all of the file."""
-        self._sums = bytes.fromhex(noted["sha256"] if blocks is None else blocks)
-        self._width = len(self._sums) if blocks is None else _DIGITS // 2
+        """True if the file has a single checksum."""
+        self._sums = bytes.fromhex(recorded["sha256"] if blocks is None else blocks)
+        self._width = len(self._sums) if blocks is None else _BLOCK_DIGITS // 2
         count = -(-size // self._block_bytes)
         if len(self._sums) < count * self._width:
             raise ValueError(f"{len(self._sums)} bytes of checksums for {count} blocks")
-        # One byte for each block, which is 1 once the block was compared.
+        # One byte per block: 1 once the block is verified.
         self._compared = bytearray(count)
 
     def blocks(self, first: int, last: int) -> range:
@@ -75,7 +81,7 @@ class BlockSums:
         return range(first // self._block_bytes, -(-last // self._block_bytes))
 
     def pending(self, first: int, last: int) -> list[int]:
-        """Returns the blocks of the bytes [first, last) that have not been compared."""
+        """Returns the unverified blocks of the bytes [first, last)."""
         blocks = self.blocks(first, last)
         if self._compared.find(0, blocks.start, blocks.stop) < 0:
             return []
@@ -83,7 +89,7 @@ class BlockSums:
 
     @property
     def all_compared(self) -> bool:
-        """True once every block has been compared."""
+        """True once every block is verified."""
         return self._compared.find(0) < 0
 
     def bytes_of(self, block: int) -> tuple[int, int]:
@@ -92,29 +98,29 @@ class BlockSums:
         return first, min(first + self._block_bytes, self._size)
 
     def compare(self, block: int, content: Any) -> bool:
-        """Returns whether a block is as it was written."""
-        noted = self._sums[block * self._width : (block + 1) * self._width]
-        intact = hashlib.sha256(content).digest()[: self._width] == noted
+        """Verifies a block; True if it is intact."""
+        recorded = self._sums[block * self._width : (block + 1) * self._width]
+        intact = hashlib.sha256(content).digest()[: self._width] == recorded
         if intact:
             self._compared[block] = 1
         return intact
 
 
 class CheckedItems:
-    """Items of a part, whose blocks are compared when they are first read.
+    """Items of a part, with blocks verified at their first read.
 
     Args:
         items: can be sliced.
-        content_F: its bytes, which can be sliced too.
-        byte_range: the bytes [first, last) of `count` items from `start` on.
+        content_F: the bytes of `items`, which can be sliced too.
+        byte_range: maps (start, count) to the bytes [first, last) of these items.
         sums: of the bytes.
-        damaged: the error for a block that is not as it was written.
+        damaged: makes the error for a damaged block.
     """
 
     def __init__(
         self,
-        items: Any,
-        content_F: Any,
+        items: Sliceable,
+        content_F: Sliceable,
         byte_range: Callable[[int, int], tuple[int, int]],
         sums: BlockSums,
         damaged: Callable[[int], Exception],
@@ -122,11 +128,11 @@ class CheckedItems:
         self._items, self._content_F, self._byte_range = items, content_F, byte_range
         self._sums, self._damaged = sums, damaged
 
-    def fastest(self) -> Any:
-        """Returns what is sliced fastest: the items themselves, once all of their blocks have been compared."""
+    def fastest(self) -> Sliceable:
+        """Returns the object that is fastest to slice: the items themselves once all of their blocks are verified."""
         return self._items if self._sums.all_compared else self
 
-    def __getitem__(self, items: slice) -> Any:
+    def __getitem__(self, items: slice) -> np.ndarray:
         for block in self._sums.pending(*self._byte_range(items.start, items.stop - items.start)):
             first, last = self._sums.bytes_of(block)
             if not self._sums.compare(block, self._content_F[first:last]):

@@ -1,22 +1,20 @@
-"""Documents of a cache: where they begin, how long they are, and which rows of the source they come from.
+"""Documents of a cache: their beginnings, their lengths, and their rows in the source.
 
 Shape letters: D documents, P documents or pieces of documents in one part.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from lm_trainer.data.cache.checksums import is_intact
-from lm_trainer.data.cache.format import LEDGER, damaged, part_key, read_record
+from lm_trainer.data.cache.format import LEDGER, CommitRecord, damaged, part_key, read_record
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 
 
 def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
-    """Reads the tokens of each document in the order of the stream, end-of-document token included: int64 [D].
+    """Reads the tokens of each document in stream order, including the end-of-document token: int64 [D].
 
     Raises:
         MachineError: if the cache has lost a file.
@@ -27,10 +25,10 @@ def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
         pieces_P = read_lengths(store, ledger, part)
         if not len(pieces_P):
             continue
-        # Fewer documents end in the part than it has pieces: the last piece goes on in a later part.
+        # If fewer documents end in the part than it has pieces, the last piece continues in a later part.
         unfinished = documents < len(pieces_P)
         if is_open:
-            # The document went on in this part, in its first piece.
+            # The first piece of this part continues the document.
             lengths[-1][-1] += pieces_P[0]
             pieces_P = pieces_P[1:]
         is_open = unfinished
@@ -40,7 +38,7 @@ def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
 
 
 def read_lengths(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
-    """Reads the tokens of each document, or piece of one, in the part that the ledger lists at `part`: int64 [P].
+    """Reads the tokens of each document, or piece of one, in the part at index `part` of the ledger: int64 [P].
 
     Raises:
         MachineError: if the file is lost or damaged.
@@ -49,21 +47,21 @@ def read_lengths(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
 
 
 def read_rows(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
-    """Reads the row of the shard that each document, or piece of one, of a part comes from: int64 [P].
+    """Reads each document's (or piece's) row in the shard, for a part: int64 [P].
 
     Raises:
         MachineError: if a file is lost or damaged.
     """
     rows_P, record = _read_counts(store, ledger, part, "row")
-    # The file counts from the part's first row, whose number is in the record.
+    # The file counts from the part's first row, given in the record.
     return rows_P + record["rows"][0]
 
 
-def need_record(store: KvStore, ledger: Ledger, part: int) -> dict[str, Any]:
-    """Reads the commit record of a part that the ledger lists.
+def need_record(store: KvStore, ledger: Ledger, part: int) -> CommitRecord:
+    """Reads the commit record of a part listed in the ledger.
 
     Raises:
-        MachineError: if it is lost or damaged, or is not the one that the ledger was made of.
+        MachineError: if it is lost or damaged, or does not match the ledger.
     """
     name = ledger.parts[part]
     record = read_record(store, name)
@@ -75,7 +73,7 @@ def need_record(store: KvStore, ledger: Ledger, part: int) -> dict[str, Any]:
 
 
 def begin_of(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
-    """Finds the beginning of the document whose piece is the first of a part.
+    """Finds the beginning of the document continued by the first piece of a part.
 
     Returns:
         The part of the document's first piece, and the document's tokens before `part`.
@@ -83,19 +81,19 @@ def begin_of(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
     Raises:
         MachineError: if a file is lost or damaged.
     """
-    before = 0
+    tokens_before = 0
     while part and need_record(store, ledger, part)["continues"]:
         part -= 1
         pieces_P = read_lengths(store, ledger, part)
-        before += int(pieces_P[-1]) if len(pieces_P) else 0
-        # In a part of several pieces, the last one is the beginning of the document.
+        tokens_before += int(pieces_P[-1]) if len(pieces_P) else 0
+        # In a part of several pieces, the document begins with the last one.
         if len(pieces_P) > 1:
             break
-    return part, before
+    return part, tokens_before
 
 
-def _read_counts(store: KvStore, ledger: Ledger, part: int, kind: str) -> tuple[np.ndarray, dict[str, Any]]:
-    """Reads a file of one number for each document or piece, int64 [P], and the commit record."""
+def _read_counts(store: KvStore, ledger: Ledger, part: int, kind: str) -> tuple[np.ndarray, CommitRecord]:
+    """Reads a file with one number per document or piece, int64 [P], and the commit record."""
     key = part_key(ledger.parts[part], kind)
     content = store.read(key)
     if content is None:

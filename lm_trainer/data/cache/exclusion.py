@@ -1,9 +1,10 @@
-"""Lists of documents that training leaves out: files of JSON lines, made for the tokens of certain caches.
+"""Lists of documents excluded from training: files of JSON lines, made for the tokens of certain caches.
 
     {"format": 1, "sets": {"wiki": {"documents": 6407814, "tokens": "94eff5d10d41cc82"}}}
     {"set": "wiki", "document": 17, "tokens": 812, "why": "exact", "like": {"set": "wiki", "document": 3}}
 
-The first line says for which tokens the numbers of documents hold. Of the others, `set` and `document` count alone.
+The first line names the tokens for which the document numbers are valid. Of the other lines, only `set` and `document`
+are used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,33 +28,33 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Exclusion:
-    """The documents of one set that training leaves out."""
+    """The documents of one set excluded from training."""
 
     documents_N: np.ndarray
-    """int64 [N], their numbers in the cache, rising."""
+    """int64 [N], their numbers in the cache, in increasing order."""
     made_for: Mapping[str, tuple[int, str]]
-    """The file of each list -> the documents and the hash of the tokens that it was made for."""
+    """File of each list -> the documents and the token hash it was made for."""
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the numbers, whatever files they came from."""
+        """Hash of the numbers, independent of their files."""
         return hashlib.sha256(self.documents_N.astype("<i8").tobytes()).hexdigest()[:16]
 
     def check(self, name: str, ledger: Ledger, documents: int) -> None:
-        """Makes sure that the lists are of this cache.
+        """Makes sure the lists were made for this cache.
 
         Args:
             name: of the set, for messages.
             ledger: of the cache.
-            documents: in the cache, one that no token ends included.
+            documents: number of documents in the cache, including an unterminated one.
 
         Raises:
-            UserError: where one was made for other tokens, or names a document that is not there.
+            UserError: if a list was made for other tokens, or names a nonexistent document.
         """
-        for file, (others, tokens) in self.made_for.items():
+        for file, (num_listed, tokens) in self.made_for.items():
             if tokens != tokens_hash(ledger):
                 raise UserError(
-                    f"data.exclude: {file} was made for other data than {name}: for {others:,} documents of the "
+                    f"data.exclude: {file} was made for other data than {name}: for {num_listed:,} documents of the "
                     f"tokens {tokens}, and these are {documents:,} of {tokens_hash(ledger)}; make it again "
                     "with: lmt data dedup"
                 )
@@ -66,33 +66,33 @@ class Exclusion:
 
 
 def tokens_hash(ledger: Ledger) -> str:
-    """A hash of all tokens of a finished cache."""
+    """Hash of all tokens of a finished cache."""
     return fingerprint(ledger.sha256)
 
 
 def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Exclusion]:
-    """Reads lists, joined, for those of the sets that they name.
+    """Reads and merges the lists of each set named in them.
 
     Args:
         files: their paths.
-        sets: the names of all sets that are trained on.
+        sets: the names of all trained sets.
 
     Raises:
-        UserError: for a file that is no such list, with its line.
+        UserError: for an invalid file, with the invalid line.
     """
-    known, numbers = list(sets), dict[str, list[np.ndarray]]()
+    set_names, numbers = list(sets), dict[str, list[np.ndarray]]()
     made_for: dict[str, dict[str, tuple[int, str]]] = {}
     for file in files:
         header, excluded = _read(file)
-        if missing := [name for name in header if name not in known]:
+        if missing := [name for name in header if name not in set_names]:
             raise UserError(
                 f"data.exclude: {file} is for the set {missing[0]}, which is not trained on; there are "
-                f"{', '.join(known)}"
+                f"{', '.join(set_names)}"
             )
         for name, about in header.items():
             made_for.setdefault(name, {})[file] = about
             numbers.setdefault(name, []).append(np.array(excluded[name], np.int64))
-    return {name: Exclusion(np.unique(np.concatenate(found)), made_for[name]) for name, found in numbers.items()}
+    return {name: Exclusion(np.unique(np.concatenate(arrays)), made_for[name]) for name, arrays in numbers.items()}
 
 
 def _read(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
@@ -103,34 +103,34 @@ def _read(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
             if header["format"] != _FORMAT:
                 raise UserError(f"data.exclude: {file} has the format {header['format']}, this version reads {_FORMAT}")
             sets = {name: (int(about["documents"]), str(about["tokens"])) for name, about in header["sets"].items()}
-            found: dict[str, list[int]] = {name: [] for name in sets}
-            for line, each in enumerate(lines, start=2):  # noqa: B007
-                entry = json.loads(each)
+            numbers: dict[str, list[int]] = {name: [] for name in sets}
+            for line, text in enumerate(lines, start=2):  # noqa: B007
+                entry = json.loads(text)
                 number = entry["document"]
                 if type(number) is not int or number < 0:
                     raise ValueError("`document` is no number from 0")
-                found[entry["set"]].append(number)
+                numbers[entry["set"]].append(number)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.exclude: cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"data.exclude: {file}:{line} is no line of a list of documents ({what}); lmt data dedup and "
+            f"data.exclude: {file}:{line} is no line of a list of documents ({reason}); lmt data dedup and "
             "lmt data overlap write such lists"
         ) from None
-    return sets, found
+    return sets, numbers
 
 
-def write_exclusions(file: Path, ledgers: Mapping[str, Ledger], entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a list, whole or not at all.
+def write_exclusions(file: Path, ledgers: Mapping[str, Ledger], entries: Iterable[Mapping[str, object]]) -> None:
+    """Writes a list atomically.
 
     Args:
         file: its path.
-        ledgers: of the sets whose documents may be named.
-        entries: lines with `set`, `document` and whatever else is to stand there.
+        ledgers: of all sets the list may name.
+        entries: lines with `set`, `document` and any other keys.
 
     Raises:
-        UserError: where it cannot be written.
+        UserError: if it cannot be written.
     """
     sets = {
         name: {"documents": ledger.num_documents, "tokens": tokens_hash(ledger)} for name, ledger in ledgers.items()

@@ -1,4 +1,4 @@
-"""Features of a cache: what a model hears, kept beside the tokens of each document.
+"""Features of a cache: audio features stored with the tokens of each document.
 
 Shape letters: N documents, F frames, M mel channels.
 """
@@ -15,7 +15,7 @@ from lm_trainer.data.cache.token_stream import TokenStream
 
 
 class FeatureStream(TokenStream):
-    """The features of all documents one after another, as one array of numbers."""
+    """The features of all documents in order, as one array of numbers."""
 
     _kind: ClassVar[str] = "fea"
 
@@ -30,7 +30,7 @@ class FeatureStream(TokenStream):
         """Reads the features of some documents: float32 [N, F, M].
 
         Raises:
-            MachineError: if a part is missing or was cut short.
+            MachineError: if a part is missing or truncated.
         """
         size = self._shape[0] * self._shape[1]
         features_NFM = np.empty((len(documents_N), *self._shape), np.float32)

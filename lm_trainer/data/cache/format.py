@@ -1,31 +1,31 @@
 """File format of a cache.
 
-    manifest.json            all that the cache is made of; its hash is the cache's identity
-    parts/SSSSS-PPPPP.bin    token ids, raw little-endian u2 or u4: documents one after another, each ended by EOS
-                             (absent where the tokens stay in a file of the user's: then the commit record has their
-                             `place`, and the ledger lists all `places`; see `token_place.py`)
+    manifest.json            everything the cache is made of; its hash is the cache's identity
+    parts/SSSSS-PPPPP.bin    token ids, raw little-endian u2 or u4: documents in order, each ended by EOS (absent if
+                             the tokens stay in a user's file: then the commit record has their `place`, and the ledger
+                             lists all `places`; see `token_place.py`)
     parts/SSSSS-PPPPP.len    u4 per document (or piece of one): its tokens, EOS included
     parts/SSSSS-PPPPP.row    u4 per document: its row in the shard, counted from the part's first row
-    parts/SSSSS-PPPPP.msk    the loss mask, where the data format has one: two bits per token, lowest bit first. One
-                             says that the loss counts the token, the other that it ends a document (EOS may then
-                             also stand inside one)
-    parts/SSSSS-PPPPP.fea    what a model hears, where the data format keeps it: little-endian f4, frames x channels of
-                             each document in turn, the same number for all
-    parts/SSSSS-PPPPP.json   the commit record, written last: a file that it does not list does not exist
+    parts/SSSSS-PPPPP.msk    the loss mask, if the data format has one: two bits per token, lowest bit first. One marks
+                             tokens in the loss, the other marks the ends of documents (EOS may then also occur inside
+                             a document)
+    parts/SSSSS-PPPPP.fea    audio features, if the data format stores them: little-endian f4, frames x channels of
+                             each document in order, the same shape for all
+    parts/SSSSS-PPPPP.json   the commit record, written last: a file not listed in it does not exist
     shards/SSSSS.json        written when a shard has been read to its end: the number of its parts
-    ledger.json              the contiguous prefix of parts: all that a reader looks at
-    builder.json             the heartbeat of the process that builds; gone when the cache is finished
+    ledger.json              the contiguous prefix of parts: the only entry point of readers
+    builder.json             the heartbeat of the building process; removed when the cache is finished
 
-S is the number of a shard, P that of a part in it. Files are written whole and never changed, but for the ledger and
-the heartbeat, which are replaced whole. A part is cut where the text of its rows passes a size, so its bytes depend on
-the source alone.
+S is the shard number, P the part number within the shard. Files are written atomically and never changed, except the
+ledger and the heartbeat, which are replaced atomically. A part ends where the text of its rows exceeds a size, so its
+bytes depend only on the source.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 
@@ -43,19 +43,19 @@ RECORD_KEYS = frozenset(
 )
 """The keys of a commit record."""
 
-# Small first parts let a run begin on little text; large later ones keep the number of files down.
+# Small first parts let a run start on little text; large later ones limit the number of files.
 PART_BYTES = (1 << 20, 16 << 20)
-"""Text bytes after which the first part of a shard is cut; doubles with each part up to the second figure."""
+"""Text bytes at which the first part of a shard ends; doubles with each part up to the second value."""
 
 
 KINDS = ("bin", "len", "row", "msk", "fea")
-"""Files of a part, beside its commit record."""
+"""Files of a part, in addition to its commit record."""
 PART_NAME = re.compile(r"\d{5,}-\d{5,}")
-"""The name of a part, as `part_name` makes it."""
+"""The name of a part, as made by `part_name`."""
 
 
 def part_name(shard: int, part: int) -> str:
-    """Names a part by the numbers of its shard and of itself in the shard."""
+    """Names a part by its shard number and its number within the shard."""
     return f"{shard:05d}-{part:05d}"
 
 
@@ -65,32 +65,61 @@ def part_key(name: str, kind: str) -> str:
 
 
 def shard_key(shard: int) -> str:
-    """Returns the key of the file that says that a shard has been read to its end."""
+    """Returns the key of the file that marks a shard as read to its end."""
     return f"shards/{shard:05d}.json"
 
 
-def read_record(store: KvStore, name: str) -> dict[str, Any] | None:
+class FileRecord(TypedDict):
+    """The entry of one file in a commit record, as returned by `checksums`."""
+
+    bytes: int
+    sha256: str
+    block_bytes: NotRequired[int]
+    blocks: NotRequired[str]
+
+
+class CommitRecord(TypedDict):
+    """The commit record of a part, with at least `RECORD_KEYS`."""
+
+    shard: int
+    part: int
+    rows: list[int]
+    documents: int
+    continues: bool
+    open: bool
+    text_bytes: int
+    tokens: int
+    empty: int
+    replaced: int
+    bad: int
+    bad_examples: list[str]
+    blobs: dict[str, FileRecord]
+    place: dict[str, Any]
+    """Only in records of tokens in a user's file."""
+
+
+def read_record(store: KvStore, name: str) -> CommitRecord | None:
     """Reads the commit record of a part; None if it is not committed.
 
     Raises:
-        MachineError: if it is not as it was written.
+        MachineError: if it is damaged.
     """
     key = part_key(name, "json")
     content = store.read(key)
     if content is None:
         return None
     record = parsed(store, key, content)
-    # The kinds become keys, and so paths: no others are read.
+    # The kinds become keys and thus paths, so others are rejected.
     if isinstance(record, dict) and record.keys() >= RECORD_KEYS and {*record["blobs"]} <= {*KINDS}:
-        return record
+        return cast(CommitRecord, record)
     raise damaged(store, key)
 
 
 def read_manifest(store: KvStore) -> dict[str, Any] | None:
-    """Reads the manifest of a cache; None if there is none.
+    """Reads the manifest of a cache; None if it does not exist.
 
     Raises:
-        MachineError: if it is none.
+        MachineError: if it is damaged.
     """
     content = store.read(MANIFEST)
     if content is None:
@@ -103,10 +132,10 @@ def read_manifest(store: KvStore) -> dict[str, Any] | None:
 
 
 def parts_of_shard(store: KvStore, index: int) -> int | None:
-    """Reads how many parts a shard has that was read to its end; None if it was not.
+    """Reads the number of parts of a shard that has been read to its end; None for an unfinished shard.
 
     Raises:
-        MachineError: if the file that says so is not as it was written.
+        MachineError: if the shard's file is damaged.
     """
     key = shard_key(index)
     content = store.read(key)
@@ -122,7 +151,7 @@ def parsed(store: KvStore, key: str, content: bytes) -> Any:
     """Parses a JSON file of a cache.
 
     Raises:
-        MachineError: if it is not as it was written.
+        MachineError: if it is damaged.
     """
     try:
         return parsed_json(content)
@@ -131,16 +160,16 @@ def parsed(store: KvStore, key: str, content: bytes) -> Any:
 
 
 def damaged(store: KvStore, key: str, problem: str = "is damaged") -> MachineError:
-    """Returns the error for a file of a cache that is not as it was written."""
+    """Returns the error for a damaged file of a cache."""
     parts = "remove what is damaged with lmt data verify --repair, or " if key.startswith("parts/") else ""
     return MachineError(f"{store.url}/{key} {problem}; {parts}remove {store.url} to build it again")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the type in which a cache keeps ids below `vocab_size`: u2 where they fit, else u4."""
+    """Returns the dtype of a cache with ids below `vocab_size`: u2 if they fit, else u4."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def fingerprint(value: Any) -> str:
+def fingerprint(value: object) -> str:
     """Hashes a JSON value to sixteen hex digits."""
     return hashlib.sha256(canonical_json(value)).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Stream without the documents that are left out, as if they had never been tokenised.
+"""Stream without excluded documents, as if they had never been tokenised.
 
-Shape letters: N reads, R runs of documents that are kept, P pieces of reads, D documents.
+Shape letters: N reads, R runs of retained documents, P pieces of reads, D documents.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from lm_trainer.data.cache.token_stream import TokenStream
 
 
 class KeptStream(TokenStream):
-    """The documents of a stream that are not left out, one after another. Empty until the cache is finished.
+    """The retained documents of a stream, in order. Empty until the cache is finished.
 
     Args:
         store: of the cache.
-        ledger: as far as the cache is.
-        whole: the stream of all of its tokens.
-        exclusion: what is left out.
+        ledger: the current ledger of the cache.
+        stream: the full token stream of the cache.
+        exclusion: the excluded documents.
         name: of the set, for messages.
 
     Raises:
-        UserError: where the list was made for other data.
+        UserError: if the list was made for other data.
     """
 
-    def __init__(self, store: KvStore, ledger: Ledger, whole: TokenStream, exclusion: Exclusion, name: str):
-        self.whole, self._store, self._exclusion, self._name = whole, store, exclusion, name
+    def __init__(self, store: KvStore, ledger: Ledger, stream: TokenStream, exclusion: Exclusion, name: str):
+        self.whole, self._store, self._exclusion, self._name = stream, store, exclusion, name
         self.loss_mask = None
         self._set_runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
         self.lengths_D = np.zeros(0, np.int64)
-        """int64: tokens of each document that is kept."""
+        """int64: tokens of each retained document."""
         self.extend(ledger)
 
     def extend(self, ledger: Ledger) -> None:
-        """Takes in a cache once it is finished: before that, nothing says that the list is of its documents."""
+        """Adds a cache once it is finished: earlier, the exclusion list cannot be checked against its documents."""
         self.whole.extend(ledger)
         if not ledger.finished:
             return
         lengths_D = document_lengths(self._store, ledger)
         self._exclusion.check(self._name, ledger, len(lengths_D))
-        kept_D = np.ones(len(lengths_D), bool)
-        kept_D[self._exclusion.documents_N] = False
+        retained_D = np.ones(len(lengths_D), bool)
+        retained_D[self._exclusion.documents_N] = False
         starts_D = np.cumsum(lengths_D) - lengths_D
-        # A run goes on as long as documents that follow one another are kept.
-        first_D = kept_D & ~np.concatenate([[False], kept_D[:-1]])
-        runs_D = np.cumsum(first_D)[kept_D] - 1
-        counts_R = np.bincount(runs_D, lengths_D[kept_D], minlength=int(first_D.sum())).astype(np.int64)
-        self.lengths_D = lengths_D[kept_D]
+        # A run consists of consecutive retained documents.
+        first_D = retained_D & ~np.concatenate([[False], retained_D[:-1]])
+        runs_D = np.cumsum(first_D)[retained_D] - 1
+        counts_R = np.bincount(runs_D, lengths_D[retained_D], minlength=int(first_D.sum())).astype(np.int64)
+        self.lengths_D = lengths_D[retained_D]
         if self.whole.loss_mask is not None:
             self.loss_mask = _Selected(self.whole.loss_mask, starts_D[first_D], counts_R)
         self._set_runs(starts_D[first_D], counts_R)
@@ -60,49 +60,49 @@ class KeptStream(TokenStream):
         self._ends = np.cumsum(counts_R)
         self._begins_R = self._ends - counts_R
 
-    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
-        """As of `TokenStream`."""
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, out_starts_N: np.ndarray) -> None:
+        """See `TokenStream`."""
         reads_P, starts_P, counts_P, offsets_P = self.pieces(starts_N, counts_N)
-        self.whole.copy(starts_P, counts_P, out, np.asarray(places_N)[reads_P] + offsets_P)
+        self.whole.copy(starts_P, counts_P, out, np.asarray(out_starts_N)[reads_P] + offsets_P)
 
     def pieces(
         self, starts_N: np.ndarray, counts_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Finds where runs of tokens stand in the whole stream.
+        """Maps runs of tokens to the full stream.
 
         Args:
             starts_N: int64 [N].
             counts_N: int64 [N].
 
         Returns:
-            For each piece its read, its first token in the whole stream, its tokens, and those of its read before it:
+            For each piece its read, its first token in the full stream, its tokens, and its offset within the read:
             int64 [P].
         """
-        there = np.flatnonzero(np.asarray(counts_N))
-        starts_N, counts_N = np.asarray(starts_N, np.int64)[there], np.asarray(counts_N, np.int64)[there]
+        nonempty = np.flatnonzero(np.asarray(counts_N))
+        starts_N, counts_N = np.asarray(starts_N, np.int64)[nonempty], np.asarray(counts_N, np.int64)[nonempty]
         firsts_N = np.searchsorted(self._ends, starts_N, side="right")
         pieces_N = np.searchsorted(self._ends, starts_N + counts_N - 1, side="right") - firsts_N + 1
-        reads_P = np.repeat(np.arange(len(there)), pieces_N)
+        reads_P = np.repeat(np.arange(len(nonempty)), pieces_N)
         runs_P = np.arange(len(reads_P)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N) + firsts_N[reads_P]
         low_P = np.maximum(self._begins_R[runs_P], starts_N[reads_P])
         high_P = np.minimum(self._ends[runs_P], (starts_N + counts_N)[reads_P])
         starts_P = self._origins_R[runs_P] + low_P - self._begins_R[runs_P]
-        return there[reads_P], starts_P, high_P - low_P, low_P - starts_N[reads_P]
+        return nonempty[reads_P], starts_P, high_P - low_P, low_P - starts_N[reads_P]
 
     def place_of(self, token: int) -> int | None:
-        """The place of a token of the whole stream in this one; None where its document is left out."""
+        """Maps a position of the full stream to this one; None if its document is excluded."""
         run = int(np.searchsorted(self._origins_R, token, side="right")) - 1
         if run < 0:
             return None
-        place = token - int(self._origins_R[run]) + int(self._begins_R[run])
-        return place if place < self._ends[run] else None
+        position = token - int(self._origins_R[run]) + int(self._begins_R[run])
+        return position if position < self._ends[run] else None
 
 
 class _Selected(KeptStream):
     """The same runs of another stream of the cache."""
 
-    def __init__(self, whole: TokenStream, origins_R: np.ndarray, counts_R: np.ndarray):
-        self.whole, self.loss_mask = whole, None
+    def __init__(self, stream: TokenStream, origins_R: np.ndarray, counts_R: np.ndarray):
+        self.whole, self.loss_mask = stream, None
         self._set_runs(origins_R, counts_R)
 
     def extend(self, ledger: Ledger) -> None:

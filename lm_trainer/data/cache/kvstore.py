@@ -16,9 +16,10 @@ from lm_trainer.core.key_values import KeyValues, reason_of
 from lm_trainer.core.seal import CHECKSUM, is_sealed, sealed
 
 CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
-"""A directory, or a URL for which TensorStore has a driver."""
+"""A directory, or a URL supported by a TensorStore driver."""
 
-# TensorStore has one type of error for every failure, so only the text tells a full disk from a refused write.
+# TensorStore raises one error type for every failure, so only the message distinguishes a full disk from a refused
+# write.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|No space left|Disk quota|File too large|os_error_code='(28|27|122)'")
 _REFUSED = re.compile(
     r"PERMISSION_DENIED|FAILED_PRECONDITION|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|Errno (13|20|30)"
@@ -26,10 +27,10 @@ _REFUSED = re.compile(
 
 
 class KvStore(KeyValues):
-    """Keys and their bytes below one directory or URL. Picklable.
+    """Key-value store in one directory or URL. Picklable.
 
     Args:
-        url: a path, or a URL of `gs://`, `s3://`, `file://` or `memory://`; `http(s)://` can only be read.
+        url: a path, or a URL of `gs://`, `s3://`, `file://` or `memory://`; `http(s)://` is read-only.
 
     Raises:
         UserError: if TensorStore has no driver for the URL.
@@ -37,28 +38,28 @@ class KvStore(KeyValues):
 
     def __init__(self, url: str):
         self.local: Path | None = None
-        """The directory, where it is on this machine and can be memory-mapped."""
+        """The directory, if it is on this machine and can be memory-mapped."""
         self._bucket: Bucket | None = None
         if "://" not in url or url.startswith("file://"):
             self.local = Path(expanded(url.removeprefix("file://"))).absolute()
             self.url = str(self.local)
         else:
             self.url = url.rstrip("/")
-            # With the endpoints and credentials that other files in buckets are found by.
+            # With the same endpoints and credentials as other bucket files.
             self._bucket = Bucket(self.url) if is_bucket(self.url) else None
         self.remote = self.local is None and not self.url.startswith("memory://")
-        _ = self._kv  # opened now, so that a URL that cannot be used is named at once
+        _ = self._kv  # opened now, so an unusable URL is reported immediately
 
     def __str__(self) -> str:
         return self.url
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # TensorStore's handle cannot be pickled; the receiving process opens one of its own.
+    def __reduce__(self) -> tuple[type[KvStore], tuple[str]]:
+        # TensorStore's handle cannot be pickled; the receiving process opens a new one.
         return type(self), (self.url,)
 
     @property
-    def store_spec(self) -> Any:
-        """TensorStore's specification of the directory, or of the whole bucket that it is in."""
+    def store_spec(self) -> str | dict[str, object]:
+        """TensorStore's specification of the directory, or of its full bucket."""
         if self._bucket is not None:
             return self._bucket.store_spec
         return {"driver": "file", "path": f"{self.local}/"} if self.local is not None else f"{self.url}/"
@@ -69,10 +70,10 @@ class KvStore(KeyValues):
         return self._bucket.prefix if self._bucket is not None else ""
 
     def read_json(self, key: str) -> Any:
-        """Returns the value of a JSON key, or None if there is none.
+        """Returns the value of a JSON key, or None if it does not exist.
 
         Raises:
-            UserError: if it is not as it was written (only a hand or a failing disk can have done that).
+            UserError: if it is damaged (by a manual edit or a failing disk).
         """
         value = self.read(key)
         try:
@@ -80,12 +81,12 @@ class KvStore(KeyValues):
         except ValueError as error:
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
-    def write_json(self, key: str, value: Mapping[str, Any], *, if_generation: bytes | None = None) -> bytes:
+    def write_json(self, key: str, value: Mapping[str, object], *, if_generation: bytes | None = None) -> bytes:
         """Writes an object as canonical JSON with a checksum; otherwise as `write`."""
         return self.write(key, canonical_json(sealed(value)), if_generation=if_generation)
 
     def reason(self, error: Exception, seconds: float) -> str:
-        """Returns why a request failed."""
+        """Returns the reason a request failed."""
         if self._bucket is not None:
             return explain(error, self._bucket, seconds)
         if isinstance(error, TimeoutError):
@@ -93,7 +94,7 @@ class KvStore(KeyValues):
         return reason_of(_text(error))
 
     def failure(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
-        """Returns a `MachineError`, for a full disk for example, or a `UserError` where another directory would do."""
+        """Returns a `MachineError`, such as for a full disk, or a `UserError` if another directory would work."""
         text, reason = _text(error), self.reason(error, seconds)
         if verb == "open":
             return UserError(f"cannot use {self.url} as a cache directory: {reason}")
@@ -115,15 +116,15 @@ class KvStore(KeyValues):
 
 
 def _text(error: Exception) -> str:
-    # The cause of a failed write is an error raised while another was handled.
+    # The cause of a failed write is raised while another error is handled.
     return f"{error} {error.__context__ or ''}".strip()
 
 
 def parsed_json(content: bytes) -> Any:
-    """Reads what `KvStore.write_json` has written; earlier versions wrote no checksum.
+    """Parses a file written by `KvStore.write_json`; earlier versions wrote no checksum.
 
     Raises:
-        ValueError: if it is not as it was written.
+        ValueError: if it is damaged.
     """
     try:
         value = json.loads(content)
@@ -136,6 +137,6 @@ def parsed_json(content: bytes) -> Any:
     return value
 
 
-def canonical_json(value: Any) -> bytes:
+def canonical_json(value: object) -> bytes:
     """Encodes a JSON value; equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

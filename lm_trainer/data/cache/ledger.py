@@ -1,4 +1,4 @@
-"""Ledger of a cache: the parts that readers may use, in their order."""
+"""Ledger of a cache: the parts available to readers, in order."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lm_trainer.data.cache.format import (
     FORMAT,
     LEDGER,
     PART_NAME,
+    CommitRecord,
     damaged,
     fingerprint,
     parsed,
@@ -24,9 +25,9 @@ from lm_trainer.data.cache.token_place import TokenPlace
 
 @dataclass
 class Ledger:
-    """The contiguous prefix of committed parts, in the order of the stream.
+    """The contiguous prefix of committed parts, in stream order.
 
-    The names of the fields are the keys of `ledger.json`. The lists have one item for each part.
+    The field names are the keys of `ledger.json`. The lists have one item per part.
     """
 
     format: int = FORMAT
@@ -36,7 +37,7 @@ class Ledger:
     """Documents that end in the part."""
     text_bytes: list[int] = field(default_factory=list)
     sha256: list[str] = field(default_factory=list)
-    """The hash of the token file of each part, together with its files of masks and features where there are any."""
+    """Hash of each part's token file, combined with its mask and feature files if any."""
     rows: int = 0
     empty: int = 0
     bad: int = 0
@@ -44,14 +45,14 @@ class Ledger:
     marks: bool = False
     """True if the parts have loss masks."""
     places: list[list[Any]] = field(default_factory=list)
-    """The place of the tokens of each part, where they stay in the files that they were found in: see `TokenPlace`."""
+    """The location of each part's tokens, if they stay in their original files: see `TokenPlace`."""
     next: list[int] = field(default_factory=lambda: [0, 0])
-    """Shard and part that come next."""
+    """Next shard and part."""
     finished: bool = False
 
     @classmethod
     def read(cls, store: KvStore) -> Self:
-        """Reads the ledger of a cache; an empty one, if there is none.
+        """Reads the ledger of a cache; an empty one if it does not exist.
 
         Raises:
             UserError: if it is damaged, or was written by another version.
@@ -61,7 +62,7 @@ class Ledger:
 
     @classmethod
     def parsed(cls, store: KvStore, content: bytes) -> Self:
-        """As `read`, of the content of the file."""
+        """Parses the file's content; otherwise like `read`."""
         fields = parsed(store, LEDGER, content)
         if not isinstance(fields, dict) or "format" not in fields:
             raise damaged(store, LEDGER)
@@ -81,15 +82,15 @@ class Ledger:
             ledger.sha256,
             *([ledger.places] if ledger.places else []),
         ]
-        # The names become keys, and so paths.
+        # The names become keys and thus paths.
         named = all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in ledger.parts)
-        if len({len(each) for each in lists}) != 1 or not named:
+        if len({len(column) for column in lists}) != 1 or not named:
             raise damaged(store, LEDGER)
         return ledger
 
     def advance(self, store: KvStore, num_shards: int) -> bool:
-        """Takes in the parts that were committed since; returns True if there were any."""
-        before = list(self.next)
+        """Adds newly committed parts; returns True if it added any."""
+        previous = list(self.next)
         while self.next[0] < num_shards:
             name = part_name(*self.next)
             record = read_record(store, name)
@@ -97,25 +98,25 @@ class Ledger:
                 self._append(name, record)
                 self.next[1] += 1
                 continue
-            # Shards are built at the same time, but only a shard that is known to be complete lets the next one begin:
-            # the order of the stream must not depend on which worker was quicker.
+            # Shards are built concurrently, but the next shard begins only after a complete one: the order of the
+            # stream must not depend on the speed of the workers.
             count = parts_of_shard(store, self.next[0])
             if count is None:
                 break
             if count == self.next[1]:
                 self.next = [self.next[0] + 1, 0]
-            # The part may have been committed since it was looked for.
+            # The part may have been committed in the meantime.
             elif count < self.next[1] or read_record(store, name) is None:
                 raise damaged(store, shard_key(self.next[0]), f"says {count} parts, and there are {self.next[1]}")
-        return self.next != before
+        return self.next != previous
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
+    def _append(self, name: str, record: CommitRecord) -> None:
         self.parts.append(name)
         self.tokens.append(record["tokens"])
         self.documents.append(record["documents"])
         self.text_bytes.append(record["text_bytes"])
         if "place" in record:
-            self.places.append(_place(record))
+            self.places.append(_token_place(record))
         self.sha256.append(_digest(record))
         self.marks = "msk" in record["blobs"]
         self.rows += record["rows"][1] - record["rows"][0]
@@ -123,34 +124,34 @@ class Ledger:
         self.bad += record["bad"]
         self.bad_examples = (self.bad_examples + record["bad_examples"])[:5]
 
-    def fits(self, part: int, record: dict[str, Any]) -> bool:
-        """Returns whether a commit record is the one of which part number `part` was taken in."""
+    def fits(self, part: int, record: CommitRecord) -> bool:
+        """True if the commit record matches part number `part` of the ledger."""
         try:
             counts = [record["tokens"], record["documents"]] == [self.tokens[part], self.documents[part]]
-            places = not self.places or _place(record) == self.places[part]
-            noted = all(isinstance(record["blobs"][kind]["sha256"], str) for kind in ("len", "row"))
-            return counts and places and noted and _digest(record) == self.sha256[part]
+            places = not self.places or _token_place(record) == self.places[part]
+            has_hashes = all(isinstance(record["blobs"][kind]["sha256"], str) for kind in ("len", "row"))
+            return counts and places and has_hashes and _digest(record) == self.sha256[part]
         except (KeyError, TypeError, AttributeError):
             return False
 
     def write(self, store: KvStore) -> None:
-        """Writes the ledger, unless the one in the store is as far: of two builders at once, one may be behind."""
+        """Writes the ledger unless the stored one is at least as far: of two concurrent builders, one may be behind."""
         while True:
-            found, generation = store.read_versioned(LEDGER)
-            if found is not None and self._progress <= Ledger.parsed(store, found)._progress:
+            content, generation = store.read_versioned(LEDGER)
+            if content is not None and self._progress <= Ledger.parsed(store, content)._progress:
                 return
-            # Refused if another builder wrote meanwhile; then its ledger is compared anew.
+            # Refused if another builder wrote in the meantime; then its ledger is compared.
             if store.write_json(LEDGER, self._content(), if_generation=generation):
                 return
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, object]:
         content = asdict(self)
-        # Absent where parts hold their tokens, as nearly all do.
+        # Omitted if the parts hold their own tokens, the usual case.
         return content if self.places else {key: value for key, value in content.items() if key != "places"}
 
     @property
     def begun(self) -> bool:
-        """True once anything was taken in."""
+        """True once any part was added."""
         return self.finished or self.next != [0, 0]
 
     @property
@@ -158,7 +159,7 @@ class Ledger:
         return self.finished, self.next
 
     def copy(self) -> Self:
-        """Returns a ledger that stays as it is while this one advances."""
+        """Returns a copy that stays unchanged while this ledger advances."""
         return type(self)(**asdict(self))
 
     @property
@@ -168,18 +169,18 @@ class Ledger:
 
     @property
     def num_documents(self) -> int:
-        """Documents that end in some part."""
+        """Documents that end in any part."""
         return sum(self.documents)
 
 
-def _place(record: dict[str, Any]) -> list[Any]:
-    """Returns the `TokenPlace` of a commit record."""
+def _token_place(record: CommitRecord) -> list[object]:
+    """Returns the fields of a commit record's `TokenPlace`."""
     return [record["place"][name] for name in TokenPlace._fields]
 
 
-def _digest(record: dict[str, Any]) -> str:
-    """Hashes the token file of a commit record together with its files of masks and features."""
+def _digest(record: CommitRecord) -> str:
+    """Hashes a commit record's token file, combined with its mask and feature files."""
     blobs = record["blobs"]
     tokens = (record["place"] if "place" in record else blobs["bin"])["sha256"]
-    beside = [blobs[kind]["sha256"] for kind in ("msk", "fea") if kind in blobs]
-    return fingerprint([tokens, *beside]) if beside else tokens
+    other_hashes = [blobs[kind]["sha256"] for kind in ("msk", "fea") if kind in blobs]
+    return fingerprint([tokens, *other_hashes]) if other_hashes else tokens

@@ -1,32 +1,31 @@
-"""Loss mask of a cache, kept beside the tokens where a data format has one.
+"""Loss mask of a cache, stored with the tokens if the data format has one.
 
-A mask value has two bits for its token: whether the loss counts it as a target, and whether it ends a document.
+A mask value has two bits per token: one marks loss targets, the other marks the ends of documents.
 
 Shape letters: D documents, T tokens, F bytes of a mask file.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from lm_trainer.data.cache.checksums import Sliceable
 from lm_trainer.data.cache.token_stream import TokenStream
 
 IN_LOSS, DOCUMENT_END = 1, 2
-"""The two bits of a mask value. With a mask, DOCUMENT_END alone ends a document: EOS may also stand inside one."""
+"""The two bits of a mask value. With a mask, only DOCUMENT_END ends a document: EOS may also occur inside one."""
 
 _PER_BYTE = 4
 
 
 def pack_loss_mask(in_loss_T: np.ndarray, lengths_D: np.ndarray) -> bytes:
-    """Encodes the mask file of a part: two bits for each token, the first token in the lowest bits.
+    """Encodes the mask file of a part: two bits per token, the first token in the lowest bits.
 
     Args:
-        in_loss_T: bool [T], the tokens that the loss counts.
-        lengths_D: int [D], tokens of each document, none of which is empty.
+        in_loss_T: bool [T], the tokens counted by the loss.
+        lengths_D: int [D], tokens of each document; none is empty.
     """
-    # Padded to whole bytes; the unused bits of the last byte are 0, so that equal masks are equal files.
+    # Padded to full bytes; the unused bits of the last byte are 0, so equal masks are equal files.
     values = np.zeros(-(-len(in_loss_T) // _PER_BYTE) * _PER_BYTE, np.uint8)
     values[: len(in_loss_T)] = in_loss_T * np.uint8(IN_LOSS)
     values[np.cumsum(lengths_D) - 1] |= DOCUMENT_END
@@ -35,30 +34,32 @@ def pack_loss_mask(in_loss_T: np.ndarray, lengths_D: np.ndarray) -> bytes:
 
 
 def mask_byte_range(start: int, count: int) -> tuple[int, int]:
-    """Returns the bytes [first, last) of a mask file that hold the values of `count` tokens from `start` on."""
+    """Returns the bytes [first, last) of a mask file with the values of `count` tokens starting at `start`."""
     return start // _PER_BYTE, -(-(start + count) // _PER_BYTE)
 
 
-def unpack_loss_mask(content_F: Any, start: int, count: int) -> np.ndarray:
+def unpack_loss_mask(content_F: np.ndarray, start: int, count: int) -> np.ndarray:
     """Decodes the mask values of `count` tokens.
 
     Args:
-        content_F: uint8 [F], the mask file from the byte of token `start` on.
-        start: the number of the first token in the part.
+        content_F: uint8 [F], the mask file starting at the byte of token `start`.
+        start: index of the first token in the part.
         count: T.
 
     Returns:
         uint8 [T], sums of IN_LOSS and DOCUMENT_END.
     """
     shifts = np.arange(0, 8, 2, dtype=np.uint8)
-    # The first token may lie inside a byte, whose lower bits belong to the tokens before.
-    skipped = start % _PER_BYTE
-    used = np.asarray(content_F[: -(-(skipped + count) // _PER_BYTE)], np.uint8)
-    return ((used[:, None] >> shifts) & np.uint8(IN_LOSS | DOCUMENT_END)).reshape(-1)[skipped : skipped + count]
+    # The first token may start inside a byte; the byte's lower bits belong to earlier tokens.
+    first_offset = start % _PER_BYTE
+    used = np.asarray(content_F[: -(-(first_offset + count) // _PER_BYTE)], np.uint8)
+    return ((used[:, None] >> shifts) & np.uint8(IN_LOSS | DOCUMENT_END)).reshape(-1)[
+        first_offset : first_offset + count
+    ]
 
 
 class LossMaskStream(TokenStream):
-    """The mask values of a stream, read at the same places as its tokens."""
+    """The mask values of a stream, at the same positions as its tokens."""
 
     _kind = "msk"
 
@@ -68,12 +69,12 @@ class LossMaskStream(TokenStream):
     def _decode(self, content: bytes, start: int, count: int) -> np.ndarray:
         return unpack_loss_mask(np.frombuffer(content, np.uint8), start, count)
 
-    def _items(self, content_F: np.ndarray) -> Any:
+    def _items(self, content_F: np.ndarray) -> Sliceable:
         return _PackedMask(content_F)
 
 
 class _PackedMask:
-    """A mask file that is sliced as if it held one value for each token."""
+    """A mask file that can be sliced as one value per token."""
 
     def __init__(self, content_F: np.ndarray):
         self._content_F = content_F

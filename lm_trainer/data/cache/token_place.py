@@ -1,41 +1,42 @@
-"""Tokens of a part that stay in a file of the user's, where a cache only indexes them."""
+"""Tokens of a part that stay in a user's file, only indexed by the cache."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.key_values import reason_of
+from lm_trainer.data.cache.checksums import Sliceable
 
 if TYPE_CHECKING:
     import tensorstore as ts
 
 _CACHE_BYTES = 256 << 20
-"""Decoded chunks of compressed arrays that are kept: neighbouring rows lie in the same ones."""
+"""Memory for decoded chunks of compressed arrays: neighbouring rows are in the same chunks."""
 
 
 class TokenPlace(NamedTuple):
-    """Tokens in a file or array, as the commit record of a part has it."""
+    """Location of tokens in a file or array, as in the commit record of a part."""
 
     path: str
     kind: str
-    """`raw`: a file of ids, which is memory-mapped; `zarr3` or `zarr`: an array that TensorStore reads."""
+    """`raw`: a memory-mapped file of ids; `zarr3` or `zarr`: an array read with TensorStore."""
     dtype: str
-    """Type of the ids, as NumPy writes it."""
+    """NumPy dtype name of the ids."""
     header: int
     """Bytes before the first id of the file."""
     first: int
-    """The first id of the part, counted in the file."""
+    """Index in the file of the part's first id."""
 
-    def open(self, count: int) -> Any:
-        """Returns `count` ids as something that can be sliced.
+    def open(self, count: int) -> Sliceable:
+        """Returns `count` ids as a sliceable array.
 
         Raises:
-            MachineError: if the file is not there any more, or was cut short.
+            MachineError: if the file is missing or truncated.
         """
         try:
             if self.kind != "raw":
@@ -43,26 +44,26 @@ class TokenPlace(NamedTuple):
             dtype = np.dtype(self.dtype)
             offset = self.header + self.first * dtype.itemsize
             if Path(self.path).stat().st_size >= offset + count * dtype.itemsize:
-                # A plain array: slices of a memmap object cost ten times as much.
+                # A plain array: slices of a memmap object are ten times as slow.
                 return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))
         except (OSError, ValueError) as error:
             raise MachineError(f"cannot read the tokens in {self.path}: {reason_of(error)}") from None
         raise MachineError(f"{self.path} was cut short since it was indexed; put it back, or build the cache again")
 
     def byte_range(self, start: int, count: int) -> tuple[int, int]:
-        """Returns the bytes [first, last) of `count` ids, counted from the first of the part."""
+        """Returns the bytes [first, last) of `count` ids, counted from the first id of the part."""
         size = np.dtype(self.dtype).itemsize
         return start * size, (start + count) * size
 
-    def bytes_of(self, ids: Any) -> Any:
-        """Returns what `open` returned as something that is sliced by bytes, as far as these are whole ids."""
+    def bytes_of(self, ids: Sliceable) -> Sliceable:
+        """Returns the result of `open` as an array that is sliced by bytes, at multiples of the id size."""
         return ids.view(np.uint8) if isinstance(ids, np.ndarray) else _Bytes(ids, np.dtype(self.dtype).itemsize)
 
 
 class _Slices:
-    """An array of TensorStore whose slices are NumPy arrays, counted from one of its items."""
+    """A TensorStore array, sliced into NumPy arrays and indexed relative to `first`."""
 
-    def __init__(self, array: Any, first: int):
+    def __init__(self, array: ts.TensorStore, first: int):
         self._array, self._first = array, first
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
@@ -73,9 +74,9 @@ class _Slices:
 
 
 class _Bytes:
-    """Bytes of the items of another array."""
+    """The bytes of another array's items."""
 
-    def __init__(self, items: _Slices, itemsize: int):
+    def __init__(self, items: Sliceable, itemsize: int):
         self._items, self._itemsize = items, itemsize
 
     def __getitem__(self, content: slice) -> np.ndarray:
@@ -90,18 +91,18 @@ def _context() -> ts.Context:
     return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
-def _open_array(path: str, kind: str) -> Any:
+def _open_array(path: str, kind: str) -> ts.TensorStore:
     import tensorstore as ts
 
     spec = {"driver": kind, "kvstore": {"driver": "file", "path": f"{path}/"}}
     return ts.open(spec, open=True, read=True, context=_context()).result()
 
 
-def open_array(path: str, kind: str) -> Any:
-    """Opens an array of TensorStore on this machine.
+def open_array(path: str, kind: str) -> ts.TensorStore:
+    """Opens a TensorStore array on this machine.
 
     Raises:
-        MachineError: if there is none.
+        MachineError: if it cannot be read.
     """
     try:
         return _open_array(path, kind)

@@ -1,4 +1,4 @@
-"""Token stream of a cache: all its tokens as one long array, read at any place.
+"""Token stream of a cache: all of its tokens as one long array with random access.
 
 Shape letters: N reads, T tokens of one read.
 """
@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.data.cache.checksums import BlockSums, CheckedItems
+from lm_trainer.data.cache.checksums import BlockSums, CheckedItems, Sliceable
 from lm_trainer.data.cache.documents import need_record, read_lengths, read_rows
 from lm_trainer.data.cache.format import damaged, part_key
 from lm_trainer.data.cache.kvstore import KvStore
@@ -24,25 +24,25 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_place import TokenPlace
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
-"""Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
+"""Each memory-mapped part holds a file descriptor, and a process has a limited number of them."""
 
-_COMPARED_AT_ONCE = 64 << 20
-"""Bytes of blocks in object storage that are fetched together to be compared."""
-_REQUESTS = 32
-"""Commit records in object storage that are asked for at the same time."""
+_FETCH_BYTES = 64 << 20
+"""Bytes of blocks fetched together from object storage for verification."""
+_MAX_REQUESTS = 32
+"""Maximum concurrent requests for commit records in object storage."""
 
 
 Item = TypeVar("Item")
 
 
 class TokenStream:
-    """All documents one after another, each ended by EOS. Safe to read from several threads.
+    """All documents in order, each ended by EOS. Safe to read from several threads.
 
-    What is read was compared with its checksum, which is a part of the fingerprint of the data.
+    All data are verified against their checksums, which are part of the data's fingerprint.
     """
 
     _kind: ClassVar[str] = "bin"
-    """The file of each part that is read."""
+    """The file of each part to read."""
 
     def __init__(self, store: KvStore, ledger: Ledger, dtype: np.dtype):
         self._store, self._dtype = store, dtype
@@ -50,22 +50,22 @@ class TokenStream:
         self._sums: dict[int, BlockSums] = {}
         self._lock = threading.Lock()
         self.loss_mask: TokenStream | None = None
-        """The mask values at the same places, where the data format has a loss mask: see `loss_mask.py`."""
+        """The mask values at the same positions, if the data format has a loss mask: see `loss_mask.py`."""
         self.known_ids: int | None = None
-        """Ids that the model has rows for, where the tokenizer has more: a read that meets another one is refused."""
+        """Number of ids with a model embedding, if the tokenizer has more: reads of any other id are refused."""
         self.extend(ledger)
 
     def extend(self, ledger: Ledger) -> None:
-        """Takes in the parts that were written since, while others read; those that were there keep their places."""
-        # The mask first: whoever finds a token there reads its mask value as well.
+        """Adds newly written parts during concurrent reads; existing parts keep their positions."""
+        # The mask first: a reader of a new token also reads its mask value.
         if self.loss_mask is not None:
             self.loss_mask.extend(ledger)
         counts = self._counts(ledger)
         ends = np.cumsum(counts)
         self._ledger, self._names, self._starts = ledger, ledger.parts, ends - counts
-        # Masks always lie in the cache.
+        # Masks are always in the cache.
         self._places = ledger.places if self._kind == "bin" else []
-        # The last to change: readers know by the ends how far the stream goes, and hold no lock.
+        # Updated last: readers use the ends to find the length of the stream, without a lock.
         self._ends = ends
 
     def _counts(self, ledger: Ledger) -> np.ndarray:
@@ -81,14 +81,14 @@ class TokenStream:
         Args:
             starts_N: int [N], each in [0, len(self)).
             length: T.
-            fill: the value where the stream has ended.
-            out: int32 [N, T], contiguous; a new array, if None.
+            fill: value past the end of the stream.
+            out: int32 [N, T], contiguous; None allocates a new array.
 
         Returns:
             int32 [N, T].
 
         Raises:
-            MachineError: if a part is missing or was cut short.
+            MachineError: if a part is missing or truncated.
         """
         starts_N = np.asarray(starts_N, np.int64)
         tokens_NT = np.empty((len(starts_N), length), np.int32) if out is None else out
@@ -98,20 +98,20 @@ class TokenStream:
         self.copy(starts_N, counts_N, tokens_NT.reshape(-1), np.arange(len(starts_N)) * length)
         return tokens_NT
 
-    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
-        """Copies runs of tokens to places of an array.
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, out_starts_N: np.ndarray) -> None:
+        """Copies runs of tokens into an array.
 
         Args:
             starts_N: int64 [N], the first token of each run, in [0, len(self)).
             counts_N: int64 [N], tokens of each run; none reaches beyond the end.
             out: one-dimensional.
-            places_N: int [N], the index in `out` at which each run begins.
+            out_starts_N: int [N], the index in `out` of each run's first token.
 
         Raises:
-            MachineError: if a part is missing, was cut short or is not as it was written.
-            UserError: for an id that the model has no row for.
+            MachineError: if a part is missing, truncated or damaged.
+            UserError: for an id without a model embedding.
         """
-        pieces = self._pieces(starts_N, counts_N, places_N)
+        pieces = self._pieces(starts_N, counts_N, out_starts_N)
         if self._store.local is None and not self._places:
             self._copy_remote(pieces, out)
         else:
@@ -121,53 +121,57 @@ class TokenStream:
 
     def _copy_local(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         parts = {part for _, part, _, _ in pieces}
-        # Each part is looked up once, not once a piece. Beyond the limit of open files the maps cannot all be held, and
-        # each piece asks for its own.
+        # One lookup per part instead of one per piece. Beyond the limit of open files the maps cannot all be held, so
+        # each piece looks up its own.
         few = len(parts) <= MAX_OPEN_PARTS
         map_of = {part: self._map(part).fastest() for part in parts}.__getitem__ if few else self._map
-        for place, part, offset, count in pieces:
-            out[place : place + count] = map_of(part)[offset : offset + count]
+        for position, part, offset, count in pieces:
+            out[position : position + count] = map_of(part)[offset : offset + count]
 
     def _check_ids(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray, known_ids: int) -> None:
-        for place, part, offset, count in pieces:
-            unknown = np.flatnonzero(out[place : place + count] >= known_ids)
+        for position, part, offset, count in pieces:
+            unknown = np.flatnonzero(out[position : position + count] >= known_ids)
             if not len(unknown):
                 continue
             pieces_P = np.cumsum(read_lengths(self._store, self._ledger, part))
             index = int(np.searchsorted(pieces_P, offset + int(unknown[0]), side="right"))
             row, shard = read_rows(self._store, self._ledger, part)[index], self._names[part].partition("-")[0]
             raise UserError(
-                f"{self._store.url}: row {row} of shard {int(shard)} has the token {out[place + int(unknown[0])]}, but "
-                f"the model knows 0 to {known_ids - 1}; leave the row out, or take the text of that token out of it"
+                f"{self._store.url}: row {row} of shard {int(shard)} has the token {out[position + int(unknown[0])]}, "
+                f"but the model knows 0 to {known_ids - 1}; leave the row out, or take the text of that token out of it"
             )
 
     def tail(self, start: int) -> np.ndarray:
-        """Reads all tokens from `start` on: int32."""
+        """Reads all tokens from `start` to the end: int32."""
         tokens = np.empty(len(self) - start, np.int32)
         if len(tokens):
             self.copy(np.array([start]), np.array([len(tokens)]), tokens, np.array([0]))
         return tokens
 
     def _pieces(
-        self, starts_N: np.ndarray, counts_N: np.ndarray, places_N: np.ndarray
+        self, starts_N: np.ndarray, counts_N: np.ndarray, out_starts_N: np.ndarray
     ) -> list[tuple[int, int, int, int]]:
-        """Returns (place, part, offset in the part, count) for each run; a run that crosses parts has several."""
-        # Nearly all runs lie in one part, so that is computed for all at once; the loop is for the rest.
+        """Returns (position, part, offset in the part, count) for each run; a run that crosses parts has several."""
+        # Nearly all runs are within one part, so this case is vectorised; the loop handles the others.
         parts_N = np.searchsorted(self._ends, starts_N, side="right")
         offsets_N = starts_N - self._starts[parts_N]
-        rests_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
-        firsts_N = counts_N - rests_N
-        pieces = list(zip(places_N.tolist(), parts_N.tolist(), offsets_N.tolist(), firsts_N.tolist(), strict=True))
-        for run in np.flatnonzero(rests_N).tolist():
-            place, part, rest = int(places_N[run] + firsts_N[run]), int(parts_N[run]) + 1, int(rests_N[run])
-            while rest:
-                count = min(rest, int(self._ends[part] - self._starts[part]))
-                pieces.append((place, part, 0, count))
-                place, part, rest = place + count, part + 1, rest - count
+        remaining_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
+        firsts_N = counts_N - remaining_N
+        pieces = list(zip(out_starts_N.tolist(), parts_N.tolist(), offsets_N.tolist(), firsts_N.tolist(), strict=True))
+        for run in np.flatnonzero(remaining_N).tolist():
+            position, part, remaining = (
+                int(out_starts_N[run] + firsts_N[run]),
+                int(parts_N[run]) + 1,
+                int(remaining_N[run]),
+            )
+            while remaining:
+                count = min(remaining, int(self._ends[part] - self._starts[part]))
+                pieces.append((position, part, 0, count))
+                position, part, remaining = position + count, part + 1, remaining - count
         return pieces
 
     def _byte_range(self, start: int, count: int) -> tuple[int, int]:
-        """Returns the bytes [first, last) of a part's file that hold `count` tokens from `start` on."""
+        """Returns the bytes [first, last) of a part's file with `count` tokens starting at `start`."""
         size = self._dtype.itemsize
         return start * size, (start + count) * size
 
@@ -176,17 +180,17 @@ class TokenStream:
         del start, count
         return np.frombuffer(content, self._dtype)
 
-    def _items(self, content_F: np.ndarray) -> Any:
-        """Returns the bytes of a file as something that is sliced as one item for each token."""
+    def _items(self, content_F: np.ndarray) -> Sliceable:
+        """Views the bytes of a file as an array with one item per token."""
         return content_F.view(self._dtype)
 
-    def _sums_of(self, part: int) -> BlockSums:
-        """Returns the checksums of a part, which stay in memory: each block is compared once."""
+    def _block_sums(self, part: int) -> BlockSums:
+        """Returns the checksums of a part, which stay in memory so each block is verified once."""
         if part not in self._sums:
             record, name = need_record(self._store, self._ledger, part), self._names[part]
-            noted = record["place"] if self._places else record["blobs"][self._kind]
+            recorded = record["place"] if self._places else record["blobs"][self._kind]
             try:
-                self._sums[part] = BlockSums(noted, self._bytes_of(part))
+                self._sums[part] = BlockSums(recorded, self._bytes_of(part))
             except (ValueError, KeyError, TypeError):
                 raise damaged(self._store, part_key(name, "json")) from None
         return self._sums[part]
@@ -198,7 +202,7 @@ class TokenStream:
         return self._byte_range(0, count)[1]
 
     def _damaged(self, part: int, first: int) -> MachineError:
-        """Returns the error for a block of a part that begins at byte `first`."""
+        """Returns the error for a damaged block of a part that begins at byte `first`."""
         if self._places:
             path = TokenPlace(*self._places[part]).path
             return MachineError(
@@ -209,7 +213,7 @@ class TokenStream:
         return damaged(self._store, part_key(self._names[part], self._kind), problem)
 
     def _map(self, part: int) -> CheckedItems:
-        """Returns the memory map of a part, opened if need be; the one used longest ago is closed beyond the limit."""
+        """Returns the memory map of a part, opened on demand; beyond the limit, closes the least recently used one."""
         with self._lock:
             if part in self._maps:
                 self._maps.move_to_end(part)
@@ -220,11 +224,11 @@ class TokenStream:
             return tokens
 
     def _open(self, part: int) -> CheckedItems:
-        sums, failed = self._sums_of(part), partial(self._damaged, part)
+        sums, failed = self._block_sums(part), partial(self._damaged, part)
         if self._places:
-            place, count = TokenPlace(*self._places[part]), int(self._ends[part] - self._starts[part])
-            items = place.open(count)
-            return CheckedItems(items, place.bytes_of(items), place.byte_range, sums, failed)
+            position, count = TokenPlace(*self._places[part]), int(self._ends[part] - self._starts[part])
+            items = position.open(count)
+            return CheckedItems(items, position.bytes_of(items), position.byte_range, sums, failed)
         content_F = self._map_file(part)
         return CheckedItems(self._items(content_F), content_F, self._byte_range, sums, failed)
 
@@ -236,7 +240,7 @@ class TokenStream:
         try:
             size = path.stat().st_size
             if size == written:
-                # A plain array: slices of a memmap object cost ten times as much. An empty file cannot be mapped.
+                # A plain array: slices of a memmap object are ten times as slow. An empty file cannot be mapped.
                 return np.asarray(np.memmap(path, np.uint8, "r")) if written else np.zeros(0, np.uint8)
         except OSError as error:
             raise MachineError(
@@ -248,21 +252,22 @@ class TokenStream:
 
     def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         if unknown := {part for _, part, _, _ in pieces} - self._sums.keys():
-            with ThreadPoolExecutor(_REQUESTS) as pool:
-                list(pool.map(self._sums_of, sorted(unknown)))
-        # Each fetch is compared: what came whole once may come damaged the next time.
+            with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
+                list(pool.map(self._block_sums, sorted(unknown)))
+        # Every fetch is verified: intact data may arrive damaged the next time.
         for group in _groups(pieces, lambda piece: self._block_bytes(piece[1], *self._byte_range(*piece[2:]))):
             ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in group]
-            for (place, _, offset, count), content in zip(group, self._fetch_compared(ranges), strict=True):
-                out[place : place + count] = self._decode(content, offset, count)
+            for (position, _, offset, count), content in zip(group, self._fetch_compared(ranges), strict=True):
+                out[position : position + count] = self._decode(content, offset, count)
 
     def _block_bytes(self, part: int, first: int, last: int) -> int:
         blocks = self._sums[part].blocks(first, last)
         return self._sums[part].bytes_of(blocks[-1])[1] - self._sums[part].bytes_of(blocks[0])[0] if blocks else 0
 
     def _fetch_compared(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
-        """Fetches the bytes of each (part, first byte, last byte), out of blocks that were compared."""
-        # Of an earlier version's part all would have to be fetched each time: it is compared once.
+        """Fetches the bytes of each (part, first byte, last byte) from verified blocks."""
+        # A part of an earlier version has a single checksum, so verifying each fetch would need the full file: it is
+        # verified once.
         blocks: dict[tuple[int, int], tuple[int, int]] = {}
         for part, first, last in ranges:
             sums = self._sums[part]
@@ -281,7 +286,7 @@ class TokenStream:
         return b"".join(contents[part, block] for block in blocks)[first - begin : last - begin]
 
     def _fetch_blocks(self, blocks: Mapping[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], bytes]:
-        """Fetches blocks by part and number, given their bytes; one that differs is asked for once more."""
+        """Fetches blocks by part and number, given their bytes; a damaged block is fetched a second time."""
         contents: dict[tuple[int, int], bytes] = {}
         for _ in range(2):
             missing = [block for block in blocks if block not in contents]
@@ -307,11 +312,11 @@ class TokenStream:
 
 
 def _groups(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yields items in lists of about so many bytes as may be in memory at a time."""
+    """Groups items so each list has at most about `_FETCH_BYTES` bytes."""
     group: list[Item] = []
     size = 0
     for item in items:
-        if group and size + size_of(item) > _COMPARED_AT_ONCE:
+        if group and size + size_of(item) > _FETCH_BYTES:
             yield group
             group, size = [], 0
         group.append(item)

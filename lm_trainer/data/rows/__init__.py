@@ -1,1 +1,1 @@
-"""Rows of a batch from cached tokens: chunks, packing, and the order in which rows come."""
+"""Rows of a batch, built from cached tokens: chunks, packing, and the order of rows."""

@@ -1,4 +1,4 @@
-"""Rows of what a model hears and writes: each is one document, with its features beside its tokens.
+"""Rows of recordings with their text: each row is one document, with its features and its tokens.
 
 Shape letters: B rows, S positions, T = S + 1, D documents, F frames, M mel channels.
 """
@@ -24,7 +24,7 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 
 
 class Features(Protocol):
-    """Features by the numbers of their documents."""
+    """Features by document number."""
 
     def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Returns float32 [N, F, M]."""
@@ -32,45 +32,45 @@ class Features(Protocol):
 
 
 def open_features(cache: OpenCache, format: AudioFormat) -> Features:
-    """The features of a finished cache: those in it, or made from the recordings of its sources."""
+    """The features of a finished cache: stored ones, or computed from the recordings of its sources."""
     if format.keeps_features:
         return FeatureStream(cache.store, cache.ledger, format.features_shape)
-    return _MadeAnew(cache, format)
+    return _ComputedFeatures(cache, format)
 
 
 @dataclass(frozen=True)
-class _MadeAnew:
+class _ComputedFeatures:
     cache: OpenCache
     format: AudioFormat
 
     def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
-        """Returns float32 [N, F, M]; raises `UserError` for a recording that cannot be read any more."""
+        """Returns float32 [N, F, M]; raises `UserError` for a recording that is no longer readable."""
         return np.stack([self._of_document(int(document)) for document in documents_N])
 
     def _of_document(self, document: int) -> np.ndarray:
-        where, row = row_of(self.cache, document)
+        location, row = row_of(self.cache, document)
         if row is None or isinstance(row, BadRow):
-            raise UserError(f"{where}: the recording was there when it was tokenised, and is no more")
+            raise UserError(f"{location}: the recording was there when it was tokenised, and is no more")
         try:
             return self.format.hear(row)
         except UnusableRow as error:
-            raise UserError(f"{where}: {error}") from None
+            raise UserError(f"{location}: {error}") from None
 
 
 def row_of(cache: OpenCache, document: int) -> tuple[str, Row | BadRow | None]:
-    """The place and the row of the source that a document was made of."""
+    """Returns the location and the source row of a document."""
     ledger = cache.ledger
     ends = np.cumsum(ledger.documents)
     part = int(np.searchsorted(ends, document, side="right"))
     row = int(read_rows(cache.store, ledger, part)[document - (int(ends[part - 1]) if part else 0)])
     shard: Shard = cache.shards[int(ledger.parts[part].partition("-")[0])]
-    found = next(iter(shard.rows(row)), None)
-    return (found.where if found is not None else f"row {row}"), found
+    source_row = next(iter(shard.rows(row)), None)
+    return (source_row.where if source_row is not None else f"row {row}"), source_row
 
 
 @dataclass(frozen=True)
 class AudioRows:
-    """Documents as rows, without those whose texts are longer than a row."""
+    """Documents as rows, except documents with texts longer than a row."""
 
     cache: OpenCache
     features: Features
@@ -79,7 +79,7 @@ class AudioRows:
     starts_D: np.ndarray
     """int64: the first token of each document in the stream."""
     lengths_D: np.ndarray
-    """int64: its tokens, with the end."""
+    """int64: the tokens of each document, including its end."""
     seq_len: int
     eos_id: int
     features_shape: tuple[int, int]
@@ -92,23 +92,23 @@ class AudioRows:
         return self.read_padded(rows_B)
 
     def read_padded(self, rows_B: np.ndarray) -> Batch:
-        """Reads some rows; one beyond the last is padding, of weight 0, segment -1 and features of zeros."""
-        there = np.flatnonzero(rows_B < self.num_rows)
-        documents_N = self.documents_R[rows_B[there]]
+        """Reads some rows; rows past the end are padding, with weight 0, segment -1 and features of zeros."""
+        valid = np.flatnonzero(rows_B < self.num_rows)
+        documents_N = self.documents_R[rows_B[valid]]
         lengths_N = self.lengths_D[documents_N]
         stream, width = self.cache.stream, self.seq_len + 1
         tokens_BT = np.full((len(rows_B), width), self.eos_id, np.int32)
         mask_BT = np.zeros_like(tokens_BT)
-        places_N = there * width
-        stream.copy(self.starts_D[documents_N], lengths_N, tokens_BT.reshape(-1), places_N)
+        out_starts_N = valid * width
+        stream.copy(self.starts_D[documents_N], lengths_N, tokens_BT.reshape(-1), out_starts_N)
         assert stream.loss_mask is not None
-        stream.loss_mask.copy(self.starts_D[documents_N], lengths_N, mask_BT.reshape(-1), places_N)
+        stream.loss_mask.copy(self.starts_D[documents_N], lengths_N, mask_BT.reshape(-1), out_starts_N)
         available_B = np.zeros(len(rows_B), np.int64)
-        available_B[there] = lengths_N
+        available_B[valid] = lengths_N
         batch = make_batch(tokens_BT, available_B, self.eos_id, mask_BT)
         features_BFM = np.zeros((len(rows_B), *self.features_shape), np.float32)
-        if len(there):
-            features_BFM[there] = self.features.of_documents(documents_N)
+        if len(valid):
+            features_BFM[valid] = self.features.of_documents(documents_N)
         return batch._replace(features=features_BFM)
 
     def spans(self, row: int) -> list[tuple[int, int]]:
@@ -127,29 +127,29 @@ class AudioRows:
 def open_audio_rows(
     title: str, cache: OpenCache, format: AudioFormat, *, seq_len: int, eos_id: int, max_bad: float | None
 ) -> AudioRows:
-    """The rows of a finished cache.
+    """Opens the rows of a finished cache.
 
     Args:
         title: of the set, for messages.
         cache: finished.
-        format: by which it was built.
-        seq_len: inputs of a row: a text of so many tokens, its prompt included, fits.
+        format: of the cache.
+        seq_len: inputs of a row: the maximum tokens of a text, including its prompt.
         eos_id: fills up rows.
-        max_bad: the share of texts that may be too long, and are left out; None: none may.
+        max_bad: maximum share of texts left out for being too long; None allows none.
 
     Raises:
         UserError: for texts that are too long, naming the first.
     """
     lengths_D = document_lengths(cache.store, cache.ledger)
-    # The last token is a target alone.
+    # The last token is only a target.
     long_D = np.flatnonzero(lengths_D - 1 > seq_len)
     if len(long_D) and (max_bad is None or len(long_D) > max_bad * len(lengths_D)):
-        where, tokens = row_of(cache, int(long_D[0]))[0], int(lengths_D[long_D[0]]) - 1
+        location, tokens = row_of(cache, int(long_D[0]))[0], int(lengths_D[long_D[0]]) - 1
         allowed = "" if max_bad is None else f", more than data.max_bad_rows ({max_bad:g}) allows"
         raise UserError(
             f"{title}: {len(long_D)} of {len(lengths_D)} texts are longer than model.seq_len ({seq_len}){allowed}; the "
-            f"first is {where} with {tokens} tokens. Shorten them, raise model.seq_len, or set data.on_bad_row: skip "
-            "to leave them out"
+            f"first is {location} with {tokens} tokens. Shorten them, raise model.seq_len, or set data.on_bad_row: "
+            "skip to leave them out"
         )
     documents_R = np.flatnonzero(lengths_D - 1 <= seq_len)
     starts_D = np.cumsum(lengths_D) - lengths_D
@@ -158,14 +158,14 @@ def open_audio_rows(
 
 
 @dataclass(frozen=True)
-class Masks:
-    """Masks over the features of rows of training."""
+class FeatureMasks:
+    """SpecAugment masks over the features of training rows."""
 
     settings: SpecAugment
     seed: int
 
     def __call__(self, batch: Batch, positions_B: np.ndarray) -> Batch:
-        """Masks the features of rows that stand at some positions of the run."""
+        """Masks the features of rows, given their positions in the run."""
         assert isinstance(batch.features, np.ndarray)
         return batch._replace(features=self.settings.apply(batch.features, self.seed, positions_B))
 
@@ -174,35 +174,35 @@ class Masks:
 class HeardSet(EvalSet):
     """All rows of a held-out set with their features, in order."""
 
-    heard: AudioRows | None = None
+    audio_rows: AudioRows | None = None
 
     @property
     def has_features(self) -> bool:
-        """As of `EvalSet`."""
+        """See `EvalSet`."""
         return True
 
     @property
     def num_rows(self) -> int:
-        assert self.heard is not None
-        return self.heard.num_rows
+        assert self.audio_rows is not None
+        return self.audio_rows.num_rows
 
     def places_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """As of `EvalSet`."""
-        assert self.heard is not None
+        """See `EvalSet`."""
+        assert self.audio_rows is not None
         starts_B = np.full(len(rows_B), len(self.stream), np.int64)
-        there = rows_B < self.heard.num_rows
-        starts_B[there] = self.heard.starts_D[self.heard.documents_R[rows_B[there]]]
+        valid = rows_B < self.audio_rows.num_rows
+        starts_B[valid] = self.audio_rows.starts_D[self.audio_rows.documents_R[rows_B[valid]]]
         return starts_B[:, None] + np.arange(self.seq_len)
 
     def num_cut(self, ends_D: np.ndarray) -> int:
-        """As of `EvalSet`."""
+        """See `EvalSet`."""
         del ends_D
         return 0
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """As of `EvalSet`; padding has features of zeros."""
-        assert self.heard is not None
+        """See `EvalSet`; padding has features of zeros."""
+        assert self.audio_rows is not None
         check_rows(batch_size, rows)
         count = self.num_batches(batch_size)
         for index in range(count if max_batches is None else min(count, max_batches)):
-            yield self.heard.read_padded(index * batch_size + np.asarray(rows, np.int64))
+            yield self.audio_rows.read_padded(index * batch_size + np.asarray(rows, np.int64))

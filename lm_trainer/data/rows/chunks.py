@@ -1,10 +1,10 @@
-"""Chunks: the token stream cut into rows of equal length. Chunk i of length S is the tokens [iS, (i+1)S).
+"""Chunks: the token stream split into rows of equal length. Chunk i of length S is the tokens [iS, (i+1)S).
 
-No token is cropped and no position is padded, but for the tokens after the last whole chunk, fewer than S in all. The
-price is that documents are cut: where one goes on in the next row, the model does not see its tokens before the cut. On
-the embedded corpus with its own tokenizer and rows of 2,048, that is so for 67 % of the documents; `lmt data stats`
-prints the share for any data. Within a row, attention and positions begin anew with each document. `packing.py` cuts
-fewer documents and pads instead.
+No token is cropped and no position is padded, except for fewer than S tokens after the last full chunk. In return,
+documents are split: when one continues in the next row, the model does not see its tokens before the split. On the
+embedded corpus with its own tokenizer and rows of 2,048, this affects 67 % of the documents; `lmt data stats` prints
+the share for any data. Within a row, attention and positions restart with each document. `packing.py` splits fewer
+documents and pads instead.
 
 Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces of one.
 """
@@ -25,18 +25,18 @@ PADDING_SEGMENT = -1
 
 @dataclass(frozen=True)
 class Chunks:
-    """The whole chunks of a stream, as rows to train on."""
+    """The full chunks of a stream, as rows to train on."""
 
     stream: TokenStream
     seq_len: int
     eos_id: int
     stride: int | None = None
-    """Tokens from the beginning of a chunk to that of the next; None: `seq_len`."""
+    """Tokens between the beginnings of consecutive chunks; None means `seq_len`."""
     first_token: int = 0
-    """The token with which chunk 0 begins."""
+    """The first token of chunk 0."""
 
     def starts(self, rows_B: np.ndarray) -> np.ndarray:
-        """The token with which each chunk begins, int64 [B]."""
+        """The first token of each chunk, int64 [B]."""
         return self.first_token + np.asarray(rows_B, np.int64) * (self.stride or self.seq_len)
 
     @property
@@ -54,42 +54,42 @@ class Chunks:
 
 
 def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
-    """Reads one batch from the chunks of several streams that have the same S and the same EOS.
+    """Reads one batch from the chunks of several streams with the same S and EOS.
 
-    A chunk beyond the end of its stream is all padding.
+    A chunk past the end of its stream is all padding.
 
     Args:
-        parts: (rows of the batch, chunks, numbers of the chunks that stand in those rows) for each stream.
+        parts: (rows of the batch, chunks, chunk numbers of these rows) for each stream.
     """
     seq_len, eos_id = parts[0][1].seq_len, parts[0][1].eos_id
-    rows = sum(len(here) for here, _, _ in parts)
-    # One block for everything: a block of this size is taken from the allocator and given back without its pages being
-    # touched anew each time, which would cost several times what filling it does.
+    rows = sum(len(indices) for indices, _, _ in parts)
+    # A single block for all arrays: the allocator reuses a block of this size without new page faults, which would cost
+    # several times as much as filling the block.
     block = np.empty(rows * (4 * seq_len + 1), np.int32)
     tokens_BT = block[3 * rows * seq_len :].reshape(rows, seq_len + 1)
     masked = any(chunks.stream.loss_mask is not None for _, chunks, _ in parts)
     mask_BT = np.empty_like(tokens_BT) if masked else None
     available_B = np.empty(rows, np.int64)
-    for here, chunks, numbers in parts:
+    for indices, chunks, numbers in parts:
         stream, starts_N = chunks.stream, chunks.starts(numbers)
-        available_B[here] = np.maximum(len(stream) - starts_N, 0)
-        _read_runs(stream, starts_N, tokens_BT, here, fill=eos_id)
+        available_B[indices] = np.maximum(len(stream) - starts_N, 0)
+        _read_runs(stream, starts_N, tokens_BT, indices, fill=eos_id)
         if mask_BT is not None and stream.loss_mask is not None:
-            _read_runs(stream.loss_mask, starts_N, mask_BT, here, fill=0)
+            _read_runs(stream.loss_mask, starts_N, mask_BT, indices, fill=0)
         elif mask_BT is not None:
-            # A stream without a mask beside one that has a mask: every token counts, and EOS alone ends documents.
-            mask_BT[here] = np.where(tokens_BT[here] == eos_id, IN_LOSS | DOCUMENT_END, IN_LOSS)
-    rest = block[: 3 * rows * seq_len].reshape(3, rows, seq_len)
-    return make_batch(tokens_BT, available_B, eos_id, mask_BT, out=rest)
+            # A stream without a mask, mixed with a masked one: every token counts, and only EOS ends documents.
+            mask_BT[indices] = np.where(tokens_BT[indices] == eos_id, IN_LOSS | DOCUMENT_END, IN_LOSS)
+    outputs = block[: 3 * rows * seq_len].reshape(3, rows, seq_len)
+    return make_batch(tokens_BT, available_B, eos_id, mask_BT, out=outputs)
 
 
 def _read_runs(stream: TokenStream, starts_N: np.ndarray, out_BT: np.ndarray, rows_N: np.ndarray, fill: int) -> None:
-    """Reads runs of T tokens into rows; they may begin and end beyond the end of the stream."""
+    """Reads runs of T tokens into rows; they may begin and end past the end of the stream."""
     length = out_BT.shape[1]
     counts_N = np.clip(len(stream) - starts_N, 0, length)
     out_BT[rows_N[counts_N < length]] = fill
-    there = np.flatnonzero(counts_N)
-    stream.copy(starts_N[there], counts_N[there], out_BT.reshape(-1), rows_N[there] * length)
+    nonempty = np.flatnonzero(counts_N)
+    stream.copy(starts_N[nonempty], counts_N[nonempty], out_BT.reshape(-1), rows_N[nonempty] * length)
 
 
 def make_batch(
@@ -101,13 +101,13 @@ def make_batch(
 ) -> Batch:
     """Splits rows of S + 1 tokens into inputs and targets, and numbers their documents and positions.
 
-    An EOS belongs to the document that it ends; predicting the first token of the next document from it has no weight.
+    An EOS belongs to the document it ends; predicting the next document's first token from it has no weight.
 
     Args:
         tokens_BT: int32 [B, T].
-        available_B: int [B], real tokens of each row; the rest is padding.
-        eos_id: ends every document, unless `mask_BT` says where documents end.
-        mask_BT: int [B, T], sums of IN_LOSS and DOCUMENT_END; a target has weight only where the mask has IN_LOSS.
+        available_B: int [B], real tokens of each row; the remainder is padding.
+        eos_id: ends every document, unless `mask_BT` marks the ends of documents.
+        mask_BT: int [B, T], sums of IN_LOSS and DOCUMENT_END; a target has weight only if its mask has IN_LOSS.
         out: int32 [3, B, S], becomes weights (as float32), positions and segments.
     """
     rows, seq_len = tokens_BT.shape[0], tokens_BT.shape[1] - 1
@@ -117,13 +117,13 @@ def make_batch(
     ends_BT = tokens_BT == eos_id
     if mask_BT is not None:
         ends_BT = (mask_BT & DOCUMENT_END) != 0
-        # Shifted by one: the mask is of the token that is predicted, not of the one that predicts.
+        # Shifted by one: the mask refers to the predicted token, not to the input.
         weights_BS *= (mask_BT[:, 1:] & IN_LOSS) != 0
     end_rows_N, columns_N = np.divmod(np.flatnonzero(ends_BT), seq_len + 1)
-    # An end in the last column is a target alone; its next token is in the next row.
+    # An end in the last column is only a target; its next token is in the next row.
     ends_N = (end_rows_N * seq_len + columns_N)[columns_N < seq_len]
     weights_BS.reshape(-1)[ends_N] = 0
-    # An end in the last input column makes the next row's first position a start, which it is anyway.
+    # An end in the last input column marks the next row's first position, which always starts a document.
     fill_positions_and_segments(ends_N + 1, positions_BS, segments_BS)
     short = np.flatnonzero(available_B < tokens_BT.shape[1])
     if len(short):
@@ -135,20 +135,21 @@ def make_batch(
 
 
 def fill_positions_and_segments(starts_N: np.ndarray, positions_BS: np.ndarray, segments_BS: np.ndarray) -> None:
-    """Fills in the positions and segments of rows in which documents begin at some places.
+    """Fills in the positions and segments of rows, given the beginnings of documents.
 
     Args:
-        starts_N: int [N], flat indices into [B, S] where a document begins, rising; a row's first need not be named.
-        positions_BS: int32, becomes the place in the document, from 0.
+        starts_N: int [N], flat indices into [B, S] of the first tokens of documents, increasing; the first position of
+            a row may be omitted.
+        positions_BS: int32, becomes the position in the document, from 0.
         segments_BS: int32, becomes the number of the document in the row, from 0.
     """
     size, seq_len = positions_BS.size, positions_BS.shape[1]
     firsts_B = np.arange(0, size, seq_len)
     starts_M = np.union1d(firsts_B, starts_N[starts_N < size])
     lengths_M = np.diff(starts_M, append=size)
-    # Number of the document among all, less that of the first document of its row.
+    # Global document number minus the number of its row's first document.
     numbers_M = np.arange(len(starts_M)) - np.searchsorted(starts_M, firsts_B)[starts_M // seq_len]
-    # A run at a time: several times as fast as cumulative sums over every token.
+    # One run at a time: several times as fast as cumulative sums over every token.
     positions_BS[:] = np.arange(seq_len, dtype=np.int32)
     positions = positions_BS.reshape(-1)
     np.subtract(positions, np.repeat((starts_M % seq_len).astype(np.int32), lengths_M), out=positions)

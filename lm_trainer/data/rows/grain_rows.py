@@ -1,4 +1,4 @@
-"""Rows that a pipeline of Grain makes, as rows of a run.
+"""Rows produced by a Grain pipeline, as rows of a run.
 
 Shape letters: B rows, S positions, T = S + 1.
 """
@@ -20,17 +20,17 @@ from lm_trainer.data.rows.chunks import make_batch
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline, length_of
 
 _SNAPSHOTS = 64
-"""States of an iterator that are kept: more than there are batches read ahead."""
+"""Retained states of an iterator: more than the number of batches read ahead."""
 
 
 class GrainRows:
-    """The rows of a pipeline; picklable, made anew where it arrives.
+    """The rows of a pipeline; picklable, recreated when unpickled.
 
     Args:
         source: with `elements: rows`.
         seq_len: S.
         vocab_size: above all ids.
-        eos_id: ends documents in rows that are tokens alone.
+        eos_id: ends documents in rows with tokens only.
     """
 
     def __init__(self, source: GrainPipeline, seq_len: int, vocab_size: int, eos_id: int):
@@ -44,7 +44,7 @@ class GrainRows:
         self._sequence = None if self._random else _Sequence(self._dataset, source.factory)
         self._check(0, self._get([0])[0])
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[GrainRows], tuple[GrainPipeline, int, int, int]]:
         return type(self), (self.source, self.seq_len, self._vocab_size, self._eos_id)
 
     @property
@@ -54,7 +54,7 @@ class GrainRows:
 
     @property
     def note(self) -> str:
-        """A line about determinism, seeks and other numbers of processes."""
+        """A note on determinism, seeks and other numbers of processes."""
         if self._random:
             count = "without end" if self.num_rows == sys.maxsize else f"{self.num_rows:,}"
             return (
@@ -71,7 +71,7 @@ class GrainRows:
         """Reads rows.
 
         Raises:
-            UserError: if an element is no row, or the pipeline ends before.
+            UserError: if an element is not a valid row, or the pipeline ends early.
         """
         numbers = [int(row) for row in rows_B]
         rows = [self._check(number, element) for number, element in zip(numbers, self._get(numbers), strict=True)]
@@ -89,64 +89,66 @@ class GrainRows:
         return np.zeros(0, np.int64)
 
     def state_before(self, row: int) -> dict[str, Any] | None:
-        """Returns a state from which this row comes next or soon; None where none is needed."""
+        """Returns a state shortly before this row; None if no state is needed."""
         return None if self._sequence is None else self._sequence.state_before(row)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state.
+        """Restores a pipeline state.
 
         Raises:
-            UserError: where the pipeline does not take it.
+            UserError: if the pipeline rejects it.
         """
         if self._sequence is not None:
             self._sequence.restore(state)
 
-    def _get(self, numbers: Sequence[int]) -> list[Any]:
+    def _get(self, numbers: Sequence[int]) -> list[object]:
         if self._sequence is not None:
             return self._sequence.get(numbers)
-        found = []
+        elements = []
         for number in numbers:
             try:
-                found.append(self._dataset[number])
-            except Exception as error:  # whatever a pipeline of the user's raises
-                where = f"{self.source.factory}[{number}]"
-                raise UserError(f"{where} failed: {type(error).__name__}: {error}") from error
-        return found
+                elements.append(self._dataset[number])
+            except Exception as error:  # user code may raise anything
+                label = f"{self.source.factory}[{number}]"
+                raise UserError(f"{label} failed: {type(error).__name__}: {error}") from error
+        return elements
 
-    def _check(self, number: int, element: Any) -> dict[str, np.ndarray]:
-        """Returns the fields of an element, as arrays of their types."""
-        where = f"{self.source.factory}[{number}]"
+    def _check(self, number: int, element: object) -> dict[str, np.ndarray]:
+        """Returns the fields of an element, converted to their dtypes."""
+        label = f"{self.source.factory}[{number}]"
         if isinstance(element, Batch):
             element = {name: value for name, value in element._asdict().items() if value is not None}
         if not isinstance(element, Mapping) or "tokens" not in element:
-            found = ", ".join(map(str, element)) if isinstance(element, Mapping) else type(element).__name__
-            raise UserError(f"{where} is no row: expected an object with tokens and targets, found {found}")
+            actual = ", ".join(map(str, element)) if isinstance(element, Mapping) else type(element).__name__
+            raise UserError(f"{label} is no row: expected an object with tokens and targets, found {actual}")
         if unknown := [str(name) for name in element if name not in _TYPES]:
-            raise UserError(f"{where} has a field {unknown[0]}; a row has {', '.join(_TYPES)}")
-        alone = set(element) == {"tokens"}
-        if not alone and "targets" not in element:
-            raise UserError(f"{where} has no targets; give them, or tokens alone, {self.seq_len + 1} of them")
+            raise UserError(f"{label} has a field {unknown[0]}; a row has {', '.join(_TYPES)}")
+        tokens_only = set(element) == {"tokens"}
+        if not tokens_only and "targets" not in element:
+            raise UserError(f"{label} has no targets; give them, or tokens alone, {self.seq_len + 1} of them")
         row = {str(name): np.asarray(value) for name, value in element.items()}
-        wanted = (self.seq_len + alone,)
+        expected = (self.seq_len + tokens_only,)
         for name, value in row.items():
-            if value.shape != wanted or value.dtype.kind not in ("fiub" if name == "weights" else "iu"):
+            if value.shape != expected or value.dtype.kind not in ("fiub" if name == "weights" else "iu"):
                 raise UserError(
-                    f"{where}: {name} has shape {value.shape} and type {value.dtype.name}; expected {wanted} of "
+                    f"{label}: {name} has shape {value.shape} and type {value.dtype.name}; expected {expected} of "
                     f"{_TYPES[name].__name__}, by model.seq_len"
                 )
         for name in ("tokens", "targets"):
             ids = row.get(name)
             if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size):
-                at = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
-                raise UserError(f"{where}: {name}[{at}] is {ids[at]}, but data.tokenizer has {self._vocab_size} tokens")
+                index = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+                raise UserError(
+                    f"{label}: {name}[{index}] is {ids[index]}, but data.tokenizer has {self._vocab_size} tokens"
+                )
         return {name: value.astype(_TYPES[name]) for name, value in row.items()}
 
     def _field(self, row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         if name in row:
             return row[name]
         if "targets" not in row:
-            whole = make_batch(row["tokens"][None], np.array([self.seq_len + 1]), self._eos_id)
-            return np.asarray(getattr(whole, name))[0]
+            batch = make_batch(row["tokens"][None], np.array([self.seq_len + 1]), self._eos_id)
+            return np.asarray(getattr(batch, name))[0]
         return _DEFAULTS[name](self.seq_len)
 
 
@@ -165,44 +167,44 @@ _DEFAULTS: dict[str, Callable[[int], np.ndarray]] = {
 
 
 class _Sequence:
-    """Elements of an `IterDataset` by their numbers, which rise from one request to the next, but for a little.
+    """Elements of an `IterDataset` by number; the numbers mostly increase from one request to the next.
 
-    Threads that read ahead ask for batches at the same time, so elements that were passed over are kept for a while.
+    Threads that read ahead request batches concurrently, so skipped elements are buffered for a while.
     """
 
-    def __init__(self, dataset: Any, factory: str):
+    def __init__(self, dataset: grain.IterDataset, factory: str):
         self._dataset, self._factory, self._lock = dataset, factory, threading.Lock()
         self._iterator, self._next = iter(dataset), 0
-        self._kept: dict[int, Any] = {}
+        self._buffer: dict[int, object] = {}
         self._snapshots: dict[int, Any] = {}
 
-    def get(self, numbers: Sequence[int]) -> list[Any]:
+    def get(self, numbers: Sequence[int]) -> list[object]:
         with self._lock:
-            if any(number < self._next and number not in self._kept for number in numbers):
-                self._iterator, self._next, self._kept = iter(self._dataset), 0, {}
-            self._remember()
+            if any(number < self._next and number not in self._buffer for number in numbers):
+                self._iterator, self._next, self._buffer = iter(self._dataset), 0, {}
+            self._snapshot()
             last = max(numbers)
             while self._next <= last:
-                self._kept[self._next] = self._advance()
+                self._buffer[self._next] = self._advance()
                 self._next += 1
-            found = [self._kept[number] for number in numbers]
-            # As many as several batches span: no thread is further behind.
+            elements = [self._buffer[number] for number in numbers]
+            # Covers several batches: no thread is further behind.
             oldest = min(numbers) - 8 * (last - min(numbers) + 1)
-            self._kept = {number: kept for number, kept in self._kept.items() if number >= oldest}
-            return found
+            self._buffer = {number: element for number, element in self._buffer.items() if number >= oldest}
+            return elements
 
-    def _advance(self) -> Any:
+    def _advance(self) -> object:
         try:
             return next(self._iterator)
         except StopIteration:
             raise UserError(
                 f"{self._factory} ended after {self._next} rows; let it repeat, or lower trainer.num_train_steps"
             ) from None
-        except Exception as error:  # whatever a pipeline of the user's raises
-            where = f"{self._factory}[{self._next}]"
-            raise UserError(f"{where} failed: {type(error).__name__}: {error}") from error
+        except Exception as error:  # user code may raise anything
+            element_name = f"{self._factory}[{self._next}]"
+            raise UserError(f"{element_name} failed: {type(error).__name__}: {error}") from error
 
-    def _remember(self) -> None:
+    def _snapshot(self) -> None:
         try:
             state = self._iterator.get_state()
             json.dumps(state)
@@ -214,14 +216,14 @@ class _Sequence:
 
     def state_before(self, row: int) -> dict[str, Any] | None:
         with self._lock:
-            known = [number for number in self._snapshots if number <= row]
-            return {"row": max(known), "state": self._snapshots[max(known)]} if known else None
+            numbers = [number for number in self._snapshots if number <= row]
+            return {"row": max(numbers), "state": self._snapshots[max(numbers)]} if numbers else None
 
     def restore(self, state: Mapping[str, Any]) -> None:
         with self._lock:
             iterator = iter(self._dataset)
             try:
                 iterator.set_state(state["state"])
-            except Exception as error:  # each iterator has errors of its own
+            except Exception as error:  # every iterator raises different errors
                 raise UserError(f"{self._factory} cannot go on from the state in the checkpoint: {error}") from None
-            self._iterator, self._next, self._kept, self._snapshots = iterator, int(state["row"]), {}, {}
+            self._iterator, self._next, self._buffer, self._snapshots = iterator, int(state["row"]), {}, {}

@@ -1,6 +1,6 @@
 """Order of training over caches that are still being built.
 
-The meaning of a row number never depends on how much is cached: a reader waits until it is certain.
+The meaning of a row number never depends on the state of the cache: a reader waits until it is final.
 
 Shape letters: N positions.
 """
@@ -21,12 +21,12 @@ POLL_SECONDS = 0.05
 
 
 class GrowingOrder:
-    """The order of training over sets of which some may still be growing.
+    """The order of training over sets, some of which may still be growing.
 
     Args:
-        look: returns the order as far as it is certain now.
-        caches: those of the sets, by their names.
-        whole: True if every set must be complete before the first row, since their ends decide the length.
+        look: returns the order as far as it is final now.
+        caches: by set name.
+        need_all: True if every set must be complete before the first row, since the sets' ends decide the length.
         closed: ends all waiting once it is set.
     """
 
@@ -35,42 +35,42 @@ class GrowingOrder:
         look: Callable[[], TrainOrder],
         caches: Mapping[str, OpenCache],
         *,
-        whole: bool = False,
+        need_all: bool = False,
         closed: threading.Event,
     ):
-        self._look, self._caches, self._whole, self._closed = look, caches, whole, closed
-        # Kept between calls, and looked up anew only where it does not suffice. It may be behind the caches, but is
-        # never wrong: a row that was certain once stays as it is.
+        self._look, self._caches, self._need_all, self._closed = look, caches, need_all, closed
+        # Stored between calls, and refreshed only when needed. It may be behind the caches, but is never wrong: a final
+        # row never changes.
         self._order: TrainOrder | None = None
 
     @property
     def growing(self) -> bool:
-        """True if some set was still growing when it was last looked at."""
+        """True if any set was still growing at the last look."""
         return self._order is None or not all(train.final for train in self._order.sets)
 
     def missing(self, positions_N: np.ndarray) -> MissingTokens | None:
-        """Returns the tokens that must be there before the rows at these positions are certain; None if they are.
+        """Returns the missing tokens needed before the rows at these positions are final; None if they are.
 
         Raises:
-            UserError: if they will not come, because their build failed.
+            UserError: if they will never come because their build failed.
         """
-        if self._order is None or self._order.first_uncertain(positions_N, whole=self._whole):
+        if self._order is None or self._order.blocking_set(positions_N, need_all=self._need_all):
             self._order = self._look()
-        if (uncertain := self._order.first_uncertain(positions_N, whole=self._whole)) is None:
+        if (blocking := self._order.blocking_set(positions_N, need_all=self._need_all)) is None:
             return None
-        train, rows = uncertain
+        train, rows = blocking
         cache, seq_len = self._caches[train.name], train.rows.seq_len
         cache.check()
         return cache.missing(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)
 
     def read(self, positions_N: np.ndarray) -> Batch:
-        """Returns the rows at some positions, as soon as they are certain.
+        """Returns the rows at some positions, once they are final.
 
         Raises:
-            UserError: as `missing` does.
+            UserError: as for `missing`.
         """
         while self.missing(positions_N) is not None:
-            # Waits in a thread of Grain's, which neither `close` nor the end of the interpreter could interrupt.
+            # Waits in one of Grain's threads, which neither `close` nor the end of the interpreter could interrupt.
             if self._closed.wait(POLL_SECONDS) or interpreter_ending.is_set():
                 raise RuntimeError("the iterator of batches has been closed")
         assert self._order is not None

@@ -1,4 +1,4 @@
-"""Held-out sets whose rows hold whole documents, as those that are trained on.
+"""Held-out sets with full documents in rows, like packed training sets.
 
 Shape letters: D documents, R rows of the set, B rows of this host, S positions.
 """
@@ -19,7 +19,7 @@ from lm_trainer.data.rows.packing import PackedRows, PackingPlan
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSet(EvalSet):
-    """All documents of a held-out set, each in one row unless it is longer, each of their tokens predicted once.
+    """All documents of a held-out set: each in one row unless it is longer, each token predicted once.
 
     A document that begins in the training text is read from its beginning; tokens before `first_token` are not
     predicted.
@@ -37,36 +37,37 @@ class PackedSet(EvalSet):
 
     @cached_property
     def _order_R(self) -> np.ndarray:
-        """The rows of the plan in the order of the documents that opened them.
+        """The rows of the plan, ordered by the document that opened each row.
 
-        The plan has the longest documents of each group first, and the first batches of a set are to stand for all.
+        The plan starts with the longest documents of each group, but the first batches of a set should be
+        representative.
         """
         return np.argsort(self.plan.starts_P[self.plan.firsts_R[:-1]], kind="stable")
 
     def places_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """As of `EvalSet`."""
+        """See `EvalSet`."""
         places_BS = self._packed.places(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         places_BS[rows_B >= self.num_rows] = len(self.stream)
         return places_BS
 
     def num_cut(self, ends_D: np.ndarray) -> int:
-        """As of `EvalSet`."""
+        """See `EvalSet`."""
         return int(np.count_nonzero(np.diff(ends_D, prepend=self.first_token) - 1 > self.seq_len))
 
     def in_order(self, stride: int) -> EvalSet:
-        """As of `EvalSet`: rows that overlap have no need of whole documents."""
+        """See `EvalSet`: overlapping rows do not need full documents."""
         common = {field.name: getattr(self, field.name) for field in fields(EvalSet)}
         return EvalSet(**common).in_order(stride)
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """As of `EvalSet`."""
+        """See `EvalSet`."""
         check_rows(batch_size, rows)
         count = self.num_batches(batch_size)
         for index in range(count if max_batches is None else min(count, max_batches)):
             yield self._read(index * batch_size + np.asarray(rows, np.int64))
 
     def _read(self, rows_B: np.ndarray) -> Batch:
-        # Past the end the last row is read, and made padding.
+        # Rows past the end repeat the last row and become padding.
         batch = self._packed.read(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         if self.first_token:
             batch.weights[self.places_of(rows_B) + 1 < self.first_token] = 0

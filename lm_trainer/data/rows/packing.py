@@ -1,9 +1,9 @@
-"""Packing: whole documents in rows, by a plan made from their lengths alone, so that every row can be read alone.
+"""Packing: full documents in rows, by a plan made only from their lengths, so rows have random access.
 
-No token is cropped. A document that fits a row is never cut; a longer one fills whole rows, and its rest is packed like
-a document. The price is padding: positions at the ends of rows for which no document was left. On the embedded corpus
-with its own tokenizer and rows of 2,048, packing uses 99.92 % of the positions and cuts 50 % of the documents, those
-that are longer than a row; chunks use 99.98 % and cut 67 %. `lmt data stats` prints these figures for any data.
+No token is cropped. A document that fits a row is never split; a longer one fills full rows, and its remainder is
+packed like a document. In return, rows may end in padding, where no document was left to fit. On the embedded corpus
+with its own tokenizer and rows of 2,048, packing uses 99.92 % of the positions and splits 50 % of the documents, all of
+them longer than a row; chunks use 99.98 % and split 67 %. `lmt data stats` prints these figures for any data.
 
 Shape letters: D documents, P pieces (documents, or parts of long ones), R rows of the plan, B rows of a batch, S
 positions, N runs of a batch: its pieces and its padding.
@@ -29,18 +29,18 @@ from lm_trainer.data.rows.chunks import PADDING_SEGMENT
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
 GROUP = 4096
-"""Documents that are packed together: more fill rows better, fewer keep the order of the corpus."""
+"""Documents packed together: more fill rows better, fewer preserve the order of the corpus."""
 
 _FORMAT = 1
 
 
 class PackingPlan(NamedTuple):
-    """The runs of the stream that stand in each row."""
+    """The runs of the stream in each row."""
 
     starts_P: np.ndarray
     """int64: the first input of each piece, in the stream."""
     lengths_P: np.ndarray
-    """int32: its inputs; its targets are as many, one further on."""
+    """int32: inputs of each piece; its targets are the same run shifted by one."""
     firsts_R: np.ndarray
     """int64 [R + 1]: the first piece of each row, and the number of pieces."""
 
@@ -49,7 +49,7 @@ class PackingPlan(NamedTuple):
         return len(self.firsts_R) - 1
 
     def to_bytes(self) -> bytes:
-        """Encodes the plan. The arrays of 8-byte integers come first, so that views of a file are aligned."""
+        """Encodes the plan. The arrays of 8-byte integers come first, so views of a file are aligned."""
         return b"".join(array.tobytes() for array in (self.starts_P, self.firsts_R, self.lengths_P))
 
     @classmethod
@@ -63,31 +63,31 @@ class PackingPlan(NamedTuple):
 def best_fit(
     lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP, first: int = 0
 ) -> PackingPlan:
-    """Packs documents without cutting those that fit: best fit, longest first, within groups of documents.
+    """Packs documents without splitting any that fit: best fit, longest first, within groups of documents.
 
-    A document of n tokens takes n - 1 positions: its last token is only a target. A document longer than a row is cut
-    into full rows, and its rest is packed like a document (Ding et al., "Fewer truncations improve language modeling",
-    2024). Documents of one token take no position and appear in no row.
+    A document of n tokens takes n - 1 positions: its last token is only a target. A document longer than a row is split
+    into full rows, and its remainder is packed like a document (Ding et al., "Fewer truncations improve language
+    modeling", 2024). Documents of one token take no position and appear in no row.
 
     Args:
         lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
         seq_len: S.
-        stop: where the stream is cut off, if anywhere.
+        stop: end of the stream; None means no limit.
         group: documents in a group.
-        first: the first token that the rows must have as a target; the document that it belongs to is read from its
-            beginning, or, where it is longer than a row, from the cut before.
+        first: first token that must be a target; its document is read from the beginning or, if it is longer than a
+            row, from the preceding split.
     """
     starts_D = np.cumsum(lengths_D) - lengths_D
     if first:
-        kept = starts_D + lengths_D > first
-        starts_D, lengths_D = starts_D[kept], lengths_D[kept]
+        selected = starts_D + lengths_D > first
+        starts_D, lengths_D = starts_D[selected], lengths_D[selected]
         skipped = np.maximum(first - 1 - starts_D[:1], 0) // seq_len * seq_len
         starts_D[:1] += skipped
         lengths_D[:1] -= skipped
     if stop is not None:
-        kept = starts_D < stop
-        starts_D = starts_D[kept]
-        lengths_D = np.minimum(lengths_D[kept], stop - starts_D)
+        selected = starts_D < stop
+        starts_D = starts_D[selected]
+        lengths_D = np.minimum(lengths_D[selected], stop - starts_D)
     groups = [
         _pack(starts_D[first : first + group], lengths_D[first : first + group] - 1, seq_len)
         for first in range(0, len(lengths_D), group)
@@ -97,42 +97,42 @@ def best_fit(
 
 
 def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the starts and lengths of the pieces in the order of their rows, and the number of pieces of each row.
+    """Returns the starts and lengths of the pieces in row order, and the number of pieces of each row.
 
-    Rows of one full piece come first, then those that are packed, in the order in which they were opened.
+    Rows of one full piece come first, then packed rows in the order they were opened.
     """
-    full_D, rests_D = np.divmod(inputs_D, seq_len)
+    full_D, remainders_D = np.divmod(inputs_D, seq_len)
     pieces = np.arange(full_D.sum()) - np.repeat(np.cumsum(full_D) - full_D, full_D)
     full_starts = np.repeat(starts_D, full_D) + pieces * seq_len
     rows: list[list[int]] = []
-    # The room left in each open row and its number, in one integer, sorted: bisection finds the tightest fit, and among
-    # equals the row that was opened first, so the plan depends on the lengths alone.
-    most = len(rests_D)
+    # Remaining room and number of each open row in one integer, sorted: bisection finds the tightest fit and, among
+    # equals, the earliest row, so the plan depends only on the lengths.
+    num_documents = len(remainders_D)
     room: list[int] = []
-    # Stable, so that documents of one length keep their order on every machine.
-    order = np.argsort(-rests_D, kind="stable")
-    for index, length in zip(order.tolist(), rests_D[order].tolist(), strict=True):
+    # Stable, so documents of equal length keep their order on every machine.
+    order = np.argsort(-remainders_D, kind="stable")
+    for index, length in zip(order.tolist(), remainders_D[order].tolist(), strict=True):
         if length == 0:
             break
-        place = bisect.bisect_left(room, length * most)
-        if place == len(room):
+        slot = bisect.bisect_left(room, length * num_documents)
+        if slot == len(room):
             left, row = seq_len, len(rows)
             rows.append([])
         else:
-            left, row = divmod(room.pop(place), most)
+            left, row = divmod(room.pop(slot), num_documents)
         rows[row].append(index)
         if left > length:
-            bisect.insort(room, (left - length) * most + row)
+            bisect.insort(room, (left - length) * num_documents + row)
     packed = np.asarray([index for row in rows for index in row], np.int64)
     return (
         np.concatenate([full_starts, (starts_D + full_D * seq_len)[packed]]),
-        np.concatenate([np.full(len(full_starts), seq_len), rests_D[packed]]),
+        np.concatenate([np.full(len(full_starts), seq_len), remainders_D[packed]]),
         np.asarray([1] * len(full_starts) + [len(row) for row in rows], np.int64),
     )
 
 
-def _known_plan(store: KvStore, key: str) -> dict[str, Any] | None:
-    """Reads the figures of a plan that was kept; None where there is none, or one that is damaged and is made again."""
+def _stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
+    """Reads the counts of a stored plan; None if it is missing or damaged, and has to be recomputed."""
     content = store.read(key)
     try:
         figures = None if content is None else parsed_json(content)
@@ -142,7 +142,7 @@ def _known_plan(store: KvStore, key: str) -> dict[str, Any] | None:
 
 
 def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0) -> PackingPlan:
-    """Reads the plan of a cache for one length of rows; makes it at first, and keeps it beside the tokens.
+    """Reads the plan of a cache for one row length; the first call computes it and stores it in the cache.
 
     Args:
         cache: the tokens.
@@ -151,29 +151,29 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
         first: as for `best_fit`.
     """
     store = cache.store
-    # Named by all that decides it, so a plan never has to be checked against the tokens.
+    # The key includes all inputs of the plan, so the plan never has to be checked against the tokens.
     excluded = [] if cache.exclusion is None else [cache.exclusion.digest]
     parts = [{"first": first}] if first else []
     key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded, *parts])}"
-    found = _known_plan(store, f"{key}.json")
-    if found is not None:
+    record = _stored_plan(store, f"{key}.json")
+    if record is not None:
         if store.local is not None:
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
         else:
-            content = store.read(f"{key}.bin", seconds=store.deadline_for(found.get("bytes", 0)))
-        # A plan that has changed is made again, as is one of an earlier version, which wrote no checksum.
-        if content is not None and _sha256(content) == found.get("sha256"):
-            return PackingPlan.from_bytes(content, found["pieces"], found["rows"])
+            content = store.read(f"{key}.bin", seconds=store.deadline_for(record.get("bytes", 0)))
+        # A damaged plan is recomputed, and so is a plan of an earlier version, which wrote no checksum.
+        if content is not None and _sha256(content) == record.get("sha256"):
+            return PackingPlan.from_bytes(content, record["pieces"], record["rows"])
     # In this process: a million documents take a second of CPU, once for all runs.
     plan = best_fit(cache.document_lengths(), seq_len, stop, first=first)
     content = plan.to_bytes()
     try:
-        # The JSON file comes last: it says that the other one is whole.
+        # The JSON file is written last: it marks the other one as complete.
         store.write(f"{key}.bin", content)
-        about = {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows}
-        store.write_json(f"{key}.json", {**about, "sha256": _sha256(content)})
+        counts = {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows}
+        store.write_json(f"{key}.json", {**counts, "sha256": _sha256(content)})
     except UserError:
-        pass  # A cache that only others may write to: the plan is made again at the next start.
+        pass  # The cache is read-only for this user: the plan is recomputed at the next start.
     return plan
 
 
@@ -183,7 +183,7 @@ def _sha256(content: bytes | np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of a plan, to train on. Positions for which a row has no document are padding: weight 0, segment -1."""
+    """The rows of a plan, to train on. Positions without a document are padding: weight 0, segment -1."""
 
     stream: TokenStream
     plan: PackingPlan
@@ -195,9 +195,11 @@ class PackedRows:
         return self.plan.num_rows
 
     def read(self, rows_B: np.ndarray) -> Batch:
-        """Reads some rows. All arrays are flat, [B * S], until the end: pieces are runs of them, whatever their row."""
+        """Reads some rows. All arrays are flat, [B * S], until the end: pieces are contiguous runs in them,
+        regardless of rows.
+        """
         plan, seq_len, size = self.plan, self.seq_len, len(rows_B) * self.seq_len
-        # The pieces of all rows of the batch, row by row: their numbers in the plan, and in their row from 0.
+        # The pieces of all rows of the batch, row by row: their numbers in the plan, and within their row from 0.
         firsts_B = plan.firsts_R[rows_B]
         counts_B = plan.firsts_R[rows_B + 1] - firsts_B
         begins_B = np.cumsum(counts_B) - counts_B
@@ -205,33 +207,33 @@ class PackedRows:
         pieces_P = np.repeat(firsts_B, counts_B) + numbers_P
         starts_P, lengths_P = plan.starts_P[pieces_P], plan.lengths_P[pieces_P].astype(np.int64)
         ends_P = np.cumsum(lengths_P)
-        # No row of a plan is empty, which `reduceat` would get wrong.
+        # No row of a plan is empty; `reduceat` would give wrong results for empty rows.
         filled_B = np.add.reduceat(lengths_P, begins_B)
         before_B = np.cumsum(filled_B) - filled_B
-        # Where each piece begins in the batch, as if all rows were one.
-        places_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
+        # Beginning of each piece in the flat batch.
+        offsets_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
 
         tokens, targets, positions, segments = block = np.empty((4, size), np.int32)
         block[:2] = self.eos_id
-        self._copy(starts_P, lengths_P, places_P, tokens, targets)
+        self._copy(starts_P, lengths_P, offsets_P, tokens, targets)
         # Every row ends with a run of padding, which may be empty.
         row_ends_B = np.cumsum(counts_B)
         runs_N = np.insert(lengths_P, row_ends_B, seq_len - filled_B)
-        begins_N = np.insert(places_P, row_ends_B, np.arange(0, size, seq_len) + filled_B)
+        begins_N = np.insert(offsets_P, row_ends_B, np.arange(0, size, seq_len) + filled_B)
         positions[:] = np.arange(size, dtype=np.int32)
         np.subtract(positions, np.repeat(begins_N.astype(np.int32), runs_N), out=positions)
         segments[:] = np.repeat(np.insert(numbers_P, row_ends_B, PADDING_SEGMENT).astype(np.int32), runs_N)
         weights = (segments >= 0).astype(np.float32)
         if self.stream.loss_mask is not None:
-            # From one token further on: the mask is of the targets.
+            # Shifted by one token: the mask applies to the targets.
             mask = np.zeros(size, np.int32)
-            self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, places_P)
+            self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, offsets_P)
             weights *= (mask & IN_LOSS) != 0
         shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
         return Batch(*shaped)
 
     def places(self, rows_B: np.ndarray) -> np.ndarray:
-        """The place in the stream of each input, int64 [B, S]; the stream's end for padding."""
+        """Position of each input in the stream, int64 [B, S]; padding is at the stream's end."""
         places_BS = np.full((len(rows_B), self.seq_len), len(self.stream), np.int64)
         for places_S, row in zip(places_BS, rows_B.tolist(), strict=True):
             runs = [np.arange(start, start + length) for start, length in self.spans(row)]
@@ -248,51 +250,58 @@ class PackedRows:
         return np.unique(np.searchsorted(self.plan.firsts_R, pieces, side="right") - 1)
 
     def _copy(
-        self, starts_P: np.ndarray, lengths_P: np.ndarray, places_P: np.ndarray, tokens: np.ndarray, targets: np.ndarray
+        self,
+        starts_P: np.ndarray,
+        lengths_P: np.ndarray,
+        offsets_P: np.ndarray,
+        tokens: np.ndarray,
+        targets: np.ndarray,
     ) -> None:
-        """Reads each piece with the token that follows it, and lays it out as inputs and as targets."""
-        # Read once, with the overlap, and copied twice in memory: reads are the slower part.
+        """Reads each piece with its next token, and copies it as inputs and as targets."""
+        # Read once, with the overlap, and copied twice in memory: reads are slower.
         runs_P = lengths_P + 1
         begins_P = np.cumsum(runs_P) - runs_P
         buffer = np.empty(int(runs_P.sum()), np.int32)
         self.stream.copy(starts_P, runs_P, buffer, begins_P)
-        for begin, length, place in zip(begins_P.tolist(), lengths_P.tolist(), places_P.tolist(), strict=True):
-            tokens[place : place + length] = buffer[begin : begin + length]
-            targets[place : place + length] = buffer[begin + 1 : begin + length + 1]
+        for begin, length, position in zip(begins_P.tolist(), lengths_P.tolist(), offsets_P.tolist(), strict=True):
+            tokens[position : position + length] = buffer[begin : begin + length]
+            targets[position : position + length] = buffer[begin + 1 : begin + length + 1]
 
 
 class PackingStats(NamedTuple):
-    """Use that rows of one length make of their positions."""
+    """Utilisation of rows of one length."""
 
     rows: int
     used: float
-    """The share of positions whose target counts in the loss."""
+    """Share of positions with a target in the loss."""
     cut: float
-    """The share of documents that do not lie in one row."""
+    """Share of documents split over several rows."""
 
 
 def packing_stats(
     lengths_D: np.ndarray, seq_len: int, targets: Callable[[int], int] | None = None
 ) -> dict[str, PackingStats]:
-    """Computes the use of rows under `data.packing: concat` and `best_fit`, by these names.
+    """Computes the utilisation of rows under `data.packing: concat` and `best_fit`, keyed by these names.
 
     Args:
         lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
         seq_len: of the rows.
-        targets: counts those of the first N tokens that the loss counts; if None, all but each document's first.
+        targets: counts the loss targets among the first N tokens; None counts all but each document's first.
     """
     ends_D = np.cumsum(lengths_D)
     starts_D, tokens = ends_D - lengths_D, int(ends_D[-1])
     if targets is None:
         targets = lambda count: count - int((starts_D < count).sum())  # noqa: E731
     chunks = tokens // seq_len
-    # The last token of a document is the target of the position before it, so it may lie in the next row.
+    # The last token of a document is the target of the previous position, so it may be in the next row.
     crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
-    whole = chunks * seq_len
+    num_positions = chunks * seq_len
     plan = best_fit(lengths_D, seq_len)
     return {
         "concat": PackingStats(
-            chunks, targets(min(whole + 1, tokens)) / whole if whole else 0.0, crossing / len(lengths_D)
+            chunks,
+            targets(min(num_positions + 1, tokens)) / num_positions if num_positions else 0.0,
+            crossing / len(lengths_D),
         ),
         "best_fit": PackingStats(
             plan.num_rows,

@@ -1,4 +1,4 @@
-"""Rows to train and evaluate on, built from caches, as far as these are built themselves."""
+"""Builds training and evaluation rows from caches, finished or growing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
 from lm_trainer.data.formats import AudioFormat, TextFormat
 from lm_trainer.data.formats.ids import IdsFormat
-from lm_trainer.data.rows.audio_rows import AudioRows, HeardSet, Masks, open_audio_rows
+from lm_trainer.data.rows.audio_rows import AudioRows, FeatureMasks, HeardSet, open_audio_rows
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
@@ -33,7 +33,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """Cuts the text of all sets into rows, and gives each set its order."""
+    """Splits the text of all sets into rows, and sets the order of each set."""
 
     config: DataConfig
     tokenizer: HfTokenizer
@@ -41,26 +41,27 @@ class RowBuilder:
     seed: int
 
     def train_set(self, name: str, cache: OpenCache) -> TrainSet:
-        """Returns one set to train on; while its cache grows, with the rows that are certain already.
+        """Returns one set to train on; while its cache grows, with the rows that are final so far.
 
         Raises:
-            UserError: if the whole text does not make a row.
+            UserError: if the full text is shorter than a row.
         """
         if self.config.sets[name].gives_rows:
             return self._ready_set(name)
-        # Asked first: a cache that finishes meanwhile counts as growing once more, never the other way around.
+        # Read first: a cache that finishes in the meantime counts as growing, never the other way around.
         config, final = self.config, cache.finished
         chunks = Chunks(cache.stream, self.seq_len, self.tokenizer.eos_id)
         held_out = config.of_set(config.num_validation_sequences, name)
         seed, format = self.seed_of(name), config.sets[name].format
         if not final:
-            # A packing plan depends on all documents, so no packed row is certain before the end; nor is one of audio.
-            whole = config.packing_of(name) == "best_fit" or isinstance(format, AudioFormat)
-            certain = 0 if whole else _num_certain_chunks(cache.stream, self.seq_len, held_out)
-            return TrainSet(name, chunks, certain, config.shuffle_config, seed, final=False)
+            # A packing plan depends on all documents, so no packed row is final before the end; the same holds for
+            # audio.
+            needs_all_documents = config.packing_of(name) == "best_fit" or isinstance(format, AudioFormat)
+            num_rows = 0 if needs_all_documents else _num_final_chunks(cache.stream, self.seq_len, held_out)
+            return TrainSet(name, chunks, num_rows, config.shuffle_config, seed, final=False)
         if isinstance(format, AudioFormat):
-            heard = self._heard(name, cache, format)
-            return self._heard_train_set(name, heard, format, held_out or 0)
+            audio_rows = self._audio_rows(name, cache, format)
+            return self._audio_train_set(name, audio_rows, format, held_out or 0)
         stop = self._first_held_out_token(name, chunks, held_out)
         rows: Rows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
@@ -70,22 +71,25 @@ class RowBuilder:
             num_rows = rows.num_rows
         return TrainSet(name, rows, num_rows, config.shuffle_config, seed)
 
-    def _heard(self, name: str, cache: OpenCache, format: AudioFormat) -> AudioRows:
+    def _audio_rows(self, name: str, cache: OpenCache, format: AudioFormat) -> AudioRows:
         title = "the data" if name == SINGLE_SET else f"the set {name}"
-        most = self.config.max_bad_rows if self.config.on_bad_row == "skip" else None
-        return open_audio_rows(title, cache, format, seq_len=self.seq_len, eos_id=self.tokenizer.eos_id, max_bad=most)
+        max_bad = self.config.max_bad_rows if self.config.on_bad_row == "skip" else None
+        return open_audio_rows(
+            title, cache, format, seq_len=self.seq_len, eos_id=self.tokenizer.eos_id, max_bad=max_bad
+        )
 
-    def _heard_train_set(self, name: str, heard: AudioRows, format: AudioFormat, held_out: int) -> TrainSet:
-        if held_out >= heard.num_rows:
+    def _audio_train_set(self, name: str, audio_rows: AudioRows, format: AudioFormat, held_out: int) -> TrainSet:
+        if held_out >= audio_rows.num_rows:
             raise UserError(
-                f"data.num_validation_sequences holds {held_out} rows out, but there are {heard.num_rows}; lower it"
+                f"data.num_validation_sequences holds {held_out} rows out, but there are {audio_rows.num_rows}; "
+                "lower it"
             )
-        rows, seed = heard.part(0, heard.num_rows - held_out), self.seed_of(name)
-        augment = None if format.spec_augment is None else Masks(format.spec_augment, seed)
+        rows, seed = audio_rows.part(0, audio_rows.num_rows - held_out), self.seed_of(name)
+        augment = None if format.spec_augment is None else FeatureMasks(format.spec_augment, seed)
         return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
 
     def _ready_set(self, name: str) -> TrainSet:
-        """Returns a set of rows that a pipeline of Grain makes, in its own order."""
+        """Returns a set of rows made by a Grain pipeline, in the pipeline's order."""
         config, source = self.config, self.config.sets[name].source
         assert isinstance(source, GrainPipeline)
         if config.of_set(config.num_validation_sequences, name) is not None:
@@ -96,11 +100,11 @@ class RowBuilder:
         return TrainSet(name, rows, rows.num_rows, NoShuffle(), self.seed_of(name))
 
     def seed_of(self, name: str) -> int:
-        """Returns the seed of the order of one set."""
+        """Returns the seed of one set's order."""
         return seed_of(self.seed, name) if self.config.configs else self.seed
 
     def _first_held_out_token(self, name: str, chunks: Chunks, held_out: int | None) -> int | None:
-        """Returns the index in the stream of the first token that is held out; None if nothing is."""
+        """Returns the index in the stream of the first held-out token; None without held-out rows."""
         title = "the training data" if name == SINGLE_SET else f"the set {name}"
         if chunks.num_rows == 0:
             raise UserError(
@@ -118,10 +122,10 @@ class RowBuilder:
         return stop
 
     def eval_sets(self, caches: Mapping[str, OpenCache]) -> Iterator[EvalSet | PendingEvalSet]:
-        """Yields the held-out part of every set; one whose cache still grows waits for it when it is read.
+        """Yields the held-out part of every set; a set with a growing cache waits for it when it is read.
 
         Raises:
-            UserError: if a set has validation text and is to give some of its training text as well.
+            UserError: if a set has both validation text and held-out training rows.
         """
         config = self.config
         for name in config.sets:
@@ -131,19 +135,19 @@ class RowBuilder:
             if cache is not None and train is not None and held_out is not None:
                 raise UserError(f"{title} has validation text of its own; remove data.num_validation_sequences for it")
             if cache is not None:
-                yield from self._once_built(name, title, cache, partial(self._whole, name, title, cache))
+                yield from self._built_or_pending(name, title, cache, partial(self._full_set, name, title, cache))
             elif held_out is not None and train is not None:
-                yield from self._once_built(name, title, train, partial(self._tail, name, title, train, held_out))
+                yield from self._built_or_pending(name, title, train, partial(self._tail, name, title, train, held_out))
 
-    def _once_built(
+    def _built_or_pending(
         self, name: str, title: str, cache: OpenCache, make: Callable[[], EvalSet]
     ) -> Iterator[EvalSet | PendingEvalSet]:
         if not cache.finished:
             yield PendingEvalSet(title, cache, make, tags=tuple(self.config.sets[name].tags))
-        elif (made := make()).num_tokens:
-            yield made
+        elif (eval_set := make()).num_tokens:
+            yield eval_set
 
-    def _whole(self, name: str, title: str, cache: OpenCache) -> EvalSet:
+    def _full_set(self, name: str, title: str, cache: OpenCache) -> EvalSet:
         return self._eval_set(name, title, cache, cache.ledger.num_documents, 0)
 
     def _tail(self, name: str, title: str, train: OpenCache, held_out: int) -> EvalSet:
@@ -152,7 +156,7 @@ class RowBuilder:
         if isinstance(format, AudioFormat):
             return self._eval_set(name, title, train, held_out, 0, last_rows=held_out)
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
-        # The ledger counts whole parts alone, so the documents of these rows are counted from their tokens.
+        # The ledger counts only full parts, so the documents of these rows are counted from their tokens.
         mask = train.stream.loss_mask
         ends_T = train.stream.tail(first) == self.tokenizer.eos_id if mask is None else mask.tail(first) & DOCUMENT_END
         documents = int(np.count_nonzero(ends_T))
@@ -163,12 +167,14 @@ class RowBuilder:
     ) -> EvalSet:
         config = self.config.sets[name]
         if isinstance(config.format, AudioFormat):
-            heard = self._heard(name, cache, config.format)
-            heard = heard.part(0 if last_rows is None else heard.num_rows - last_rows)
+            audio_rows = self._audio_rows(name, cache, config.format)
+            audio_rows = audio_rows.part(0 if last_rows is None else audio_rows.num_rows - last_rows)
             tags = tuple(config.tags)
-            return HeardSet(title, cache.stream, self.seq_len, self.tokenizer, heard.num_rows, tags=tags, heard=heard)
+            return HeardSet(
+                title, cache.stream, self.seq_len, self.tokenizer, audio_rows.num_rows, tags=tags, audio_rows=audio_rows
+            )
         plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)
-        # Of tokens that stay where they are, the ledger has the bytes of the ids.
+        # For tokens in a user's file, the ledger counts the bytes of the ids.
         plain = plain and not cache.ledger.places
         make = EvalSet
         if self.config.packing_of(name) == "best_fit":
@@ -179,7 +185,7 @@ class RowBuilder:
             self.seq_len,
             self.tokenizer,
             documents,
-            # Templates of other formats add text of their own.
+            # Templates of other formats add text.
             text_bytes=sum(cache.ledger.text_bytes) if plain and not first else None,
             tags=tuple(config.tags),
             is_text=not isinstance(config.format, IdsFormat),
@@ -189,21 +195,21 @@ class RowBuilder:
 
 @dataclass
 class PendingEvalSet:
-    """A held-out set that is still being tokenised; reading it waits until all of it is."""
+    """A held-out set that is still being tokenised; reads wait until it is complete."""
 
     name: str
     cache: OpenCache
     make: Callable[[], EvalSet]
-    _made: EvalSet | None = None
+    _complete_set: EvalSet | None = None
 
     tags: tuple[str, ...] = ()
     growing = True
 
     def missing(self) -> MissingTokens | None:
-        """Returns the tokens that are still missing; None if the set is complete.
+        """Returns the missing tokens; None if the set is complete.
 
         Raises:
-            UserError: if they will not come, because their build failed.
+            UserError: if they will never come because their build failed.
         """
         if self.cache.finished:
             return None
@@ -212,28 +218,28 @@ class PendingEvalSet:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """As of `EvalSet`; waits until the set is complete."""
+        """See `EvalSet`; waits until the set is complete."""
         return self.complete().token_bytes
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
-        """Waits until the set is complete, and returns its batches as `EvalSet.batches` does."""
+        """Waits until the set is complete, and returns its batches; see `EvalSet.batches`."""
         return self.complete().batches(batch_size, rows=rows, max_batches=max_batches)
 
     def complete(self) -> EvalSet:
         """Waits until the set is complete, and returns it."""
         while self.missing() is not None:
             time.sleep(POLL_SECONDS)
-        self._made = self._made or self.make()
-        return self._made
+        self._complete_set = self._complete_set or self.make()
+        return self._complete_set
 
 
-def _num_certain_chunks(stream: TokenStream, seq_len: int, held_out: int | None) -> int:
-    """Counts the chunks that will be trained on, whatever text comes: those with all targets, and none held out."""
-    # A chunk needs one token more than it has, for its last target. The last chunks of the text so far stand for those
-    # that will be held out.
+def _num_final_chunks(stream: TokenStream, seq_len: int, held_out: int | None) -> int:
+    """Counts the chunks certain to be trained on, regardless of later text: chunks with all targets, not held out."""
+    # The last target of a chunk is one token past its end. The last chunks so far are excluded, as they may be held
+    # out at the end.
     return max((len(stream) - 1) // seq_len if held_out is None else len(stream) // seq_len - held_out, 0)
 
 
 def _first_held_out_chunk(stream: TokenStream, seq_len: int, count: int) -> int:
-    """Returns the chunk with which the last `count` chunks of a stream begin; the last one may be short."""
+    """Returns the first of the last `count` chunks of a stream; the last chunk may be short."""
     return -(-len(stream) // seq_len) - count

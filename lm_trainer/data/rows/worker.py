@@ -1,4 +1,4 @@
-"""Worker processes of Grain: they end with the process that they read for, however it ends."""
+"""Worker processes of Grain, which end with their parent process, however it ends."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ import gc
 import os
 import threading
 import time
-from typing import Any
 
 import grain
 from grain.multiprocessing import SharedMemoryArray
 
-_BUFFERED = 2
-"""Batches of each process that lie ready."""
+_BUFFER_SIZE = 2
+"""Batches buffered per process."""
 _POLL_SECONDS = 1.0
 
 
-def in_processes(dataset: Any, processes: int) -> Any:
-    """Returns an `IterDataset` whose elements so many processes make, in the same order."""
+def in_processes(dataset: grain.IterDataset, processes: int) -> grain.IterDataset:
+    """Returns an `IterDataset` with elements made by worker processes, in the same order."""
     from absl import flags
 
-    # Grain asks for flags of its own, which only programs of absl parse.
+    # Grain reads its own flags, which only absl programs parse.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(processes, per_worker_buffer_size=_BUFFERED)
+    options = grain.MultiprocessingOptions(processes, per_worker_buffer_size=_BUFFER_SIZE)
     return dataset.mp_prefetch(options, worker_init_fn=EndWithParent(os.getpid()))
 
 
 def free_shared_memory() -> None:
-    """Frees the memory of all batches that are no longer held, of iterators that are closed among them.
+    """Frees the memory of all unreferenced batches, including batches of closed iterators.
 
-    Grain frees it in a thread, which does not live to do so at the end of a program: Python would then warn of a leak.
+    Grain frees it in a thread, which is killed at the end of a program before it is done: Python would then warn of a
+    leak.
     """
     pool = getattr(SharedMemoryArray, "_del_thread_pool", None)
     if pool is not None:
-        # Iterators of Grain hold one another, and their last element.
+        # Grain iterators are in reference cycles, and hold their last element.
         gc.collect()
-        # The pool has one thread, which comes to this last.
+        # The pool has a single thread, so this call runs last.
         pool.apply(int)
 
 
 class EndWithParent:
-    """Start of a worker, which Grain calls in each: a thread there ends it once its parent is gone.
+    """Initialisation of a Grain worker: starts a thread to end the worker once its parent is gone.
 
-    A parent that is killed outright ends no daemons of its own, and a worker would wait for it for ever.
+    A parent killed outright does not end its daemons, and a worker would wait for it forever.
 
     Args:
         parent: the process that reads.
@@ -54,7 +54,7 @@ class EndWithParent:
 
     def __call__(self, index: int, count: int) -> None:
         del index, count
-        # Not in the parent itself, where Grain calls it for a dataset without workers.
+        # Skipped in the parent itself, where Grain calls it for a dataset without workers.
         if os.getpid() != self._parent:
             threading.Thread(target=self._watch, daemon=True).start()
 
