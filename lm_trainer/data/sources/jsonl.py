@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
@@ -20,13 +20,13 @@ _BLOCK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
 
 _CERTAIN_DEPTH = 256
-"""Both decoders read what is nested less deeply; beyond, each has a limit of its own."""
+"""Nesting that both decoders can read; they have different limits for deeper nesting."""
 
 
 class JsonLines(FileSource):
-    """Files with one JSON object per line; the document stands under `data.text_key`.
+    """Files with one JSON object per line; the document is in the field `data.text_key`.
 
-    A file whose name ends in `.json` may also be one array of such objects; it is then read at once.
+    A `.json` file may also be a single array of such objects, which is loaded into memory.
     """
 
     type: Literal["jsonl"] = "jsonl"
@@ -44,20 +44,20 @@ class JsonShard(FileShard):
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def form(self) -> dict[str, Any]:
+    def form(self) -> dict[str, object]:
         return {"type": "jsonl"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number, (where, item) in numbered((_items(file) for file in self.files), start):
+        for number, (location, item) in numbered((_items(file) for file in self.files), start):
             if isinstance(item, bytes) and (text := self._quick_text(item)) is not None:
-                yield Row(number, where, text)
+                yield Row(number, location, text)
             else:
-                yield self._row(item)._replace(number=number, where=where)
+                yield self._row(item)._replace(number=number, where=location)
 
     def _quick_text(self, line: bytes) -> str | None:
-        """Returns the text of a line in which the faster decoder finds one; None where `_row` has to look."""
-        # Which rows are bad must not depend on the packages that are installed. Of a record with other fields every
-        # value counts, and the decoders differ in integers beyond 64 bits.
+        """Returns the text of a line with the faster decoder; None if the line needs `_row`."""
+        # The set of bad rows must not depend on the installed packages. With `fields`, all values matter, and the
+        # decoders differ for integers of more than 64 bits.
         if self.fields or (decode := _fast_decoder()) is None:
             return None
         try:
@@ -69,16 +69,16 @@ class JsonShard(FileShard):
         text = value.get(self.text_key)
         if not isinstance(text, str) and not isinstance(text := text_of(value, self.text_key), str):
             return None
-        # The decoders differ in how deeply they read. Brackets are counted, since they are at least as many as levels.
+        # The decoders differ in their nesting limits. The number of brackets is an upper bound of the nesting.
         for item in value.values():
             if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _CERTAIN_DEPTH:
                 return None
         return text
 
-    def _row(self, item: Any) -> Row | BadRow:
+    def _row(self, item: object) -> Row | BadRow:
         if not isinstance(item, bytes):
             return read_record(item, self.text_key, self.fields)
-        # An empty line is an empty row, which keeps its number.
+        # An empty line counts as an empty row.
         if not item.strip():
             return Row(0, "", "")
         try:
@@ -102,8 +102,8 @@ class JsonShard(FileShard):
 
 
 @lru_cache(maxsize=1)
-def _fast_decoder() -> Callable[[bytes], Any] | None:
-    """Returns orjson's decoder, where it is installed: twice as fast as `json`, and refuses more lines than it does."""
+def _fast_decoder() -> Callable[[bytes], object] | None:
+    """Returns the decoder of orjson, if installed: twice as fast as `json`, but it rejects more lines."""
     try:
         import orjson
     except ImportError:
@@ -111,11 +111,11 @@ def _fast_decoder() -> Callable[[bytes], Any] | None:
     return orjson.loads
 
 
-def _items(file: File) -> Iterator[tuple[str, Any]]:
-    """Yields (place, line as bytes), or (place, item) for a file that is an array."""
+def _items(file: File) -> Iterator[tuple[str, object]]:
+    """Yields (location, line as bytes), or (location, item) for a file with an array."""
     name = file.name
     with open_binary(file) as stream:
-        # Blank lines may come before an array; before a line of JSON they are rows of their own.
+        # Blank lines before an array are skipped; before a JSON line they are separate rows.
         begin = [stream.readline()]
         while begin[-1] and not begin[-1].removeprefix(_BOM).strip():
             begin.append(stream.readline())
@@ -127,8 +127,8 @@ def _items(file: File) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a file, also all those before the place where it turns out to be damaged."""
-    # Iterating over the stream itself reads ahead, and an error would lose the lines that it has read by then.
+    """Yields the lines of a file, including all lines before a damaged position."""
+    # Iterating over the stream would read ahead, and an error would lose the lines read so far.
     read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
     begun: list[bytes] = []
     while block := read(_BLOCK_BYTES):
@@ -144,7 +144,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
         yield b"".join(begun)
 
 
-def _array(file: File, content: bytes) -> Iterator[tuple[str, Any]]:
+def _array(file: File, content: bytes) -> Iterator[tuple[str, object]]:
     try:
         items = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -129,7 +129,7 @@ class _FileCheck:
         """
         last = len(self._left) if row_location is None else self._find(row_location)
         for file in self._left[: last + 1]:
-            if (current := file.now()) != file:
+            if (current := file.refreshed()) != file:
                 raise UserError(
                     f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
                     f"now {current.size} (version {current.version}). {self._way_out(part)}"

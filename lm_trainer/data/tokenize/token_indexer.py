@@ -145,6 +145,6 @@ def _check_ids(job: ShardJob, source: TokenPlace, ids_T: np.ndarray) -> None:
         return
     index = int(np.flatnonzero((ids_T < 0) | (ids_T >= vocab_size))[0])
     raise UserError(
-        f"{source.path}: token {source.first + index} is {ids_T[index]}, but data.tokenizer has {vocab_size} tokens; it "
-        "is not the tokenizer that the file was made with, or the ids are of another type"
+        f"{source.path}: token {source.first + index} is {ids_T[index]}, but data.tokenizer has {vocab_size} tokens; "
+        "it is not the tokenizer that the file was made with, or the ids are of another type"
     )
