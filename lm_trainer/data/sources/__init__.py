@@ -127,7 +127,8 @@ def _source_of_file(file: File, split: Split) -> type[FileSource]:
     known_endings = ", ".join(ending for source in _FILE_SOURCES for ending in source.suffixes)
     raise UserError(
         f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known_endings}; "
-        f"packed: {UNPACKED}); say it with data.source.type: {', '.join(source.model_fields['type'].default for source in _FILE_SOURCES)}"
+        f"packed: {UNPACKED}); say it with data.source.type: "
+        f"{', '.join(source.model_fields['type'].default for source in _FILE_SOURCES)}"
     )
 
 

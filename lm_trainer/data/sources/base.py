@@ -53,7 +53,7 @@ class Shard(Protocol):
         """Bytes of text; None if unknown before reading (compressed files)."""
         ...
 
-    def identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, Any]:
         """Returns JSON that changes whenever the rows may have changed."""
         ...
 

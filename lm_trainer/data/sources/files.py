@@ -12,13 +12,16 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.data.sources.compression import compression_of, open_zip
 from lm_trainer.data.sources.frames import DamagedFrames, open_frames
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 T = TypeVar("T")
 
@@ -110,7 +113,7 @@ def check_listed(url: str) -> str:
     return url
 
 
-def file_system(url: str, *, local: bool) -> tuple[Any, str]:
+def file_system(url: str, *, local: bool) -> tuple[AbstractFileSystem, str]:
     """Returns the fsspec file system of `url`, and the path in it.
 
     Args:
@@ -124,7 +127,7 @@ def file_system(url: str, *, local: bool) -> tuple[Any, str]:
     return (LocalFileSystem(), os.path.abspath(url)) if local else fsspec.core.url_to_fs(url)
 
 
-def file_at(filesystem: Any, path: str, url: str) -> File:
+def file_at(filesystem: AbstractFileSystem, path: str, url: str) -> File:
     """Looks up a file by its path in an fsspec file system.
 
     Raises:

@@ -41,7 +41,7 @@ class GrainPipeline(SourceConfig):
     args: dict[str, Any] = {}
     """Named arguments of the function."""
     validation_args: dict[str, Any] | None = None
-    """Named arguments for validation data, instead of `args`; without them, there is no validation data."""
+    """Named arguments for validation data, instead of `args`; null: no validation data."""
     elements: Literal["records", "rows"] = "records"
     """`records` are texts, or objects with the fields named by `data.text_key` or `data.format`; they are tokenised
     into the cache and shuffled like any text. `rows` are trained on unchanged, in the order of the pipeline: objects

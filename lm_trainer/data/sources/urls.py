@@ -6,12 +6,15 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded, variable_problem
 from lm_trainer.data.sources.compression import why_not_unpacked
 from lm_trainer.data.sources.files import File, check_listed, file_at, file_system, is_file
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -86,7 +89,7 @@ def _unique_path(file: File) -> str:
     return os.path.join(os.path.realpath(directory), name)
 
 
-def _file_system(url: str, key: str) -> tuple[Any, str]:
+def _file_system(url: str, key: str) -> tuple[AbstractFileSystem, str]:
     """Returns the fsspec file system of `url`, and the path in it."""
     try:
         return file_system(url, local=is_file(url))
@@ -121,7 +124,7 @@ def _find(url: str, key: str) -> list[File]:
         raise UserError(f"{key}: {_explain(error, filesystem, path, url)}") from None
 
 
-def _matched(filesystem: Any, path: str, glob: str) -> str:
+def _matched(filesystem: AbstractFileSystem, path: str, glob: str) -> str:
     """Returns the URL of a file matched by a glob."""
     if "://" not in glob:
         return path
@@ -129,7 +132,7 @@ def _matched(filesystem: Any, path: str, glob: str) -> str:
     return url if "::" in glob else check_listed(url)
 
 
-def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
+def _explain(error: Exception, filesystem: AbstractFileSystem, path: str, url: str) -> str:
     """Explains why the files of a URL cannot be listed."""
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__
@@ -146,7 +149,7 @@ def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
     return f"cannot read {url}: {reason}"
 
 
-def _did_you_mean(filesystem: Any, path: str) -> str:
+def _did_you_mean(filesystem: AbstractFileSystem, path: str) -> str:
     parent, _, name = path.rpartition("/")
     try:
         names = [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(parent or "/", detail=False)]

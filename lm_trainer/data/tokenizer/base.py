@@ -34,6 +34,10 @@ _DEFAULT_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tok
 _USUAL_EOS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
+Identity = dict[str, Any]
+"""JSON that identifies a tokenizer."""
+
+
 class Tokenizer(Protocol):
     """Converts text to token ids and back."""
 
@@ -69,11 +73,11 @@ class Tokenizer(Protocol):
         """Returns the text of the ids without special tokens."""
         ...
 
-    def identity(self) -> dict[str, object]:
+    def identity(self) -> Identity:
         """Returns JSON that identifies the tokenizer, independent of its backend: a model belongs to one tokenizer."""
         ...
 
-    def fingerprint(self) -> dict[str, object]:
+    def fingerprint(self) -> Identity:
         """Returns JSON that changes whenever ids may change: identity, backend and version."""
         ...
 
@@ -246,7 +250,7 @@ class HfTokenizer:
         """Returns the text of the ids, including the names of special tokens."""
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def identity(self) -> dict[str, object]:
+    def identity(self) -> Identity:
         return {
             "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
             "vocab_size": self.vocab_size,
@@ -254,7 +258,7 @@ class HfTokenizer:
             "bos_id": self.bos_id,
         }
 
-    def fingerprint(self) -> dict[str, object]:
+    def fingerprint(self) -> Identity:
         version = importlib.metadata.version(self.package) if self.package else "1"
         return {**self.identity(), "backend": self.backend, "version": version}
 

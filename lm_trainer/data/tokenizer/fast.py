@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -33,8 +33,16 @@ class FastTokenizer(HfTokenizer):
     backend = "fastokens"
     package = "fastokens"
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        content: str,
+        settings: Mapping[str, object] | None = None,
+        extras: Mapping[str, bytes] | None = None,
+        *,
+        eos_token: str | None = None,
+        origin: str = "the tokenizer",
+    ):
+        super().__init__(content, settings, extras, eos_token=eos_token, origin=origin)
         from fastokens import Tokenizer
 
         # The batch is proportional to the number of encoding threads, which Rayon reads from the environment. The
