@@ -21,7 +21,7 @@ from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
 from lm_trainer.data.audio.read import AudioRules, BadAudio, samples_in
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of, replace_surrogates
+from lm_trainer.data.sources.base import json_type, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
 START_TOKEN, NO_TIMESTAMPS_TOKEN = "<|startoftranscript|>", "<|notimestamps|>"
@@ -148,7 +148,7 @@ class AudioFormat(FormatConfig):
             return PreparedRow(None, 0)
         for field in self.fields()[1:]:
             if not isinstance(record[field], str):
-                raise UnusableRow(f"the field {field!r} is {kind_of(record[field])}, not a string")
+                raise UnusableRow(f"the field {field!r} is {json_type(record[field])}, not a string")
         text = replace_surrogates(record[self.text_key])
         samples_T = self._samples(record[self.audio_key], row.where)
         if text and not self.allow_silence and not samples_T.any():
@@ -178,7 +178,7 @@ class AudioFormat(FormatConfig):
                 return self._checked(rules.read(value, self.seconds))
             if not isinstance(value, str):
                 raise UnusableRow(
-                    f"the field {self.audio_key!r} is {kind_of(value)}, neither a path nor the bytes of a recording"
+                    f"the field {self.audio_key!r} is {json_type(value)}, neither a path nor the bytes of a recording"
                 )
             import fsspec
 

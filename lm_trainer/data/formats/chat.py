@@ -19,7 +19,7 @@ from lm_trainer.core.files import local_path
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of, replace_surrogates
+from lm_trainer.data.sources.base import json_type, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
 _CONTENT_KEYS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -78,7 +78,7 @@ class ChatFormat(FormatConfig):
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.messages_field]
         if not isinstance(value, list):
-            raise UnusableRow(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
+            raise UnusableRow(f"the field {self.messages_field!r} is {json_type(value)}, not a list of messages")
         locations = [f"message {i} of {self.messages_field!r}" for i in range(len(value))]
         messages = [_checked(self._renamed(item), location) for item, location in zip(value, locations, strict=True)]
         if self.mask_user_turns and not _has_answer(messages):
@@ -188,13 +188,13 @@ def _checked(message: object, location: str) -> Message:
     if content is None:
         kind = "null" if "content" in message else "missing"
         raise UnusableRow(f"the content of {location} is {kind}, which it may only be beside tool_calls")
-    raise UnusableRow(f"the content of {location} is {kind_of(content)}, not a string")
+    raise UnusableRow(f"the content of {location} is {json_type(content)}, not a string")
 
 
 def _text_of(item: object, location: str) -> str:
     if not isinstance(item, dict):
         raise UnusableRow(
-            f"the content of {location} is a list with {kind_of(item)} in it; it may hold objects of type text"
+            f"the content of {location} is a list with {json_type(item)} in it; it may hold objects of type text"
         )
     if item.get("type") != "text":
         raise UnusableRow(
@@ -202,7 +202,7 @@ def _text_of(item: object, location: str) -> str:
         )
     if not isinstance(text := item.get("text"), str):
         raise UnusableRow(
-            f"the content of {location} is a list with an item whose text is {kind_of(text)}, not a string"
+            f"the content of {location} is a list with an item whose text is {json_type(text)}, not a string"
         )
     return text
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of
+from lm_trainer.data.sources.base import json_type
 from lm_trainer.data.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class IdsFormat(FormatConfig):
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.field]
         if not isinstance(value, list):
-            raise UnusableRow(f"the field {self.field!r} is {kind_of(value)}, not a list of token ids")
+            raise UnusableRow(f"the field {self.field!r} is {json_type(value)}, not a list of token ids")
         try:
             ids = np.asarray(value) if value else np.zeros(0, np.int64)
         except ValueError:  # lists of several lengths

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of, replace_surrogates
+from lm_trainer.data.sources.base import json_type, replace_surrogates
 from lm_trainer.data.tokenizer import Tokenizer
 
 
@@ -61,7 +61,7 @@ class SupervisedFormat(FormatConfig):
         values = [record[field] or "" if field == self.context_field else record[field] for field in self.fields()]
         for field, value in zip(self.fields(), values, strict=True):
             if not isinstance(value, str):
-                raise UnusableRow(f"the field {field!r} is {kind_of(value)}, not a string")
+                raise UnusableRow(f"the field {field!r} is {json_type(value)}, not a string")
         prompt, answer, *context = map(replace_surrogates, values)
         # An empty row is skipped like an empty text, but a prompt without an answer is an error.
         if not answer:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.files import File, damaged, group
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
+from lm_trainer.data.sources.files import File, damaged, group_files
 
 if TYPE_CHECKING:
     from array_record.python.array_record_module import ArrayRecordReader
@@ -32,7 +32,7 @@ class ArrayRecordFiles(FileSource):
         for file in files:
             if file.path is None or file.compressed:
                 raise UserError(f"{file.name}: ArrayRecord files are read on this machine, and not compressed again")
-        return [ArrayRecordShard(run, text_key, fields, content=self.content) for run in group(files)]
+        return [ArrayRecordShard(run, text_key, fields, content=self.content) for run in group_files(files)]
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class ArrayRecordShard(FileShard):
             text = content.decode("utf-8")
             return Row(0, "", text) if self.content == "text" else self._record(json.loads(text))
         except UnicodeDecodeError as error:
-            return bad(f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}")
+            return bad_row(f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}")
         except (ValueError, RecursionError) as error:
-            return bad(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
+            return bad_row(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
 
     def _record(self, value: object) -> Row | BadRow:
         return read_record(value, self.text_key, self.fields)

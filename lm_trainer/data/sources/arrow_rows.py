@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad_row, read_record
 from lm_trainer.data.sources.files import File, damaged
 
 if TYPE_CHECKING:
@@ -106,4 +106,4 @@ def _record(row: pyarrow.RecordBatch) -> object:
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
-        return bad(f"invalid UTF-8 at byte {error.start} of the text")
+        return bad_row(f"invalid UTF-8 at byte {error.start} of the text")

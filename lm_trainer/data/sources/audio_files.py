@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, file_at, file_system, group, open_binary
+from lm_trainer.data.sources.files import File, file_at, file_system, group_files, open_binary
 from lm_trainer.data.sources.tar import open_tar
 
 RECORDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif")
@@ -37,10 +37,10 @@ class AudioFiles(FileSource):
                 f"data.format {format_problem}; write format: {{type: audio}}, or list the recordings in a .jsonl file"
             )
         loose = [file for file in files if suffix(file.url) != _ARCHIVE]
-        _refuse_pairs(loose)
+        _refuse_shared_texts(loose)
         archives = [file for file in files if suffix(file.url) == _ARCHIVE]
         shards: list[Shard] = [ArchiveShard(file, fields) for file in archives]
-        pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group(loose)]
+        pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group_files(loose)]
         return [*shards, *(RecordingShard(run, fields) for run in pairs)]
 
 
@@ -148,7 +148,7 @@ class ArchiveShard:
             yield name, *sample()
 
 
-def _refuse_pairs(recordings: Sequence[File]) -> None:
+def _refuse_shared_texts(recordings: Sequence[File]) -> None:
     """Raises `UserError` for two recordings with the same text file."""
     recording_by_stem: dict[str, File] = {}
     for recording in recordings:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.fields import MISSING, is_template, lookup, names_of, text_of
+from lm_trainer.data.sources.fields import MISSING, field_names, is_template, lookup, text_of
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.urls import list_files
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
     """A document, or a piece of a document too large to be encoded at once."""
 
     number: int
-    """Index of the physical row in the shard, counting empty and bad rows, so that a build can resume at a row."""
+    """Index of the physical row in the shard, from 0, counting empty and bad rows, so that a build can resume at it."""
     where: str
     """`file` or `file:line`, for error messages."""
     text: str
@@ -123,7 +123,7 @@ class FileShard(ABC):
     @property
     def read_fields(self) -> tuple[str, ...]:
         """The fields to read from a record."""
-        return self.fields or names_of(self.text_key)
+        return self.fields or field_names(self.text_key)
 
     @property
     def size(self) -> int:
@@ -156,10 +156,10 @@ def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
 
 def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
     """Converts a record to a row, still without its location; see `SourceConfig.shards` for the arguments."""
-    required = fields or names_of(text_key)
+    required = fields or field_names(text_key)
     if not isinstance(value, Mapping):
         names = " and ".join(repr(name) for name in required)
-        return bad(f"expected an object with the field {names}, found {kind_of(value)}")
+        return bad_row(f"expected an object with the field {names}, found {json_type(value)}")
     values = {name: lookup(value, name) for name in required}
     key = "data.format" if fields else "data.text_template" if is_template(text_key) else "data.text_key"
     for name in required:
@@ -167,12 +167,12 @@ def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | 
             known_names = ", ".join(sorted(map(str, value))[:8]) or "none"
             pairs = {"chosen", "rejected"} <= value.keys()
             instead = "preference pairs (DPO) are not trained on" if pairs else f"{key} names the field to read"
-            return bad(f"no field {name!r} (fields: {known_names}); {instead}")
+            return bad_row(f"no field {name!r} (fields: {known_names}); {instead}")
     if fields:
         return Row(0, "", "", record=values)
     for name, part in values.items():
         if not isinstance(part, str):
-            return bad(f"the field {name!r} is {kind_of(part)}, not a string")
+            return bad_row(f"the field {name!r} is {json_type(part)}, not a string")
     return Row(0, "", text_of(value, text_key))
 
 
@@ -206,12 +206,12 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def bad(reason: str) -> BadRow:
+def bad_row(reason: str) -> BadRow:
     """Makes a bad row; its number and location are filled in later."""
     return BadRow(0, "", reason)
 
 
-def kind_of(value: object) -> str:
+def json_type(value: object) -> str:
     """Names the type of a value in JSON terms."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {bytes: "bytes", int: "a number", float: "a number"}

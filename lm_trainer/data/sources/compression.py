@@ -41,7 +41,7 @@ def suffix(url: str) -> str:
     return _ending(name.removesuffix(ending)) if ending in COMPRESSIONS else ending
 
 
-def why_not_unpacked(url: str) -> str | None:
+def unpacking_problem(url: str) -> str | None:
     """Explains why a file cannot be unpacked, with advice; None if it can be unpacked or is a plain file."""
     ending = suffix(url)
     if ending in COMPRESSIONS:

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
 
 # Surrogates for invalid UTF-8 bytes, from Python's `surrogateescape` error handler.
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
@@ -44,7 +44,7 @@ class CsvFiles(FileSource):
         return self
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [CsvShard(run, text_key, fields, dialect=self) for run in group(files)]
+        return [CsvShard(run, text_key, fields, dialect=self) for run in group_files(files)]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class CsvShard(FileShard):
         read = "".join((row.record or {}).values()) + row.text if isinstance(row, Row) else ""
         # The regular expression runs only on non-ASCII text; an invalid byte makes the text non-ASCII.
         if not read.isascii() and _NO_UTF8.search(read):
-            return bad("invalid UTF-8")
+            return bad_row("invalid UTF-8")
         return row
 
     def _records(self, file: File) -> Iterator[tuple[str, dict[str, str] | BadRow]]:
@@ -81,7 +81,7 @@ class CsvShard(FileShard):
             if isinstance(fields, BadRow):
                 yield location, fields
             elif len(fields) != len(columns):
-                yield location, bad(f"{len(fields)} fields, but there are {len(columns)} columns")
+                yield location, bad_row(f"{len(fields)} fields, but there are {len(columns)} columns")
             else:
                 yield location, dict(zip(columns, fields, strict=True))
 
@@ -102,7 +102,7 @@ class CsvShard(FileShard):
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    fields = bad(f"not CSV: {error}")
+                    fields = bad_row(f"not CSV: {error}")
                 if columns is None:
                     if isinstance(fields, BadRow) or len(set(fields)) < len(fields):
                         raise UserError(

@@ -48,7 +48,7 @@ def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 @lru_cache(maxsize=64)
-def names_of(text_key: str) -> tuple[str, ...]:
+def field_names(text_key: str) -> tuple[str, ...]:
     """Names the fields used for the text of a record."""
     if not is_template(text_key):
         return (text_key,)
@@ -56,13 +56,13 @@ def names_of(text_key: str) -> tuple[str, ...]:
 
 
 def text_of(record: Mapping[str, object], text_key: str) -> Any:
-    """Returns the text of a record with all fields of `names_of`; if a field is not a string, returns its value.
+    """Returns the text of a record with all fields of `field_names`; if a field is not a string, returns its value.
 
     If all fields are empty, the text is empty, too, even if the template contains other text.
     """
     if not is_template(text_key):
         return lookup(record, text_key)
-    values = {name: lookup(record, name) for name in names_of(text_key)}
+    values = {name: lookup(record, name) for name in field_names(text_key)}
     for value in values.values():
         if not isinstance(value, str):
             return value

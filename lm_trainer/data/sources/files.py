@@ -62,7 +62,7 @@ class File(NamedTuple):
     @property
     def name(self) -> str:
         """The URL without credentials, safe to display and store."""
-        return _shown(self.url)
+        return _display_url(self.url)
 
     @property
     def path(self) -> str | None:
@@ -95,7 +95,7 @@ class File(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _shown(url: str) -> str:
+def _display_url(url: str) -> str:
     # Cached, since it is needed for every row, and a file may have millions.
     return without_credentials(url)
 
@@ -148,7 +148,7 @@ def is_file(url: str) -> bool:
     return os.path.isfile(expanded(url))
 
 
-def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
+def group_files(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
     """Splits the list into runs of about `shard_bytes`.
 
     The result depends only on the files, never on the number of processes: shards are part of a cache's identity.
@@ -180,7 +180,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise UserError(f"cannot read {file.url}: {error}") from None
     except ValueError as error:
-        if _wants_ranges(error):
+        if _lacks_byte_ranges(error):
             raise UserError(
                 f"cannot read {file.name}: its server does not send parts of a file (byte ranges); "
                 "download it, and name your copy"
@@ -225,22 +225,22 @@ def _unpacked(file: File) -> Iterator[IO[bytes]]:
     # Not fsspec's decompressors, which do not notice files truncated between or inside of frames, and read only the
     # first file of an archive.
     if compression in ("zstd", "xz", "lzma", "bz2"):
-        with _stored(file, None) as stream:
+        with _open_stored(file, None) as stream:
             yield open_frames(stream, compression, file.url)
     elif compression == "zip":
-        with _stored(file, None) as stream, open_zip(stream, file.url) as member:
+        with _open_stored(file, None) as stream, open_zip(stream, file.url) as member:
             yield member
     else:
-        with _stored(file, compression) as stream:
+        with _open_stored(file, compression) as stream:
             yield stream
 
 
-def _wants_ranges(error: ValueError) -> bool:
+def _lacks_byte_ranges(error: ValueError) -> bool:
     """True if the server does not support byte ranges; fsspec has no specific error type for this."""
     return any(words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file"))
 
 
-def _stored(file: File, compression: str | None) -> Any:
+def _open_stored(file: File, compression: str | None) -> Any:
     import fsspec
 
     if file.local:

@@ -38,7 +38,7 @@ class _Decompressor(Protocol):
         ...
 
 
-class _Kind(NamedTuple):
+class _FrameFormat(NamedTuple):
     start: Callable[[], _Decompressor]
     """Returns a decompressor of one frame."""
     error: type[Exception]
@@ -60,26 +60,26 @@ def open_frames(stored: IO[bytes], compression: str, name: str) -> IO[bytes]:
     Raises:
         UserError: if the package for it is missing.
     """
-    return io.BufferedReader(_Unpacked(stored, _kind(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_FrameReader(stored, _kind(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
 
 
-def _kind(compression: str, name: str) -> _Kind:
+def _kind(compression: str, name: str) -> _FrameFormat:
     if compression == "bz2":
-        return _Kind(bz2.BZ2Decompressor, OSError, zeros=True)
+        return _FrameFormat(bz2.BZ2Decompressor, OSError, zeros=True)
     if compression in ("xz", "lzma"):
-        return _Kind(lzma.LZMADecompressor, lzma.LZMAError, zeros=True)
+        return _FrameFormat(lzma.LZMADecompressor, lzma.LZMAError, zeros=True)
     try:
         import zstandard
     except ImportError:
         raise UserError(f"cannot read {name}: .zst needs a package; run: pip install zstandard") from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-    return _Kind(decompressor.decompressobj, zstandard.ZstdError, zeros=False)
+    return _FrameFormat(decompressor.decompressobj, zstandard.ZstdError, zeros=False)
 
 
-class _Unpacked(io.RawIOBase):
+class _FrameReader(io.RawIOBase):
     """Unpacks all frames. Raises EOFError if the last frame is incomplete, DamagedFrames for bytes outside a frame."""
 
-    def __init__(self, stored: IO[bytes], kind: _Kind, name: str):
+    def __init__(self, stored: IO[bytes], kind: _FrameFormat, name: str):
         self._stored, self._kind, self._name = stored, kind, name
         self._packed, self._ready = b"", memoryview(b"")
         self._frame: _Decompressor | None = None
@@ -111,14 +111,14 @@ class _Unpacked(io.RawIOBase):
         try:
             self._ready = memoryview(self._frame.decompress(packed))
         except self._kind.error as error:
-            raise self._blame(error, begins) from None
+            raise self._specific_error(error, begins) from None
         except MemoryError:
             raise self._no_memory("") from None
         if self._frame.eof:
             self._packed, self._frame = self._frame.unused_data, None
         return True
 
-    def _blame(self, error: Exception, begins: bool) -> Exception:
+    def _specific_error(self, error: Exception, begins: bool) -> Exception:
         """Converts an error of a decompressor, whose package has a single type for all errors, to a specific one."""
         text = str(error).lower()
         if "memory" in text:

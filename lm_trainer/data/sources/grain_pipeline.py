@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, kind_of, read_record
+from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad_row, json_type, read_record
 
 _SHARD_RECORDS = 1 << 16
 """Records per shard of a random-access dataset."""
@@ -275,15 +275,15 @@ class GrainShard:
             try:
                 element = element.decode("utf-8")
             except UnicodeDecodeError as error:
-                return bad(f"invalid UTF-8 at byte {error.start}")
+                return bad_row(f"invalid UTF-8 at byte {error.start}")
         if isinstance(element, str) and not self.fields:
             return Row(0, "", element)
         if isinstance(element, list | tuple | np.ndarray) and len(self.fields) == 1:
             element = {self.fields[0]: element}
         if not isinstance(element, Mapping):
-            return bad(f"expected a text or an object, found {kind_of(element)}")
+            return bad_row(f"expected a text or an object, found {json_type(element)}")
         if not self.fields and self.text_key not in element and {"tokens", "targets"} <= element.keys():
-            return bad("its elements are rows of tokens; set data.source.elements: rows")
+            return bad_row("its elements are rows of tokens; set data.source.elements: rows")
         return read_record(_plain(element), self.text_key, self.fields)
 
 

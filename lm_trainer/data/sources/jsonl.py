@@ -10,16 +10,16 @@ from functools import lru_cache
 from typing import IO, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
 from lm_trainer.data.sources.compression import suffix
 from lm_trainer.data.sources.fields import text_of
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
 
 _BLOCK_BYTES = 1 << 20
 
 _BOM = b"\xef\xbb\xbf"
 
-_CERTAIN_DEPTH = 256
+_COMMON_DEPTH = 256
 """Nesting that both decoders can read; they have different limits for deeper nesting."""
 
 
@@ -34,7 +34,7 @@ class JsonLines(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson")
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [JsonShard(run, text_key, fields) for run in group(files)]
+        return [JsonShard(run, text_key, fields) for run in group_files(files)]
 
 
 class JsonShard(FileShard):
@@ -49,12 +49,12 @@ class JsonShard(FileShard):
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, (location, item) in numbered((_items(file) for file in self.files), start):
-            if isinstance(item, bytes) and (text := self._quick_text(item)) is not None:
+            if isinstance(item, bytes) and (text := self._fast_text(item)) is not None:
                 yield Row(number, location, text)
             else:
                 yield self._row(item)._replace(number=number, where=location)
 
-    def _quick_text(self, line: bytes) -> str | None:
+    def _fast_text(self, line: bytes) -> str | None:
         """Returns the text of a line with the faster decoder; None if the line needs `_row`."""
         # The set of bad rows must not depend on the installed packages. With `fields`, all values matter, and the
         # decoders differ for integers of more than 64 bits.
@@ -71,7 +71,7 @@ class JsonShard(FileShard):
             return None
         # The decoders differ in their nesting limits. The number of brackets is an upper bound of the nesting.
         for item in value.values():
-            if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _CERTAIN_DEPTH:
+            if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _COMMON_DEPTH:
                 return None
         return text
 
@@ -84,20 +84,20 @@ class JsonShard(FileShard):
         try:
             value = json.loads(item.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            return bad(
+            return bad_row(
                 f"invalid UTF-8 at byte {error.start} of the line, near {item[max(0, error.start - 8) :][:16]!r}"
             )
         except json.JSONDecodeError as error:
             if item.strip() in (b"{", b"["):
-                return bad(
+                return bad_row(
                     "a bracket alone: the file holds neither a whole object on each line nor, in a file named .json, "
                     "an array of them; write one object per line"
                 )
-            return bad(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
+            return bad_row(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
         except ValueError:  # Python's limit for integers as text
-            return bad("JSON with a number of several thousand digits")
+            return bad_row("JSON with a number of several thousand digits")
         except RecursionError:
-            return bad("JSON nested too deeply")
+            return bad_row("JSON nested too deeply")
         return read_record(value, self.text_key, self.fields)
 
 

@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, ClassVar, Literal
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow_rows import arrow_error, batch_rows, check_columns
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, group, open_seekable
+from lm_trainer.data.sources.files import File, group_files, open_seekable
 
 if TYPE_CHECKING:
     import pyarrow
@@ -26,7 +26,7 @@ class Parquet(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [ParquetShard(run, text_key, fields) for run in group(files)]
+        return [ParquetShard(run, text_key, fields) for run in group_files(files)]
 
 
 class ParquetShard(FileShard):

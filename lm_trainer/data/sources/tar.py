@@ -36,12 +36,12 @@ def open_tar(file: File) -> Iterator[Iterator[Member]]:
             open_binary(file) as stream,
             tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive,
         ):
-            yield _members(archive, _Linked(file, opened))
+            yield _members(archive, _LinkResolver(file, opened))
     except tarfile.TarError as error:
         raise damaged(file, error) from None
 
 
-def _members(archive: tarfile.TarFile, linked: _Linked) -> Iterator[Member]:
+def _members(archive: tarfile.TarFile, linked: _LinkResolver) -> Iterator[Member]:
     for member in archive:
         if member.isfile():
             yield Member(member.name, partial(_content, archive, member))
@@ -55,7 +55,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return opened.read()
 
 
-class _Linked:
+class _LinkResolver:
     """Resolves the links of an archive, whose targets may be anywhere; opens the archive a second time."""
 
     def __init__(self, file: File, opened: ExitStack):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
 """Longer files are encoded in pieces of about this size to bound memory; the file is still one document.
@@ -34,7 +34,7 @@ class TextFiles(FileSource):
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         del text_key, fields
-        return [TextShard(run) for run in group(files)]
+        return [TextShard(run) for run in group_files(files)]
 
 
 @dataclass(frozen=True)

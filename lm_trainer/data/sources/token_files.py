@@ -87,7 +87,7 @@ class TokenFileShard(TokenShard):
         raw = dtype if self.dtype is None else np.dtype(self.dtype).newbyteorder("<")
         return [_array(file, raw) for file in self.files]
 
-    def misread(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
+    def dtype_problem(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
         # The header defines the dtype.
         if header or (written := written_type(ids_T, vocab_size)) is None:
             return None

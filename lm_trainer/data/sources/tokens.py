@@ -56,7 +56,7 @@ class TokenShard(ABC):
         """
         del number, array
 
-    def misread(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
+    def dtype_problem(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
         """Explains why ids certainly have another dtype, with advice; None if their dtype may be correct.
 
         Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded, variable_problem
-from lm_trainer.data.sources.compression import why_not_unpacked
+from lm_trainer.data.sources.compression import unpacking_problem
 from lm_trainer.data.sources.files import File, check_listed, file_at, file_system, is_file
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
             other = f" (as {earlier_name} before)" if earlier_name != file.name else ""
             raise UserError(f"{key}: {file.name} is listed twice{other}; each file may appear once")
         name_by_path[unique_path] = file.name
-        if (reason := why_not_unpacked(file.url)) is not None:
+        if (reason := unpacking_problem(file.url)) is not None:
             raise UserError(f"{key}: {file.name} {reason}")
     return matches
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.files import File, group, numbered
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
+from lm_trainer.data.sources.files import File, group_files, numbered
 from lm_trainer.data.sources.tar import open_tar
 
 _Sample = dict[str, bytes | BadRow | None]
@@ -26,7 +26,7 @@ class WebDataset(FileSource):
     reads_archives: ClassVar[bool] = True
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [WebDatasetShard(run, text_key, fields) for run in group(files)]
+        return [WebDatasetShard(run, text_key, fields) for run in group_files(files)]
 
 
 class WebDatasetShard(FileShard):
@@ -49,7 +49,7 @@ class WebDatasetShard(FileShard):
                 yield f"{file.name}:{key}", _decoded(sample)
                 sample = {}
             key = name
-            sample[ending] = bad(f"two files end in .{ending}") if ending in sample else content
+            sample[ending] = bad_row(f"two files end in .{ending}") if ending in sample else content
         if key is not None:
             yield f"{file.name}:{key}", _decoded(sample)
 
@@ -66,7 +66,9 @@ class WebDatasetShard(FileShard):
                 content: bytes | BadRow | None = None
                 if ending.lower() in used_endings:
                     content = member.read()
-                    content = bad(f"its .{ending} is a link to no file of the archive") if content is None else content
+                    content = (
+                        bad_row(f"its .{ending} is a link to no file of the archive") if content is None else content
+                    )
                 yield f"{directory}{slash}{stem}", ending.lower(), content
 
 
@@ -82,7 +84,7 @@ def _decoded(sample: _Sample) -> dict[str, object] | BadRow:
             text = content.decode("utf-8")
             fields[ending] = json.loads(text) if ending.rpartition(".")[2] == "json" else text
         except UnicodeDecodeError as error:
-            return bad(f"invalid UTF-8 at byte {error.start} of its .{ending}")
+            return bad_row(f"invalid UTF-8 at byte {error.start} of its .{ending}")
         except (ValueError, RecursionError) as error:
-            return bad(f"its .{ending} is not JSON: {error}")
+            return bad_row(f"its .{ending} is not JSON: {error}")
     return fields

@@ -217,10 +217,10 @@ class _LedgerKeeper:
         Raises:
             Stopped: if the build was asked to stop.
         """
-        time_now = time.monotonic()
-        if not force and time_now - self._last_tick < POLL_SECONDS:
+        current_time = time.monotonic()
+        if not force and current_time - self._last_tick < POLL_SECONDS:
             return
-        self._last_tick = time_now
+        self._last_tick = current_time
         self._lock.beat()
         bytes_before = sum(self._ledger.text_bytes)
         if self._ledger.advance(self._build.store, len(self._build.shards)):

@@ -79,11 +79,11 @@ class ProgressMeter:
         # Never more than the total: a replaced character may take more bytes than in the source.
         done = done if total is None else min(done, total)
         share = done / total if total else self._share_of_stored(ledger)
-        time_now = time.monotonic()
+        current_time = time.monotonic()
         if self._begun is None:
-            self._begun = (time_now, done, share)
+            self._begun = (current_time, done, share)
         began, done_before, share_before = self._begun
-        seconds, gained = time_now - began, share - share_before
+        seconds, gained = current_time - began, share - share_before
         left = seconds / gained * (1 - share) if gained > 0 else None
         rate = (done - done_before) / seconds if seconds > 0 else 0.0
         return BuildProgress(self._name, done, total, ledger.num_tokens, share, rate, left)

@@ -132,7 +132,7 @@ class _FileCheck:
             if (current := file.refreshed()) != file:
                 raise UserError(
                     f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
-                    f"now {current.size} (version {current.version}). {self._way_out(part)}"
+                    f"now {current.size} (version {current.version}). {self._advice(part)}"
                 )
         # Keep the last file: the next part may hold more of it.
         self._left = self._left[last:]
@@ -144,7 +144,7 @@ class _FileCheck:
                 return index
         return len(self._left)
 
-    def _way_out(self, part: int) -> str:
+    def _advice(self, part: int) -> str:
         if part == 0:
             return "Nothing of it is kept; start again when nothing writes to it any more"
         url = self._job.store.url

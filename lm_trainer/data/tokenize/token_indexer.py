@@ -139,7 +139,7 @@ def _check_ids(job: ShardJob, source: TokenPlace, ids_T: np.ndarray) -> None:
     """
     vocab_size = job.tokenizer.vocab_size
     assert isinstance(job.shard, TokenShard)
-    if (problem := job.shard.misread(ids_T, source.header, vocab_size, job.tokenizer.eos_id)) is not None:
+    if (problem := job.shard.dtype_problem(ids_T, source.header, vocab_size, job.tokenizer.eos_id)) is not None:
         raise UserError(f"{source.path}: {problem}")
     if int(ids_T.max()) < vocab_size and int(ids_T.min()) >= 0:
         return

@@ -42,7 +42,7 @@ def prepare_tokenizer(
         on_progress(BuildProgress("tokenizer", 0, tokenizer_config.sample_bytes, 0))
     tokenizer = train_bpe(tokenizer_config, shards)
     # Another process may have trained the same tokenizer meanwhile.
-    if store.read(_RECIPE) is None and _fits(caches, tokenizer):
+    if store.read(_RECIPE) is None and _matches_tokenizer(caches, tokenizer):
         _write(tokenizer, store)
         # Writing the recipe commits the tokenizer: without it the other files are ignored.
         store.write_json(_RECIPE, recipe, if_generation=MISSING)
@@ -122,7 +122,7 @@ def _read_trained(store: KvStore, recipe: Mapping[str, object]) -> HfTokenizer |
     return HfTokenizer(content.decode(), origin=f"{store.url}/tokenizer")
 
 
-def _fits(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) -> bool:
+def _matches_tokenizer(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) -> bool:
     """Returns True if every existing cache was built with this tokenizer."""
     manifests = [read_manifest(KvStore(cache.url)) for cache in caches.values()]
     sha256 = tokenizer.identity()["sha256"]
