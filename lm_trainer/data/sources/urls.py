@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded, variable_problem
@@ -89,7 +89,7 @@ def _unique_path(file: File) -> str:
     return os.path.join(os.path.realpath(directory), name)
 
 
-def _file_system(url: str, key: str) -> tuple[AbstractFileSystem, str]:
+def _file_system(url: str, key: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `url`, and the path in it."""
     try:
         return file_system(url, local=is_file(url))
