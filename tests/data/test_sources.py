@@ -20,7 +20,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import BadRow, Row, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.sources.files import File, group
+from lm_trainer.data.sources.files import File, group_files
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.sources.urls import expand_braces
@@ -71,7 +71,7 @@ def test_braces_expand_as_in_a_shell() -> None:
 
 def test_small_files_share_a_shard_and_large_ones_have_their_own() -> None:
     files = [File(str(index), size, "") for index, size in enumerate([10, 20, 200, 30, 60, 50])]
-    assert [[int(f.url) for f in run] for run in group(files, 100)] == [[0, 1], [2], [3, 4], [5]]
+    assert [[int(f.url) for f in run] for run in group_files(files, 100)] == [[0, 1], [2], [3, 4], [5]]
 
 
 @pytest.mark.parametrize("ending", ["", *COMPRESS])

@@ -61,9 +61,9 @@ def test_zeros_that_are_tokens_are_read(tmp_path: Path) -> None:
     assert written_type(ids, 257) == np.dtype("<u4")
     for named, refused in ((None, True), ("uint16", False)):
         shard = TokenFileShard((), named)
-        assert (shard.misread(ids, 0, 257, 0) is not None) == refused
-        assert shard.misread(ids, 0, 257, EOS_ID) is not None
-        assert shard.misread(ids, 80, 257, EOS_ID) is None, "a header says the type"
+        assert (shard.dtype_problem(ids, 0, 257, 0) is not None) == refused
+        assert shard.dtype_problem(ids, 0, 257, EOS_ID) is not None
+        assert shard.dtype_problem(ids, 80, 257, EOS_ID) is None, "a header says the type"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Formats of rows, by which they become tokens. To add a format: one file, one line in the union."""
+"""Row formats, which turn rows into tokens. To add a format: one file, one line in the union."""
 
 from __future__ import annotations
 

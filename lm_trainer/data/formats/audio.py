@@ -1,4 +1,4 @@
-"""Audio format: recordings, and the texts that a model writes when it hears them.
+"""Audio format: recordings and their transcripts, for speech models.
 
 Shape letters: T tokens of a document, F frames, M mel channels.
 """
@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -19,66 +19,66 @@ from lm_trainer.core.files import expanded
 from lm_trainer.data.audio.augment import SpecAugment
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
 from lm_trainer.data.audio.read import AudioRules, BadAudio, samples_in
-from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
+from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of, replace_surrogates
+from lm_trainer.data.sources.base import json_type, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
 START_TOKEN, NO_TIMESTAMPS_TOKEN = "<|startoftranscript|>", "<|notimestamps|>"
 
 
-class _Heard(NamedTuple):
-    """A row that is ready to be encoded."""
+class _PreparedAudio(NamedTuple):
+    """A row ready to be encoded."""
 
     samples_T: np.ndarray | None
-    """None where features are not kept."""
+    """None if features are not cached."""
     text: str
     language: str | None
 
 
 class AudioFormat(FormatConfig):
-    """Every row is a recording and its text, for models that hear (`model: {type: whisper}`); one row, one document.
+    """Every row is a recording and its text, for speech models (`model: {type: whisper}`). A row is one document.
 
-    The recording is a file of wav, flac, mp3 or ogg: its bytes, its path, an `Audio` column of Hugging Face, or an
-    object of `array` and `sampling_rate`. Features are those of `WhisperFeatureExtractor`.
+    The recording is a wav, flac, mp3 or ogg file: its bytes, its path, an `Audio` column of Hugging Face, or an object
+    with `array` and `sampling_rate`. The features equal the output of `WhisperFeatureExtractor`.
     """
 
     type: Literal["audio"] = "audio"
     audio_key: str = "audio"
-    """The field with the recording. A path in it is relative to the file that the row is in."""
+    """The field with the recording. A path is relative to the file that contains the row."""
     text_key: str = "text"
-    """The field with the text. An empty one says that there is nothing to write."""
+    """The field with the text. It may be empty for a recording without words."""
     language_key: str | None = None
-    """The field with the language of the row, such as `en`; null: `language` is that of all."""
+    """The field with the language of the row, such as `en`; null: all rows have the language `language`."""
     sampling_rate: Literal[16_000] = 16_000
-    """Samples a second that features are made of; recordings of another rate are brought to it."""
+    """Samples per second for the features; other recordings are resampled to this rate."""
     num_mels: int = Field(default=80, gt=0)
     """Channels of the log-mel spectrogram; `model.num_mels`."""
     seconds: int = Field(default=30, gt=0)
-    """The longest recording; shorter ones are filled up with silence. `model.num_frames` is this times 100."""
+    """The longest recording; shorter ones are padded with silence. `model.num_frames` is this times 100."""
     language: str | None = None
-    """The language of all rows, such as `en`, for tokenizers that have tokens of languages; null: none is written."""
+    """The language of all rows, such as `en`, for tokenizers with language tokens; null: no language token."""
     task: Literal["transcribe", "translate"] | None = None
-    """The task, for tokenizers that have tokens of tasks; null: none is written."""
+    """The task, for tokenizers with task tokens; null: no task token."""
     timestamps: bool = False
-    """True if texts hold timestamps such as `<|1.20|>`, which are read as tokens. Else the token that says that there
-    are none is written, where the tokenizer has it."""
+    """True if texts contain timestamps such as `<|1.20|>`, which are encoded as tokens. Otherwise the prompt ends with
+    the no-timestamps token, if the tokenizer has one."""
     prompt: list[str] | None = Field(default=None, min_length=1)
-    """Special tokens that every text begins with, in place of those that `language`, `task` and `timestamps` make."""
+    """Special tokens at the start of every text, instead of the ones made from `language`, `task` and `timestamps`."""
     mask_prompt: bool = True
-    """True to leave the tokens of the prompt out of the loss."""
+    """True to exclude the prompt tokens from the loss."""
     resample: bool = True
-    """False refuses recordings of another rate than `sampling_rate`."""
+    """False rejects recordings with another rate than `sampling_rate`."""
     mix_channels: bool = True
-    """False refuses recordings of several channels; else their mean is heard."""
+    """False rejects recordings with several channels; otherwise the channels are averaged."""
     allow_silence: bool = False
-    """False refuses recordings that are silent from beginning to end and have a text."""
+    """False rejects recordings with a text that are silent from beginning to end."""
     features: Literal["cached", "on_the_fly"] = "cached"
-    """`cached` computes features once and keeps them beside the tokens: 4 bytes x frames x channels, 0.96 MB for a row
-    of 30 s and 80 channels. `on_the_fly` keeps nothing, and decodes and transforms the recordings of each batch again:
-    some 50 ms for a row of 30 s, on a core of the machine that trains."""
+    """`cached` computes features once and stores them with the tokens: 4 bytes x frames x channels, 0.96 MB for a row
+    of 30 s and 80 channels. `on_the_fly` stores no features, and decodes and transforms the recordings for every batch:
+    about 50 ms for a row of 30 s, on one core of the training machine."""
     spec_augment: SpecAugment | None = None
-    """Masks over the features of training; null: none."""
+    """Masks for the training features; null: no masks."""
 
     has_loss_mask: ClassVar[bool] = True
     adds_bos: ClassVar[bool] = False
@@ -104,42 +104,42 @@ class AudioFormat(FormatConfig):
 
     @property
     def log_mel(self) -> LogMel:
-        """The transformation of samples into features."""
+        """The transformation from samples to features."""
         return LogMel(*self.features_shape)
 
     def fields(self) -> tuple[str, ...]:
         return (self.audio_key, self.text_key, *([] if self.language_key is None else [self.language_key]))
 
-    def cached_settings(self) -> dict[str, Any]:
+    def cached_settings(self) -> dict[str, object]:
         return self.model_dump(mode="json", exclude={"spec_augment"})
 
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        # Asked for here, so that a token that is missing is found before any recording is read.
+    def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
+        # Includes the prompt ids, so that a missing token is reported before any recording is read.
         return {**self.cached_settings(), "prompt_ids": self.prompt_ids(tokenizer, self.language)}
 
     def prompt_ids(self, tokenizer: Tokenizer, language: str | None) -> list[int]:
-        """The tokens before the text of a row.
+        """Returns the prompt tokens before the text of a row.
 
         Raises:
-            UserError: for one that the tokenizer lacks.
+            UserError: if the tokenizer lacks one of the tokens.
         """
         assert isinstance(tokenizer, HfTokenizer)
-        known = tokenizer.special_tokens()
-        names = self.prompt or self._names(known, language)
+        special_ids = tokenizer.special_tokens()
+        names = self.prompt or self._names(special_ids, language)
         if not names:
             return [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
         for name in names:
-            if name not in known:
+            if name not in special_ids:
                 raise UserError(
                     f"data.format: the tokenizer has no special token {name!r}; name another data.tokenizer"
                 )
-        return [known[name] for name in names]
+        return [special_ids[name] for name in names]
 
-    def _names(self, known: Mapping[str, int], language: str | None) -> list[str]:
+    def _names(self, special_ids: Mapping[str, int], language: str | None) -> list[str]:
         names = [f"<|{name}|>" for name in (language, self.task) if name is not None]
-        if not names and START_TOKEN not in known:
+        if not names and START_TOKEN not in special_ids:
             return []
-        no_stamps = [NO_TIMESTAMPS_TOKEN] if NO_TIMESTAMPS_TOKEN in known and not self.timestamps else []
+        no_stamps = [NO_TIMESTAMPS_TOKEN] if NO_TIMESTAMPS_TOKEN in special_ids and not self.timestamps else []
         return [START_TOKEN, *names, *no_stamps]
 
     def prepare(self, row: Row) -> PreparedRow:
@@ -148,41 +148,41 @@ class AudioFormat(FormatConfig):
             return PreparedRow(None, 0)
         for field in self.fields()[1:]:
             if not isinstance(record[field], str):
-                raise UnusableRow(f"the field {field!r} is {kind_of(record[field])}, not a string")
+                raise UnusableRow(f"the field {field!r} is {json_type(record[field])}, not a string")
         text = replace_surrogates(record[self.text_key])
         samples_T = self._samples(record[self.audio_key], row.where)
         if text and not self.allow_silence and not samples_T.any():
             raise UnusableRow("the recording is silent from beginning to end, and yet there is a text")
         language = record[self.language_key] if self.language_key else self.language
         size = len(text.encode("utf-8")) + 1
-        beside = 4 * math.prod(self.features_shape) if self.keeps_features else 0
-        heard = _Heard(samples_T if self.keeps_features else None, text, language)
-        return PreparedRow(heard, size, text is not record[self.text_key], beside)
+        extra_bytes = 4 * math.prod(self.features_shape) if self.keeps_features else 0
+        prepared = _PreparedAudio(samples_T if self.keeps_features else None, text, language)
+        return PreparedRow(prepared, size, text is not record[self.text_key], extra_bytes)
 
     def hear(self, row: Row) -> np.ndarray:
-        """Computes the features float32 [F, M] of a row that `prepare` accepts.
+        """Computes the features float32 [F, M] of a row accepted by `prepare`.
 
         Raises:
-            UnusableRow: if its recording cannot be read any more.
+            UnusableRow: if the recording can no longer be read.
         """
         return self.log_mel(self._samples((row.record or {})[self.audio_key], row.where))
 
-    def _samples(self, value: Any, where: str) -> np.ndarray:
+    def _samples(self, value: object, row_location: str) -> np.ndarray:
         rules = AudioRules(self.resample, self.mix_channels)
         try:
             if isinstance(value, Mapping):
-                if (found := samples_in(value)) is not None:
-                    return self._checked(rules.of_samples(*found, self.seconds))
+                if (samples := samples_in(value)) is not None:
+                    return self._checked(rules.of_samples(*samples, self.seconds))
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
                 return self._checked(rules.read(value, self.seconds))
             if not isinstance(value, str):
                 raise UnusableRow(
-                    f"the field {self.audio_key!r} is {kind_of(value)}, neither a path nor the bytes of a recording"
+                    f"the field {self.audio_key!r} is {json_type(value)}, neither a path nor the bytes of a recording"
                 )
             import fsspec
 
-            with fsspec.open(_beside(value, where), "rb") as file:
+            with fsspec.open(_recording_path(value, row_location), "rb") as file:
                 return self._checked(rules.read(file.read(), self.seconds))  # pyright: ignore[reportAttributeAccessIssue]
         except BadAudio as error:
             raise UnusableRow(str(error)) from None
@@ -190,47 +190,46 @@ class AudioFormat(FormatConfig):
             raise UnusableRow(f"the recording {value} cannot be read: {error}") from None
 
     def _checked(self, samples_T: np.ndarray) -> np.ndarray:
-        # Resampling rounds up, and makes a sample too many of a recording that fills the row.
+        # Resampling rounds up: a recording of exactly the maximum length may have one extra sample.
         return samples_T[: self.log_mel.num_samples]
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
+    def encode(self, values: Sequence[_PreparedAudio], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         assert isinstance(tokenizer, HfTokenizer)
-        heard: Sequence[_Heard] = values
         if self.timestamps:
-            texts: list[Any] = [tokenizer.encode_template(each.text)[0] for each in heard]
+            texts = [tokenizer.encode_template(row.text)[0] for row in values]
         else:
-            texts = list(tokenizer.encode_batch([each.text for each in heard]))
-        return [self._encode(each, ids, tokenizer) for each, ids in zip(heard, texts, strict=True)]
+            texts = list(tokenizer.encode_batch([row.text for row in values]))
+        return [self._encode(row, ids, tokenizer) for row, ids in zip(values, texts, strict=True)]
 
-    def _encode(self, heard: _Heard, ids: Any, tokenizer: Tokenizer) -> EncodedDocument | UnusableRow:
+    def _encode(self, row: _PreparedAudio, ids: TokenIds, tokenizer: Tokenizer) -> EncodedDocument | UnusableRow:
         try:
-            prompt = self.prompt_ids(tokenizer, heard.language)
+            prompt = self.prompt_ids(tokenizer, row.language)
         except UserError as error:
-            # Of a row by itself, since its language is its own.
+            # Only this row is unusable, since every row may have another language.
             return UnusableRow(str(error))
-        # With its end, which is learnt even after no text at all.
+        # The end-of-document token is learnt even after an empty text.
         ids_T = np.concatenate([prompt, np.asarray(ids, np.int64), [tokenizer.eos_id]]).astype(np.int64)
         mask_T = np.ones(len(ids_T), bool)
         if self.mask_prompt:
             mask_T[: len(prompt)] = False
-        features_FM = None if heard.samples_T is None else self.log_mel(heard.samples_T)
+        features_FM = None if row.samples_T is None else self.log_mel(row.samples_T)
         return EncodedDocument(ids_T, mask_T, features_FM)
 
 
-def _beside(path: str, where: str) -> str:
-    """The place of a recording that a row names: a relative path begins where the file with the row lies.
+def _recording_path(path: str, row_location: str) -> str:
+    """Resolves the path of a recording relative to the file that contains the row.
 
     Raises:
-        UnusableRow: for a row from elsewhere that names a file of this machine.
+        UnusableRow: if a remote row refers to a file of this machine.
     """
-    origin, scheme = (text.partition("://")[0] if "://" in text else "" for text in (where, path))
+    origin, scheme = (text.partition("://")[0] if "://" in text else "" for text in (row_location, path))
     if origin not in ("", "file") and (
         scheme not in ("", "http", "https", origin) or "::" in path or os.path.isabs(expanded(path))
     ):
         raise UnusableRow(f"it names the recording {path}, which a list from elsewhere may not: only what is there too")
     if "://" in path or os.path.isabs(expanded(path)):
         return expanded(path)
-    listing, colon, number = where.rpartition(":")
+    listing, colon, number = row_location.rpartition(":")
     if colon and number.isdigit():
         folder, slash, _ = listing.rpartition("/")
         return f"{folder}{slash}{path}"

@@ -1,4 +1,4 @@
-"""Base of formats: a format turns a row of a source into tokens, and says which of them the loss counts.
+"""Base of formats: a format turns a row of a source into tokens and their loss mask.
 
 Shape letters: T tokens of a document, F frames, M mel channels.
 """
@@ -15,68 +15,71 @@ from lm_trainer.core.config import Config
 from lm_trainer.data.sources import Row
 from lm_trainer.data.tokenizer import Tokenizer
 
+TokenIds = Sequence[int] | np.ndarray
+"""Token ids: a list, or integers [T]."""
+
 
 class PreparedRow(NamedTuple):
-    """A row that is ready to be encoded."""
+    """A row ready to be encoded."""
 
     value: Any
     """Input of `encode`."""
     size: int
-    """UTF-8 bytes of the text; 0 = nothing to encode, the row is empty."""
+    """UTF-8 bytes of the text; 0 = the row is empty."""
     replaced: bool = False
-    """True if characters that no UTF-8 can hold were replaced."""
-    beside: int = 0
-    """Bytes of what the cache keeps beside its tokens."""
+    """True if characters invalid in UTF-8 were replaced."""
+    extra_bytes: int = 0
+    """Bytes of other data stored with the tokens."""
 
 
 class EncodedDocument(NamedTuple):
-    """Token ids, without those that start and end a document."""
+    """Token ids without BOS and EOS."""
 
-    ids: Any
+    ids: TokenIds
     """Integers [T]."""
     loss_mask: np.ndarray | None = None
-    """bool [T]: the tokens that the loss counts as targets; None = all of them."""
+    """bool [T]: the tokens counted as targets in the loss; None = all tokens."""
     features: np.ndarray | None = None
-    """float32 [F, M], where the format keeps what a model hears."""
+    """float32 [F, M], if the format caches audio features."""
 
 
 class UnusableRow(Exception):
-    """Row that does not fit the format; the message says why."""
+    """Row that does not fit the format; the message gives the reason."""
 
 
 class FormatConfig(Config):
     """Base of every member of the union of formats."""
 
     has_loss_mask: ClassVar[bool] = False
-    """True if documents have a loss mask; they may then hold the end-of-document token inside."""
+    """True if documents have a loss mask; such documents may contain EOS tokens."""
     adds_bos: ClassVar[bool] = True
-    """True if a start-of-document token is put in front where the tokenizer has one."""
-    is_answered: ClassVar[bool] = False
-    """True if a row is a prompt and its answer, which belong into one row of training."""
-    later: ClassVar[frozenset[str]] = frozenset()
-    """Keys that came later: a cache that was built before them is still found where they change nothing."""
+    """True to start documents with the BOS token, if the tokenizer has one."""
+    has_prompts: ClassVar[bool] = False
+    """True if a row is a prompt with its answer, which must stay in one training row."""
+    later_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys added in later versions. Unset ones are left out of the identity, so that older caches are still found."""
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
-        """Frames and channels of what a model hears with each document; None: rows are text alone."""
+        """Frames and channels of the audio features of a document; None: rows are only text."""
         return None
 
     @property
     def keeps_features(self) -> bool:
-        """True if the cache holds features beside tokens."""
+        """True if the cache stores features with the tokens."""
         return False
 
-    def cached_settings(self) -> dict[str, Any]:
-        """The settings that decide the bytes of a cache."""
-        return self.model_dump(exclude=set(self.later - self.changed_fields))
+    def cached_settings(self) -> dict[str, object]:
+        """Returns the settings that determine the bytes of a cache."""
+        return self.model_dump(exclude=set(self.later_keys - self.changed_fields))
 
     @abstractmethod
     def fields(self) -> tuple[str, ...]:
-        """Names the fields of a record that are read; () = its text alone."""
+        """Names the fields to read from a record; () = only its text."""
 
     @abstractmethod
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        """Returns JSON that changes whenever the tokens may; None for plain text.
+    def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
+        """Returns JSON that changes whenever the tokens may change; None for plain text.
 
         Raises:
             UserError: if the tokenizer does not fit.
@@ -92,4 +95,4 @@ class FormatConfig(Config):
 
     @abstractmethod
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
-        """Encodes values: one result for each, UnusableRow where only encoding shows that a row does not fit."""
+        """Encodes prepared values. Returns one result per value; UnusableRow if only encoding reveals a bad row."""

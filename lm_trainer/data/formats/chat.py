@@ -1,4 +1,4 @@
-"""Chat format: conversations, written out by a chat template. The loss counts the assistant's words alone.
+"""Chat format: conversations rendered with a chat template. Only the assistant's words count in the loss.
 
 Shape letters: T tokens of a conversation.
 """
@@ -19,47 +19,48 @@ from lm_trainer.core.files import local_path
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of, replace_surrogates
+from lm_trainer.data.sources.base import json_type, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
-_SAYING = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message in which the assistant's words may stand."""
+_CONTENT_KEYS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that may hold the assistant's words."""
 
-_LEVELS = 100
-"""Nesting that every version of Python can walk through, so that the same rows are bad under each."""
+_MAX_DEPTH = 100
+"""Maximum nesting of a conversation. All Python versions can traverse it, so the same rows are bad in every version."""
 
+Message = dict[str, object]
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class ChatFormat(FormatConfig):
-    """Every row is a list of messages, each with a `role` and a `content`.
+    """Every row is a list of messages with a `role` and a `content`.
 
-    The template writes them out as one text, in which it marks the assistant's words with `{% generation %}`.
+    The chat template renders them as one text and marks the assistant's words with `{% generation %}`.
     """
 
     type: Literal["chat"] = "chat"
     messages_field: str = "messages"
     """The field with the list of messages."""
     role_field: str = "role"
-    """The field of a message that names who speaks: `from` in ShareGPT's records."""
+    """The field of a message with the role of its author: `from` in ShareGPT records."""
     content_field: str = "content"
-    """The field of a message with what is said: `value` in ShareGPT's records."""
+    """The field of a message with its text: `value` in ShareGPT records."""
     roles: dict[str, str] = {}
-    """Roles by the names that stand for them in the records; `human` and `gpt` are `user` and `assistant` where
-    `role_field` is not `role`."""
+    """Maps role names in the records to template roles. If `role_field` is not `role`, `human` and `gpt` are mapped to
+    `user` and `assistant`."""
     tools_field: str | None = None
-    """The field with the list of tools that a conversation may call, or null; the template gets none, if absent."""
+    """The field with the list of tools of a conversation, or null; without it, the template gets no tools."""
     chat_template: LocalPath | None = None
-    """A Jinja template, or the path of a file that holds one; the tokenizer's own, if absent."""
+    """A Jinja template, or the path of a template file; defaults to the template of the tokenizer."""
     mask_user_turns: bool = True
-    """True to leave out of the loss all that the template does not mark as the assistant's."""
+    """True to exclude all tokens from the loss except the assistant's, as marked by the template."""
 
     has_loss_mask: ClassVar[bool] = True
-    is_answered: ClassVar[bool] = True
-    # A template that wants a start-of-document token writes it itself.
+    has_prompts: ClassVar[bool] = True
+    # Templates write the BOS token themselves.
     adds_bos: ClassVar[bool] = False
-    later: ClassVar[frozenset[str]] = frozenset({"role_field", "content_field", "roles"})
+    later_keys: ClassVar[frozenset[str]] = frozenset({"role_field", "content_field", "roles"})
 
     @model_validator(mode="after")
     def _two_fields(self) -> Self:
@@ -70,24 +71,24 @@ class ChatFormat(FormatConfig):
     def fields(self) -> tuple[str, ...]:
         return (self.messages_field,) if self.tools_field is None else (self.messages_field, self.tools_field)
 
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        unused = {"tools_field", *self.later} - self.changed_fields
+    def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
+        unused = {"tools_field", *self.later_keys} - self.changed_fields
         return {**self.model_dump(exclude=unused), "chat_template": self._template(tokenizer).source}
 
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.messages_field]
         if not isinstance(value, list):
-            raise UnusableRow(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
-        wheres = [f"message {i} of {self.messages_field!r}" for i in range(len(value))]
-        messages = [_checked(self._named(each), where) for each, where in zip(value, wheres, strict=True)]
+            raise UnusableRow(f"the field {self.messages_field!r} is {json_type(value)}, not a list of messages")
+        locations = [f"message {i} of {self.messages_field!r}" for i in range(len(value))]
+        messages = [_checked(self._renamed(item), location) for item, location in zip(value, locations, strict=True)]
         if self.mask_user_turns and not _has_answer(messages):
             raise UnusableRow("the assistant says nothing in this conversation")
         counts = [0, 0]
         conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
         return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
 
-    def _named(self, message: Any) -> Any:
-        """Returns a message whose fields and role have the names that templates know."""
+    def _renamed(self, message: object) -> object:
+        """Returns the message with the field names and role names expected by templates."""
         if not {"role_field", "content_field", "roles"} & self.changed_fields or not isinstance(message, dict):
             return message
         names = {self.role_field: "role", self.content_field: "content"}
@@ -96,7 +97,7 @@ class ChatFormat(FormatConfig):
         role = message.get("role")
         return {**message, "role": roles.get(role, role)} if isinstance(role, str) else message
 
-    def _tools(self, row: Row) -> list[Any] | None:
+    def _tools(self, row: Row) -> list[Message] | None:
         tools = None if self.tools_field is None else (row.record or {})[self.tools_field]
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise UnusableRow(
@@ -104,7 +105,7 @@ class ChatFormat(FormatConfig):
             )
         return tools
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
+    def encode(self, values: Sequence[list[Any]], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         template = self._template(tokenizer)
         return [self._encode(template, conversation, tokenizer) for conversation in values]
 
@@ -129,7 +130,7 @@ class ChatFormat(FormatConfig):
         source = self.chat_template
         if source is None:
             source = tokenizer.chat_template
-        # Text with a tag of Jinja in it is a template, any other is a path.
+        # A text with a Jinja tag is a template, any other text is a path.
         elif not re.search(r"\{[%{]", source):
             source = _read(source)
         if source is None:
@@ -143,10 +144,10 @@ class ChatFormat(FormatConfig):
 
 
 def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
-    """Compiles the chat template that came with a tokenizer.
+    """Compiles the chat template of a tokenizer.
 
     Raises:
-        UserError: if there is none.
+        UserError: if the tokenizer has no template.
     """
     source = tokenizer.chat_template
     if source is None:
@@ -154,7 +155,7 @@ def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
     return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
-# Compiling takes longer than writing out a conversation, and each batch of rows asks for the template anew.
+# Cached, since every batch needs the template and compiling takes longer than rendering a conversation.
 @lru_cache(maxsize=8)
 def _compile(source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(variables), special)
@@ -167,54 +168,56 @@ def _read(path: str) -> str:
         raise UserError(f"data.format.chat_template: {path} is no template, and cannot be read: {error}") from None
 
 
-def _checked(message: Any, where: str) -> dict[str, Any]:
-    """Returns the message, its content as one text where it is a list of texts.
+def _checked(message: object, location: str) -> Message:
+    """Checks a message and joins its content to one text if it is a list of texts.
 
-    A template would write out the list itself.
+    A template would render the list as such.
 
     Raises:
-        UnusableRow: if it has no role, or a content that is no text.
+        UnusableRow: if the message has no role, or its content is not text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         other = isinstance(message, dict) and {"from", "value"} <= message.keys()
         hint = "; set role_field: from and content_field: value" if other else ""
-        raise UnusableRow(f"{where} is no object with a role and a content{hint}")
+        raise UnusableRow(f"{location} is no object with a role and a content{hint}")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
     if isinstance(content, list):
-        return {**message, "content": "".join(_text_of(item, where) for item in content)}
+        return {**message, "content": "".join(_text_of(item, location) for item in content)}
     if content is None:
         kind = "null" if "content" in message else "missing"
-        raise UnusableRow(f"the content of {where} is {kind}, which it may only be beside tool_calls")
-    raise UnusableRow(f"the content of {where} is {kind_of(content)}, not a string")
+        raise UnusableRow(f"the content of {location} is {kind}, which it may only be beside tool_calls")
+    raise UnusableRow(f"the content of {location} is {json_type(content)}, not a string")
 
 
-def _text_of(item: Any, where: str) -> str:
+def _text_of(item: object, location: str) -> str:
     if not isinstance(item, dict):
         raise UnusableRow(
-            f"the content of {where} is a list with {kind_of(item)} in it; it may hold objects of type text"
+            f"the content of {location} is a list with {json_type(item)} in it; it may hold objects of type text"
         )
     if item.get("type") != "text":
         raise UnusableRow(
-            f"the content of {where} is a list with an item of type {item.get('type')!r}; only text is read"
+            f"the content of {location} is a list with an item of type {item.get('type')!r}; only text is read"
         )
     if not isinstance(text := item.get("text"), str):
-        raise UnusableRow(f"the content of {where} is a list with an item whose text is {kind_of(text)}, not a string")
+        raise UnusableRow(
+            f"the content of {location} is a list with an item whose text is {json_type(text)}, not a string"
+        )
     return text
 
 
-def _has_answer(messages: list[dict[str, Any]]) -> bool:
-    """Tells if the assistant says anything; True where no message has that role, and only the template can tell."""
-    said = [message for message in messages if message["role"] == "assistant"]
-    return not said or any(message.get(key) for message in said for key in _SAYING)
+def _has_answer(messages: list[Message]) -> bool:
+    """True if an assistant message has content, or if no message has this role and only the template can know."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    return not answers or any(message.get(key) for message in answers for key in _CONTENT_KEYS)
 
 
-def _cleaned(value: Any, counts: list[int], levels: int = _LEVELS) -> Any:
-    """Copies a value without lone surrogates; adds bytes of text and replacements to `counts`.
+def _cleaned(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> object:
+    """Copies a value without lone surrogates; adds the bytes of text and the number of replacements to `counts`.
 
     Raises:
-        UnusableRow: if it is nested in more than so many levels.
+        UnusableRow: if the value is nested deeper than `levels`.
     """
     if isinstance(value, str):
         text = replace_surrogates(value)
@@ -224,18 +227,18 @@ def _cleaned(value: Any, counts: list[int], levels: int = _LEVELS) -> Any:
     if not isinstance(value, dict | list):
         return value
     if not levels:
-        raise UnusableRow(f"the conversation is nested too deeply, in more than {_LEVELS} levels")
+        raise UnusableRow(f"the conversation is nested too deeply, in more than {_MAX_DEPTH} levels")
     if isinstance(value, dict):
         return {key: _cleaned(item, counts, levels - 1) for key, item in value.items()}
     return [_cleaned(item, counts, levels - 1) for item in value]
 
 
 def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
-    """Returns ids, and int [T, 2]: the characters [start, end) of the text that each stands for.
+    """Returns the ids, and the characters [start, end) of every token in the text: int [T, 2].
 
-    Special tokens are recognised where the template wrote them, never in the words of a message.
+    Special tokens are recognised only in text written by the template, never in the text of a message.
     """
-    # Without a name of a special token in any message, all that look special are the template's.
+    # If no message contains the name of a special token, all special tokens in the text are from the template.
     if not rendered.quoted:
         return tokenizer.encode_template(rendered.text)
     ids: list[int] = []
@@ -245,14 +248,14 @@ def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[
             ids.append(special)
             spans.append(np.array([[start, start + len(piece)]]))
         elif piece:
-            more, places = tokenizer.encode_plain(piece)
-            ids += more
-            spans.append(places + start)
+            piece_ids, offsets = tokenizer.encode_plain(piece)
+            ids += piece_ids
+            spans.append(offsets + start)
     return ids, np.concatenate(spans)
 
 
 def _overlaps(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
-    """Returns bool [T]: the tokens of which any character is in an answer, as transformers counts them."""
+    """Returns bool [T]: True for tokens with at least one character in an answer, like transformers."""
     found_T = np.zeros(len(spans_T2), bool)
     for start, end in answers:
         found_T |= (spans_T2[:, 0] < end) & (spans_T2[:, 1] > start)

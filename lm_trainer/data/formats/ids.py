@@ -1,22 +1,22 @@
-"""Ids format: token ids that were made elsewhere."""
+"""Ids format: ready-made token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of
+from lm_trainer.data.sources.base import json_type
 from lm_trainer.data.tokenizer import Tokenizer
 
 
 class IdsFormat(FormatConfig):
-    """Every row is a list of token ids of `data.tokenizer`, kept as they are.
+    """Every row is a list of token ids of `data.tokenizer`, used unchanged.
 
-    The end-of-document token ends a document also inside a row, and is added where a row does not end with it.
+    The end-of-document token also ends documents inside a row, and is appended to rows that do not end with it.
     """
 
     type: Literal["ids"] = "ids"
@@ -28,14 +28,14 @@ class IdsFormat(FormatConfig):
     def fields(self) -> tuple[str, ...]:
         return (self.field,)
 
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         del tokenizer
         return self.model_dump()
 
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.field]
         if not isinstance(value, list):
-            raise UnusableRow(f"the field {self.field!r} is {kind_of(value)}, not a list of token ids")
+            raise UnusableRow(f"the field {self.field!r} is {json_type(value)}, not a list of token ids")
         try:
             ids = np.asarray(value) if value else np.zeros(0, np.int64)
         except ValueError:  # lists of several lengths
@@ -44,11 +44,11 @@ class IdsFormat(FormatConfig):
             raise UnusableRow(f"the field {self.field!r} holds something else than token ids")
         return PreparedRow(ids, 2 * len(ids))
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
+    def encode(self, values: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         return [self._check(ids, tokenizer.vocab_size) for ids in values]
 
     def _check(self, ids: np.ndarray, vocab_size: int) -> EncodedDocument | UnusableRow:
-        # An id beyond the vocabulary would be read from another row of the embedding, without any error.
+        # An id outside the vocabulary would silently read the wrong row of the embedding.
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):
             return UnusableRow(
@@ -57,6 +57,6 @@ class IdsFormat(FormatConfig):
         return EncodedDocument(ids)
 
 
-def _holds_booleans(value: list[Any], ids: np.ndarray) -> bool:
-    """Tells if true or false stand in the list: NumPy made 1 and 0 of them, so only those are looked at one by one."""
+def _holds_booleans(value: list[object], ids: np.ndarray) -> bool:
+    """True if the list contains true or false. NumPy converts these to 1 and 0, so only such items are checked."""
     return any(isinstance(value[index], bool) for index in np.flatnonzero(ids <= 1))

@@ -1,23 +1,23 @@
-"""Supervised format: prompts with their answers."""
+"""Supervised format: prompts with answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import model_validator
 
-from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
+from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of, replace_surrogates
+from lm_trainer.data.sources.base import json_type, replace_surrogates
 from lm_trainer.data.tokenizer import Tokenizer
 
 
 class SupervisedFormat(FormatConfig):
-    """Every row is a prompt and its answer; the loss counts only the answer and the end of the document.
+    """Every row is a prompt with its answer; only the answer and the end-of-document token count in the loss.
 
-    Prompt and answer are tokenised apart, as they are when a model is asked.
+    Prompt and answer are tokenised separately, as they are when the model is used.
     """
 
     type: Literal["supervised"] = "supervised"
@@ -26,17 +26,17 @@ class SupervisedFormat(FormatConfig):
     output_field: str = "response"
     """The field with the answer."""
     context_field: str | None = None
-    """A field with text that the prompt goes on with, where it is not empty: the `input` of Alpaca's records."""
+    """An optional field with text to append to the prompt, unless it is empty: the `input` of Alpaca records."""
     separate_context: str = "\n\n"
-    """Text between the prompt and that."""
+    """Text between the prompt and the context."""
     separate_with: str = ""
-    """Text between the two; it belongs to the prompt."""
+    """Text between prompt and answer; it belongs to the prompt."""
     mask_inputs: bool = True
-    """True to leave the prompt out of the loss."""
+    """True to exclude the prompt from the loss."""
 
     has_loss_mask: ClassVar[bool] = True
-    is_answered: ClassVar[bool] = True
-    later: ClassVar[frozenset[str]] = frozenset({"context_field", "separate_context"})
+    has_prompts: ClassVar[bool] = True
+    later_keys: ClassVar[frozenset[str]] = frozenset({"context_field", "separate_context"})
 
     @model_validator(mode="after")
     def _two_fields(self) -> Self:
@@ -50,20 +50,20 @@ class SupervisedFormat(FormatConfig):
         context = () if self.context_field is None else (self.context_field,)
         return self.input_field, self.output_field, *context
 
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         del tokenizer
         unused = {"context_field", "separate_context"} if self.context_field is None else set()
         return self.model_dump(exclude=unused)
 
     def prepare(self, row: Row) -> PreparedRow:
         record = row.record or {}
-        # A record without context may say so by null.
+        # A record without context may hold null.
         values = [record[field] or "" if field == self.context_field else record[field] for field in self.fields()]
         for field, value in zip(self.fields(), values, strict=True):
             if not isinstance(value, str):
-                raise UnusableRow(f"the field {field!r} is {kind_of(value)}, not a string")
+                raise UnusableRow(f"the field {field!r} is {json_type(value)}, not a string")
         prompt, answer, *context = map(replace_surrogates, values)
-        # An empty row is passed over like an empty text, but a prompt that nobody answers is a mistake.
+        # An empty row is skipped like an empty text, but a prompt without an answer is an error.
         if not answer:
             if not prompt:
                 return PreparedRow(None, 0)
@@ -74,12 +74,12 @@ class SupervisedFormat(FormatConfig):
         prompt += self.separate_with
         return PreparedRow((prompt, answer), len(prompt.encode("utf-8")) + len(answer.encode("utf-8")), replaced)
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
+    def encode(self, values: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         prompts = tokenizer.encode_batch([prompt for prompt, _ in values])
         answers = tokenizer.encode_batch([answer for _, answer in values])
         return [self._join(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def _join(self, prompt: Any, answer: Any) -> EncodedDocument:
+    def _join(self, prompt: TokenIds, answer: TokenIds) -> EncodedDocument:
         mask_T = np.ones(len(prompt) + len(answer), bool)
         if self.mask_inputs:
             mask_T[: len(prompt)] = False

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, run in a sandbox with the names that templates of the Hugging Face ecosystem expect."""
+"""Chat templates: Jinja in a sandbox, with the functions expected by Hugging Face templates."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.base import UnusableRow
 
+if TYPE_CHECKING:
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 _OPEN, _CLOSE, _QUOTE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters of Unicode: they mark places in a text while it is being written out, and belong to no text."""
-# After a _QUOTE, a character of the private use area stands for a special token by its number.
+"""Unicode noncharacters, which no text contains: markers in a text while it is rendered."""
+# After _QUOTE, a character of the private use area encodes the index of a special token.
 _FIRST = 0xE000
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation written out."""
+    """A rendered conversation."""
 
     text: str
     answers: list[tuple[int, int]]
-    """The characters [start, end) that the template marks as the assistant's."""
+    """Characters [start, end) marked as the assistant's by the template."""
     quoted: list[tuple[int, int]]
-    """The characters [start, end) where a message has the name of a special token in its own words."""
+    """Characters [start, end) where the text of a message contains the name of a special token."""
 
     def pieces(self, special: Mapping[str, int]) -> Iterator[tuple[int, str, int | None]]:
-        """Splits the text at the special tokens of the template: (start, piece, id of a special token or None)."""
-        # Longer names first, since one may begin with another.
+        """Splits the text at special tokens written by the template: (start, piece, id of a special token or None)."""
+        # Longer names first, since a name may be a prefix of another.
         names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
         done = 0
         for match in re.finditer(names, self.text):
@@ -46,12 +52,12 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: Jinja, with `{% generation %}` around the assistant's words.
-        variables: names that the template may use, such as `bos_token`.
+        source: Jinja source, with `{% generation %}` around the assistant's words.
+        variables: variables for the template, such as `bos_token`.
         special: the special tokens of the tokenizer.
 
     Raises:
-        UserError: if it is no template.
+        UserError: if the source is not a valid template.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special: Sequence[str]):
@@ -59,20 +65,24 @@ class ChatTemplate:
         self.source, self._variables = source, dict(variables)
         self._special = sorted(special, key=len, reverse=True)
         try:
-            # A template that asks for today's date would give other tokens tomorrow.
-            now = datetime(2000, 1, 1)
-            environment = template_environment(now=lambda: now, answer=(_OPEN, _CLOSE), finalize=_refuse_null)
+            # A fixed date, since otherwise a template that writes the date would give different tokens every day.
+            date = datetime(2000, 1, 1)
+            environment = template_environment(now=lambda: date, answer=(_OPEN, _CLOSE), finalize=_refuse_null)
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"data.format.chat_template: the template is wrong: {error}") from None
 
     def render(
-        self, messages: list[Any], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[object],
+        tools: Sequence[object] | None = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Writes messages out, and the tools that they may call; perhaps with the beginning of an answer.
+        """Renders messages and their tools, optionally with the start of the next answer.
 
         Raises:
-            UnusableRow: if the template refuses them.
+            UnusableRow: if the template rejects the conversation.
         """
         try:
             text = self._template.render(
@@ -84,13 +94,13 @@ class ChatTemplate:
             )
         except UnusableRow:
             raise
-        except Exception as error:  # a template is a program, and may fail in any way
+        except Exception as error:  # a template is a program and may raise anything
             reason = str(error) or type(error).__name__
             raise UnusableRow(f"the chat template does not take this conversation: {reason}") from None
         return self._resolve(text)
 
-    def _quote(self, value: Any) -> Any:
-        """Hides special tokens in the words of messages, so that they can be told from the template's."""
+    def _quote(self, value: object) -> object:
+        """Replaces special tokens in messages by markers, to distinguish them from special tokens of the template."""
         if isinstance(value, dict):
             return {key: self._quote(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -99,13 +109,13 @@ class ChatTemplate:
             return value
         if any(mark in value for mark in (_OPEN, _CLOSE, _QUOTE)):
             raise UnusableRow("a message holds a noncharacter of Unicode (U+FDD0 to U+FDD2)")
-        # Longer names first, as they are sorted: one name may be a part of another.
+        # The names are sorted by length, longest first, since a name may be part of another.
         for index, name in enumerate(self._special):
             value = value.replace(name, f"{_QUOTE}{chr(_FIRST + index)}")
         return value
 
     def _resolve(self, text: str) -> Rendered:
-        """Takes the marks out of a text and notes where they were."""
+        """Removes the markers from a text and records their positions."""
         out: list[str] = []
         length, start = 0, 0
         answers: list[tuple[int, int]] = []
@@ -127,8 +137,8 @@ class ChatTemplate:
         return Rendered("".join(out), answers, quoted)
 
 
-def jinja() -> Any:
-    """The package jinja2, imported when a template is used."""
+def jinja() -> ModuleType:
+    """Returns the package jinja2, imported only when a template is used."""
     import jinja2
     import jinja2.ext
     import jinja2.nodes
@@ -141,38 +151,38 @@ def template_environment(
     *,
     now: Callable[[], datetime],
     answer: tuple[str, str] = ("", ""),
-    finalize: Callable[[Any], Any] | None = None,
-) -> Any:
-    """Makes a sandbox in which chat templates run as in transformers.
+    finalize: Callable[[object], object] | None = None,
+) -> ImmutableSandboxedEnvironment:
+    """Makes a sandbox that runs chat templates like transformers.
 
     Args:
-        now: the time that `strftime_now` tells.
-        answer: written before and after what `{% generation %}` marks as the assistant's.
-        finalize: of Jinja: changes each value before it is written out.
+        now: returns the time for `strftime_now`.
+        answer: text to insert before and after every `{% generation %}` block.
+        finalize: Jinja option; transforms every value before it is rendered.
     """
     jinja2 = jinja()
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`: writes `answer` around the text between."""
+        """`{% generation %} ... {% endgeneration %}`: surrounds the enclosed text with `answer`."""
 
         tags = frozenset({"generation"})
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-        def _mark(self, caller: Any) -> str:
+        def _mark(self, caller: Callable[[], str]) -> str:
             return answer[0] + caller() + answer[1]
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # Jinja's own filter escapes letters for HTML, which would then be tokens.
+    def tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        # Jinja's built-in filter escapes characters for HTML, and the escapes would become tokens.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    # Blanks are trimmed as transformers does it, for which templates are written.
+    # Trim blanks like transformers, for which templates are written.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, finalize=finalize, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -182,8 +192,8 @@ def template_environment(
     return environment
 
 
-def _refuse_null(value: Any) -> Any:
-    # Jinja would write `None`, and the model would learn to say it.
+def _refuse_null(value: object) -> object:
+    # Jinja would render `None`, and the model would learn to write it.
     if value is None:
         raise jinja().TemplateError("it would write out a null as the word None")
     return value

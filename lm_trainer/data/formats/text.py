@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.sources import Row
@@ -13,16 +13,16 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 
 class TextFormat(FormatConfig):
-    """Every row is a text, and the loss counts every token of it."""
+    """Every row is a text; all of its tokens count in the loss."""
 
     type: Literal["text"] = "text"
     text_key: str | None = None
-    """The field of a record that holds the text; that of `data.text_key`, if absent."""
+    """The field of a record with the text; defaults to `data.text_key`."""
 
     def fields(self) -> tuple[str, ...]:
         return ()
 
-    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         del tokenizer
 
     def prepare(self, row: Row) -> PreparedRow:
@@ -32,21 +32,21 @@ class TextFormat(FormatConfig):
             text = replace_surrogates(row.text)
             return PreparedRow(text, _utf8_size(text), replaced=True)
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
+    def encode(self, values: Sequence[str], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         return [EncodedDocument(ids) for ids in tokenizer.encode_batch(values)]
 
 
 def _utf8_size(text: str) -> int:
-    """Counts the bytes of a text in UTF-8, which Python then keeps beside it.
+    """Counts the UTF-8 bytes of a text; Python caches the encoded bytes in the string object.
 
     Raises:
-        UnicodeEncodeError: if it has a lone surrogate.
+        UnicodeEncodeError: if the text has a lone surrogate.
     """
-    # Python knows without a look at the text that it is ASCII, whose bytes are its characters.
+    # Python stores a flag for ASCII strings, which have one byte per character.
     if text.isascii():
         return len(text)
-    # A tokenizer asks Python for these bytes. Asked for here, in the thread that reads, they are ready when the thread
-    # that encodes wants them; `str.encode` would make a copy that is thrown away.
+    # The tokenizer needs these bytes. Encoding here, in the reading thread, makes them ready for the encoding thread;
+    # `str.encode` would return a copy instead of filling the cache.
     size = ctypes.c_ssize_t()
     _as_utf8(text, ctypes.byref(size))
     return size.value

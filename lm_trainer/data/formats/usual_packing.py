@@ -1,4 +1,4 @@
-"""Choice of the way in which documents fill rows, where a configuration leaves it out."""
+"""Default packing of documents into rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Packing = Literal["concat", "best_fit"]
 
 
 def usual_packing(formats: Mapping[str, FormatConfig]) -> Packing | dict[str, Packing]:
-    """Returns the packing for the formats of some sets, by the names of the sets where it is not the same for all.
+    """Returns the default packing for some sets; a mapping by set name if the sets differ.
 
-    An answer whose prompt is in another row would be learnt as the answer to nothing, so these stay together. For text
-    without prompts, rows without padding cost less than cuts.
+    A prompt and its answer stay in one row, since the model could not learn from an answer without its prompt. For text
+    without prompts, splitting documents costs less than padding rows.
     """
     chosen: dict[str, Packing] = {
-        name: "best_fit" if format.is_answered else "concat" for name, format in formats.items()
+        name: "best_fit" if format.has_prompts else "concat" for name, format in formats.items()
     }
     return next(iter(chosen.values())) if len(set(chosen.values())) == 1 else chosen

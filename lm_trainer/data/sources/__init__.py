@@ -59,27 +59,27 @@ _FILE_SOURCES = [source for source in SOURCES if issubclass(source, FileSource)]
 
 
 def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...] = ()) -> list[Shard]:
-    """Lists the shards of files, each read by the source whose suffixes it has; the order is that of the list.
+    """Lists the shards of files in order; every file is read by the source for its suffix.
 
     Raises:
-        UserError: if files are missing, for a suffix that no source reads, naming those that exist, for a glob whose
-            files are not all read by one source, and for tokens beside text.
+        UserError: for missing files, an unknown suffix (lists the known ones), a glob with files of several sources,
+            and a mixture of token files and text files.
     """
-    found = [
+    matches = [
         (_source_of(name, files, split), file)
         for name, files in match_files(urls, f"data.{split}_urls")
         for file in files
     ]
-    # Of a cache, all tokens are in it, or all stay where they are.
-    tokens = [file.name for source, file in found if issubclass(source, TokenFileSource)]
-    if 0 < len(tokens) < len(found):
+    # A cache either holds all of its tokens, or refers to token files for all of them.
+    tokens = [file.name for source, file in matches if issubclass(source, TokenFileSource)]
+    if 0 < len(tokens) < len(matches):
         raise UserError(
             f"data.{split}_urls: {tokens[0]} is a file of tokens, which does not go into one set with files of text; "
             "make a set of each, below data.configs"
         )
     shards: list[Shard] = []
-    # Runs of neighbours, not all files of one kind: grouping must not change the order of documents.
-    for source, run in groupby(found, lambda pair: pair[0]):
+    # Group only consecutive files, since grouping must not change the order of documents.
+    for source, run in groupby(matches, lambda pair: pair[0]):
         files = [file for _, file in run]
         refuse_archive(files[0], split, reads_archives=bool(fields))
         _check_fields(source, files[0].name, fields)
@@ -90,30 +90,30 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
 def checked_shards(
     source: SourceConfig, split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...]
 ) -> list[Shard]:
-    """Lists the shards of a source, which must have the fields that are asked for.
+    """Lists the shards of a source, and checks that it can provide the requested fields.
 
     Raises:
-        UserError: if its rows are bare text.
+        UserError: if fields are requested, but its rows are bare text.
     """
     _check_fields(type(source), urls[0] if urls else "this source", fields)
     return source.shards(split, urls, text_key, fields)
 
 
-def _check_fields(source: type[SourceConfig], what: str, fields: tuple[str, ...]) -> None:
+def _check_fields(source: type[SourceConfig], source_name: str, fields: tuple[str, ...]) -> None:
     if fields and not source.has_fields:
         raise UserError(
-            f"data.format reads the fields {', '.join(fields)}, but {what} is text without fields; "
+            f"data.format reads the fields {', '.join(fields)}, but {source_name} is text without fields; "
             "use JSON lines or Parquet, or remove data.format"
         )
 
 
 def _source_of(name: str, files: Sequence[File], split: Split) -> type[FileSource]:
-    """Returns the source that reads the files of one path, URL or glob."""
+    """Returns the source for the files of one path, URL or glob."""
     sources = {_source_of_file(file, split): file for file in files}
     if len(sources) > 1:
-        one, other, *_ = sources.values()
+        first, second, *_ = sources.values()
         raise UserError(
-            f"data.{split}_urls: {name} matches files that are read in different ways, {one.name} and {other.name}; "
+            f"data.{split}_urls: {name} matches files that are read in different ways, {first.name} and {second.name}; "
             "list them apart, such as *.jsonl and *.txt, or say how to read them with data.source.type"
         )
     return next(iter(sources))
@@ -124,10 +124,11 @@ def _source_of_file(file: File, split: Split) -> type[FileSource]:
     for source in _FILE_SOURCES:
         if ending in source.suffixes:
             return source
-    known = ", ".join(ending for source in _FILE_SOURCES for ending in source.suffixes)
+    known_endings = ", ".join(ending for source in _FILE_SOURCES for ending in source.suffixes)
     raise UserError(
-        f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known}; packed: {UNPACKED}); "
-        f"say it with data.source.type: {', '.join(source.model_fields['type'].default for source in _FILE_SOURCES)}"
+        f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known_endings}; "
+        f"packed: {UNPACKED}); say it with data.source.type: "
+        f"{', '.join(source.model_fields['type'].default for source in _FILE_SOURCES)}"
     )
 
 

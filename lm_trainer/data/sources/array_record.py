@@ -1,25 +1,28 @@
-"""ArrayRecord files, the format of Grain's own sources: records of bytes, each of which can be read alone."""
+"""ArrayRecord files, the native format of Grain: byte records with random access."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.files import File, damaged, group
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
+from lm_trainer.data.sources.files import File, damaged, group_files
+
+if TYPE_CHECKING:
+    from array_record.python.array_record_module import ArrayRecordReader
 
 _BLOCK_RECORDS = 1024
 
 
 class ArrayRecordFiles(FileSource):
-    """ArrayRecord files on this machine. Needs the package `array_record`, which comes with Grain on Linux."""
+    """Local ArrayRecord files. Needs the package `array_record`, which comes with Grain on Linux."""
 
     type: Literal["array_record"] = "array_record"
     content: Literal["json", "text"] = "json"
-    """The bytes of a record: a JSON object, with the document under `data.text_key`, or text in UTF-8."""
+    """Content of a record: a JSON object with the document under `data.text_key`, or UTF-8 text."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".array_record", ".arrayrecord")
 
@@ -29,7 +32,7 @@ class ArrayRecordFiles(FileSource):
         for file in files:
             if file.path is None or file.compressed:
                 raise UserError(f"{file.name}: ArrayRecord files are read on this machine, and not compressed again")
-        return [ArrayRecordShard(run, text_key, fields, content=self.content) for run in group(files)]
+        return [ArrayRecordShard(run, text_key, fields, content=self.content) for run in group_files(files)]
 
 
 @dataclass(frozen=True)
@@ -38,34 +41,34 @@ class ArrayRecordShard(FileShard):
 
     content: Literal["json", "text"] = field(kw_only=True)
 
-    def form(self) -> dict[str, Any]:
+    def form(self) -> dict[str, object]:
         return {"type": "array_record", "content": self.content}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        before = 0
+        file_start = 0
         for file in self.files:
             reader, count = _open(file)
-            for first in range(max(start - before, 0), count, _BLOCK_RECORDS):
+            for first in range(max(start - file_start, 0), count, _BLOCK_RECORDS):
                 for index, content in enumerate(_read(file, reader, first, count), first):
                     row = self._row(content)
-                    yield row._replace(number=before + index, where=f"{file.name}:{index + 1}")
-            before += count
+                    yield row._replace(number=file_start + index, where=f"{file.name}:{index + 1}")
+            file_start += count
 
     def _row(self, content: bytes) -> Row | BadRow:
         try:
             text = content.decode("utf-8")
             return Row(0, "", text) if self.content == "text" else self._record(json.loads(text))
         except UnicodeDecodeError as error:
-            return bad(f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}")
+            return bad_row(f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}")
         except (ValueError, RecursionError) as error:
-            return bad(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
+            return bad_row(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
 
-    def _record(self, value: Any) -> Row | BadRow:
+    def _record(self, value: object) -> Row | BadRow:
         return read_record(value, self.text_key, self.fields)
 
 
-def _open(file: File) -> tuple[Any, int]:
-    """Opens a file, and counts its records."""
+def _open(file: File) -> tuple[ArrayRecordReader, int]:
+    """Opens a file and counts its records."""
     try:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError:
@@ -74,14 +77,14 @@ def _open(file: File) -> tuple[Any, int]:
         reader = ArrayRecordReader(file.path)
         count = reader.num_records()
         if not reader.ok():
-            # Of a file that it cannot read it says so only now.
+            # `close` raises the error of an unreadable file.
             reader.close()
         return reader, count
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{file.url} is truncated or damaged, or no ArrayRecord file: {error}") from None
 
 
-def _read(file: File, reader: Any, first: int, count: int) -> list[bytes]:
+def _read(file: File, reader: ArrayRecordReader, first: int, count: int) -> list[bytes]:
     try:
         return reader.read(first, min(first + _BLOCK_RECORDS, count))
     except (RuntimeError, ValueError, OSError, IndexError) as error:

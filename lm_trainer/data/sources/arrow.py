@@ -1,57 +1,60 @@
-"""Arrow IPC files: those of `datasets`, of Feather and of any other library that writes Arrow."""
+"""Arrow IPC files, as written by `datasets`, Feather and other Arrow libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow_rows import arrow_error, batch_rows, check_columns
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, group, open_seekable
+from lm_trainer.data.sources.files import File, group_files, open_seekable
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _BATCH_ROWS = 1024
 _MAGIC = b"ARROW1"
 
 
 class ArrowFiles(FileSource):
-    """Arrow IPC files and streams, Feather (version 2) included; the document stands in the column `data.text_key`."""
+    """Arrow IPC files and streams, including Feather version 2; the document is in the column `data.text_key`."""
 
     type: Literal["arrow"] = "arrow"
 
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".feather", ".ipc", ".arrows")
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [ArrowShard(run, text_key, fields) for run in group(files)]
+        return [ArrowShard(run, text_key, fields) for run in group_files(files)]
 
 
 class ArrowShard(FileShard):
-    """Some files, in order; a row is a row."""
+    """Some files, in order; a row is a row of the table."""
 
-    def form(self) -> dict[str, Any]:
+    def form(self) -> dict[str, object]:
         return {"type": "arrow"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         number = 0
         for file in self.files:
-            before = number
+            file_start = number
             with open_seekable(file) as stream:
-                for batch in _batches(file, stream, self.wanted):
-                    # Rows before the first that is wanted are not decoded.
+                for batch in _batches(file, stream, self.read_fields):
+                    # Skip earlier rows without decoding them.
                     if skipped := min(max(start - number, 0), batch.num_rows):
                         batch, number = batch.slice(skipped), number + skipped
-                    yield from batch_rows(self, file, batch, number, before)
+                    yield from batch_rows(self, file, batch, number, file_start)
                     number += batch.num_rows
 
 
-def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[Any]:
-    """Yields record batches of few rows, in which only the columns that are read were decoded."""
+def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
+    """Yields small record batches; decodes only the requested columns."""
     import pyarrow
 
     try:
         schema = _open(stream, None).schema
         check_columns(file, schema, columns)
-        # A nested field is read with all of its column.
+        # For a nested field, read its full column.
         roots = {column if column in schema.names else column.partition(".")[0] for column in columns}
         reader = _open(stream, sorted(schema.get_field_index(root) for root in roots))
         indexed = hasattr(reader, "get_batch")
@@ -64,11 +67,13 @@ def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[
         raise arrow_error(file, error) from None
 
 
-def _open(stream: IO[bytes], columns: list[int] | None) -> Any:
-    """Opens a file or, where it does not begin as one, a stream, for some columns; None: all."""
+def _open(
+    stream: IO[bytes], columns: list[int] | None
+) -> pyarrow.RecordBatchFileReader | pyarrow.RecordBatchStreamReader:
+    """Opens an Arrow file, or an Arrow stream if the file magic is missing, for some columns; None means all."""
     import pyarrow.ipc
 
-    # Without threads of Arrow's own: a process that ends while one of them holds `stream` aborts.
+    # Without Arrow's threads: a process that exits while an Arrow thread holds `stream` aborts.
     options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
     stream.seek(0)
     is_file = stream.read(len(_MAGIC)) == _MAGIC

@@ -1,37 +1,42 @@
-"""Rows of Arrow tables, for all sources whose files become one."""
+"""Rows of Arrow tables, for all sources that read Arrow data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad_row, read_record
 from lm_trainer.data.sources.files import File, damaged
 
+if TYPE_CHECKING:
+    import pyarrow
 
-def batch_rows(shard: FileShard, file: File, batch: Any, number: int, before: int) -> Iterator[Row | BadRow]:
+
+def batch_rows(
+    shard: FileShard, file: File, batch: pyarrow.RecordBatch, number: int, file_start: int
+) -> Iterator[Row | BadRow]:
     """Yields the rows of a record batch.
 
     Args:
-        shard: whose rows they are.
-        file: of the shard.
-        batch: of the file.
-        number: of the first of its rows in the shard.
-        before: rows of the shard before those of the file.
+        shard: the shard with the rows.
+        file: the file with the batch.
+        batch: the record batch.
+        number: number of the first row of the batch in the shard.
+        file_start: number of the first row of the file in the shard.
     """
     name = file.name
-    for at, record in enumerate(_records(batch) if shard.fields else _texts(batch), number):
-        where = f"{name}:{at - before + 1}"
+    for index, record in enumerate(_records(batch) if shard.fields else _texts(batch), number):
+        location = f"{name}:{index - file_start + 1}"
         if isinstance(record, str):
-            yield Row(at, where, record)
+            yield Row(index, location, record)
         else:
             row = record if isinstance(record, BadRow) else read_record(record, shard.text_key, shard.fields)
-            yield row._replace(number=at, where=where)
+            yield row._replace(number=index, where=location)
 
 
 def arrow_error(file: File, error: Exception) -> Exception:
-    """Returns the error for what Arrow says of a file: not all that it cannot read is damaged."""
+    """Converts an Arrow error to the error to raise: an unreadable file is not always damaged."""
     import pyarrow
 
     if isinstance(error, MemoryError):
@@ -41,17 +46,17 @@ def arrow_error(file: File, error: Exception) -> Exception:
             f"{file.url} is written in a way that pyarrow does not read: {error}; write it again, with another "
             "compression or in smaller row groups"
         )
-    # Errors of a disk or a server have a number or a type of their own; those of Arrow's decoders have neither.
+    # Disk and server errors have an errno or a specific type; errors of Arrow's decoders have neither.
     if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
         return error
     return damaged(file, error)
 
 
-def check_columns(file: File, schema: Any, columns: Sequence[str]) -> None:
-    """Refuses a table without some of the columns, or the fields `a.b.c` inside of them, that are to be read.
+def check_columns(file: File, schema: pyarrow.Schema, columns: Sequence[str]) -> None:
+    """Checks that a table has the columns to be read, which may be nested fields such as `a.b.c`.
 
     Raises:
-        UserError: naming those that there are.
+        UserError: if a column is missing; lists the existing ones.
     """
     for column in columns:
         if not _has(schema, column):
@@ -61,14 +66,14 @@ def check_columns(file: File, schema: Any, columns: Sequence[str]) -> None:
             )
 
 
-def _has(schema: Any, column: str) -> bool:
+def _has(schema: pyarrow.Schema, column: str) -> bool:
     if column in schema.names:
         return True
-    root, *rest = column.split(".")
+    root, *nested_names = column.split(".")
     if root not in schema.names:
         return False
     kind = schema.field(root).type
-    for name in rest:
+    for name in nested_names:
         index = kind.get_field_index(name) if hasattr(kind, "get_field_index") else -1
         if index < 0:
             return False
@@ -76,9 +81,9 @@ def _has(schema: Any, column: str) -> bool:
     return True
 
 
-def _texts(batch: Any) -> list[Any]:
-    """Returns the text of each row of a single column; of a row without text, its record, as `_records` does."""
-    # A list of values costs much less than a list of mappings of one value each.
+def _texts(batch: pyarrow.RecordBatch) -> list[object]:
+    """Returns the text of every row of a single-column batch; the record for rows without text, like `_records`."""
+    # A list of values is much cheaper than a list of single-item mappings.
     try:
         values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
     except UnicodeDecodeError:
@@ -89,16 +94,16 @@ def _texts(batch: Any) -> list[Any]:
     return [value if isinstance(value, str) else {name: value} for value in values]
 
 
-def _records(batch: Any) -> list[Any]:
+def _records(batch: pyarrow.RecordBatch) -> list[object]:
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
-        # Arrow does not say which row is not UTF-8, so each is tried by itself.
+        # Arrow does not report which row is invalid UTF-8, so convert row by row.
         return [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 
-def _record(row: Any) -> Any:
+def _record(row: pyarrow.RecordBatch) -> object:
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
-        return bad(f"invalid UTF-8 at byte {error.start} of the text")
+        return bad_row(f"invalid UTF-8 at byte {error.start} of the text")

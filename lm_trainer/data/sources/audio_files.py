@@ -1,16 +1,16 @@
-"""Recordings as files, each beside a text file of the same name, in folders or in tar archives."""
+"""Audio files with text files of the same name, in folders or tar archives."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, file_at, file_system, group, open_binary
+from lm_trainer.data.sources.files import File, file_at, file_system, group_files, open_binary
 from lm_trainer.data.sources.tar import open_tar
 
 RECORDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif")
@@ -18,9 +18,9 @@ _ARCHIVE = ".tar"
 
 
 class AudioFiles(FileSource):
-    """Recordings, each with its text in a file of the same name that ends in `.txt`; or tar archives of both.
+    """Recordings with their texts in `.txt` files of the same name, or tar archives of both.
 
-    For `data.format: {type: audio}`, whose fields they become. For recordings that a list names, use `jsonl`.
+    For use with `data.format: {type: audio}`. For a list of recordings, use `jsonl`.
     """
 
     type: Literal["audio_files"] = "audio_files"
@@ -31,16 +31,16 @@ class AudioFiles(FileSource):
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         del text_key
         if len(fields) != 2:
-            found = "reads text alone" if not fields else f"reads the fields {', '.join(fields)}"
+            format_problem = "reads text alone" if not fields else f"reads the fields {', '.join(fields)}"
             raise UserError(
                 f"{files[0].name} is a recording or an archive of some, which has a text and nothing else, but "
-                f"data.format {found}; write format: {{type: audio}}, or list the recordings in a .jsonl file"
+                f"data.format {format_problem}; write format: {{type: audio}}, or list the recordings in a .jsonl file"
             )
         loose = [file for file in files if suffix(file.url) != _ARCHIVE]
-        _refuse_pairs(loose)
+        _refuse_shared_texts(loose)
         archives = [file for file in files if suffix(file.url) == _ARCHIVE]
         shards: list[Shard] = [ArchiveShard(file, fields) for file in archives]
-        pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group(loose)]
+        pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group_files(loose)]
         return [*shards, *(RecordingShard(run, fields) for run in pairs)]
 
 
@@ -58,7 +58,7 @@ class RecordingShard:
 
     @property
     def files(self) -> tuple[File, ...]:
-        """All files, of which none may change while they are read."""
+        """All files; none of them may change while the shard is read."""
         return tuple(file for pair in self.pairs for file in (pair.text, pair.recording) if file is not None)
 
     @property
@@ -69,25 +69,25 @@ class RecordingShard:
     def text_size(self) -> None:
         return None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"type": "audio_files", "fields": list(self.fields), "files": [file.identity() for file in self.files]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, pair in enumerate(self.pairs[start:], start):
-            where = pair.recording.name
+            location = pair.recording.name
             if pair.text is None:
-                yield BadRow(number, where, f"there is no text beside it, {os.path.splitext(where)[0]}.txt")
+                yield BadRow(number, location, f"there is no text beside it, {os.path.splitext(location)[0]}.txt")
                 continue
             contents = []
             for file in (pair.recording, pair.text):
                 with open_binary(file) as stream:
                     contents.append(stream.read())
-            yield _row(number, where, contents[0], contents[1], self.fields)
+            yield _row(number, location, contents[0], contents[1], self.fields)
 
 
 @dataclass(frozen=True)
 class ArchiveShard:
-    """A tar archive of recordings and texts that follow one another; a row is a recording."""
+    """A tar archive of recordings, each next to its text; a row is a recording."""
 
     file: File
     fields: tuple[str, ...]
@@ -104,32 +104,32 @@ class ArchiveShard:
     def text_size(self) -> None:
         return None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"type": "audio_archive", "fields": list(self.fields), "files": [self.file.identity()]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, (name, recording, text) in enumerate(self._samples()):
-            where = f"{self.file.name}:{name}"
+            location = f"{self.file.name}:{name}"
             if number < start:
                 continue
             if isinstance(recording, str):
-                yield BadRow(number, where, recording)
+                yield BadRow(number, location, recording)
             elif recording is None or text is None:
                 lacks = "recording" if recording is None else "text"
-                yield BadRow(number, where, f"there is no {lacks} of this name beside it in the archive")
+                yield BadRow(number, location, f"there is no {lacks} of this name beside it in the archive")
             else:
-                yield _row(number, where, recording, text, self.fields)
+                yield _row(number, location, recording, text, self.fields)
 
     def _samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
-        """Yields (name without ending, recording, text) of neighbours that share a name.
+        """Yields (name without ending, recording, text) for consecutive files with the same name.
 
-        In the place of recordings of which there are several, it says so.
+        If a name has several recordings, the recording is an error message.
         """
-        name, found, endings = None, dict[bool, bytes](), list[str]()
+        name, contents, endings = None, dict[bool, bytes](), list[str]()
 
         def sample() -> tuple[bytes | str | None, bytes | None]:
             several = f"there are several recordings of this name, {', '.join(endings)}; which has the text?"
-            return (several if len(endings) > 1 else found.get(True)), found.get(False)
+            return (several if len(endings) > 1 else contents.get(True)), contents.get(False)
 
         with open_tar(self.file) as archive:
             for member in archive:
@@ -138,38 +138,38 @@ class ArchiveShard:
                     continue
                 if name is not None and stem != name:
                     yield name, *sample()
-                    found, endings = {}, []
+                    contents, endings = {}, []
                 name = stem
-                # A link to no file of the archive is a file that is not there.
+                # A link without a target in the archive counts as a missing file.
                 if (content := member.read()) is not None:
-                    found[ending.lower() != ".txt"] = content
+                    contents[ending.lower() != ".txt"] = content
                     endings += [ending] if ending.lower() != ".txt" else []
         if name is not None:
             yield name, *sample()
 
 
-def _refuse_pairs(recordings: Sequence[File]) -> None:
-    """Raises `UserError` for two recordings that would have one text."""
-    seen: dict[str, File] = {}
+def _refuse_shared_texts(recordings: Sequence[File]) -> None:
+    """Raises `UserError` for two recordings with the same text file."""
+    recording_by_stem: dict[str, File] = {}
     for recording in recordings:
         stem = os.path.splitext(recording.name)[0]
-        if (other := seen.setdefault(stem, recording)) is not recording:
+        if (other := recording_by_stem.setdefault(stem, recording)) is not recording:
             raise UserError(
                 f"{other.name} and {recording.name} have one name, so one text, {stem}.txt; list one of them alone, or "
                 "rename one and give it a text of its own"
             )
 
 
-def _row(number: int, where: str, recording: bytes, text: bytes, fields: tuple[str, ...]) -> Row | BadRow:
+def _row(number: int, location: str, recording: bytes, text: bytes, fields: tuple[str, ...]) -> Row | BadRow:
     try:
         words = text.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        return BadRow(number, where, f"its text is not UTF-8 at byte {error.start}")
-    return Row(number, where, "", record={fields[0]: recording, fields[1]: words})
+        return BadRow(number, location, f"its text is not UTF-8 at byte {error.start}")
+    return Row(number, location, "", record={fields[0]: recording, fields[1]: words})
 
 
 def _text_of(recording: File) -> File | None:
-    """The text file beside a recording; None if there is none."""
+    """Returns the text file of a recording; None if it is missing."""
     url = f"{os.path.splitext(recording.url)[0]}.txt"
     try:
         filesystem, path = file_system(url, local=recording.local)

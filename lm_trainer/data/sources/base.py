@@ -1,4 +1,4 @@
-"""Base of sources: numbered shards of numbered rows, the same on every machine and at every start."""
+"""Base of sources: numbered shards of numbered rows, identical on every machine and in every run."""
 
 import re
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.fields import MISSING, is_template, lookup, names_of, text_of
+from lm_trainer.data.sources.fields import MISSING, field_names, is_template, lookup, text_of
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.urls import list_files
 
@@ -19,20 +19,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Row(NamedTuple):
-    """A document, or a piece of one that is too large to be encoded at once."""
+    """A document, or a piece of a document too large to be encoded at once."""
 
     number: int
-    """Counts every physical row of the shard from 0, empty and bad ones too, so that a build can resume at a row."""
+    """Index of the physical row in the shard, from 0, counting empty and bad rows, so that a build can resume at it."""
     where: str
     """`file` or `file:line`, for error messages."""
     text: str
     ends_document: bool = True
     record: Mapping[str, Any] | None = None
-    """The fields that were asked for, where the format reads more than text; `text` is empty then."""
+    """The requested fields, if the format reads more than text; `text` is empty in this case."""
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be read as text."""
+    """A row that cannot be used."""
 
     number: int
     where: str
@@ -41,16 +41,16 @@ class BadRow(NamedTuple):
 
 
 class Shard(Protocol):
-    """Part of a source that one process reads from its first to its last row. Picklable."""
+    """Part of a source, read by one process from its first to its last row. Picklable."""
 
     @property
     def size(self) -> int:
-        """Stored bytes, compressed where the files are."""
+        """Stored bytes; the compressed size for compressed files."""
         ...
 
     @property
     def text_size(self) -> int | None:
-        """Bytes of text; None where only reading tells (compressed files)."""
+        """Bytes of text; None if unknown before reading (compressed files)."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Shard(Protocol):
         ...
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        """Yields the rows from number `start` on.
+        """Yields the rows, starting with number `start`.
 
         Raises:
             UserError: if a file vanished, is damaged (a truncated gzip), or cannot be opened.
@@ -72,30 +72,30 @@ class SourceConfig(Config):
     takes_urls: ClassVar[bool] = True
     """True if the source reads `data.train_urls` and `data.validation_urls`."""
     has_fields: ClassVar[bool] = True
-    """True if its rows are records, of which a format can ask for several fields."""
+    """True if its rows are records, so that a format can read several fields."""
 
     @abstractmethod
     def shards(
         self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
-        """Lists the shards of one split in their fixed order; [] where the source has no such split.
+        """Lists the shards of one split in a fixed order; [] if the source has no such split.
 
         Args:
             split: the split.
-            urls: the files, for sources that take them.
-            text_key: the field of a record that is the document, or a template of several: see `fields.py`.
-            fields: if any, rows carry these fields of each record, and no text.
+            urls: the files, for sources that read files.
+            text_key: the field of a record with the document, or a template with several fields: see `fields.py`.
+            fields: if given, rows have these fields of each record, and no text.
 
         Raises:
-            UserError: if files are missing or the source has nothing to give.
+            UserError: if files are missing or the source is empty.
         """
 
 
 class FileSource(SourceConfig):
-    """Base of the sources that read files named by `data.train_urls` and `data.validation_urls`."""
+    """Base of sources that read the files in `data.train_urls` and `data.validation_urls`."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """Endings of files, without a compression suffix, that are read by this source when none is named."""
+    """File endings, without a compression suffix, that select this source if the configuration names none."""
     reads_archives: ClassVar[bool] = False
     """True if files may be tar archives."""
 
@@ -109,21 +109,21 @@ class FileSource(SourceConfig):
 
     @abstractmethod
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        """Lists the shards of files that exist, in their order; see `shards` for the other arguments."""
+        """Lists the shards of existing files, in order; see `shards` for the other arguments."""
 
 
 @dataclass(frozen=True)
 class FileShard(ABC):
-    """Base of shards of records that stand in some files, in order."""
+    """Base of shards of records in some files, in order."""
 
     files: tuple[File, ...]
     text_key: str
     fields: tuple[str, ...] = ()
 
     @property
-    def wanted(self) -> tuple[str, ...]:
-        """The fields of a record that are read."""
-        return self.fields or names_of(self.text_key)
+    def read_fields(self) -> tuple[str, ...]:
+        """The fields to read from a record."""
+        return self.fields or field_names(self.text_key)
 
     @property
     def size(self) -> int:
@@ -134,19 +134,19 @@ class FileShard(ABC):
         return None
 
     @abstractmethod
-    def form(self) -> dict[str, Any]:
-        """Returns JSON of all that decides the records, but for the files: at least the `type` of the source."""
+    def form(self) -> dict[str, object]:
+        """Returns JSON of everything except the files that determines the records: at least the source `type`."""
 
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {**self.form(), **what, "files": [file.identity() for file in self.files]}
+    def identity(self) -> dict[str, object]:
+        keys = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        return {**self.form(), **keys, "files": [file.identity() for file in self.files]}
 
     @abstractmethod
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]: ...
 
 
 def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
-    """Raises `UserError` for a tar archive where none is read."""
+    """Raises `UserError` for a tar archive if the source does not read archives."""
     if suffix(file.url) == ".tar" and not reads_archives:
         raise UserError(
             f"data.{split}_urls: {file.name} is packed as .tar, which is not read but for recordings, by "
@@ -154,36 +154,36 @@ def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
         )
 
 
-def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
-    """Makes a row, still without its place, of a record; see `SourceConfig.shards` for the arguments."""
-    wanted = fields or names_of(text_key)
+def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
+    """Converts a record to a row, still without its location; see `SourceConfig.shards` for the arguments."""
+    required = fields or field_names(text_key)
     if not isinstance(value, Mapping):
-        names = " and ".join(repr(name) for name in wanted)
-        return bad(f"expected an object with the field {names}, found {kind_of(value)}")
-    found = {name: lookup(value, name) for name in wanted}
+        names = " and ".join(repr(name) for name in required)
+        return bad_row(f"expected an object with the field {names}, found {json_type(value)}")
+    values = {name: lookup(value, name) for name in required}
     key = "data.format" if fields else "data.text_template" if is_template(text_key) else "data.text_key"
-    for name in wanted:
-        if found[name] is MISSING:
-            known = ", ".join(sorted(map(str, value))[:8]) or "none"
+    for name in required:
+        if values[name] is MISSING:
+            known_names = ", ".join(sorted(map(str, value))[:8]) or "none"
             pairs = {"chosen", "rejected"} <= value.keys()
             instead = "preference pairs (DPO) are not trained on" if pairs else f"{key} names the field to read"
-            return bad(f"no field {name!r} (fields: {known}); {instead}")
+            return bad_row(f"no field {name!r} (fields: {known_names}); {instead}")
     if fields:
-        return Row(0, "", "", record=found)
-    for name, part in found.items():
+        return Row(0, "", "", record=values)
+    for name, part in values.items():
         if not isinstance(part, str):
-            return bad(f"the field {name!r} is {kind_of(part)}, not a string")
+            return bad_row(f"the field {name!r} is {json_type(part)}, not a string")
     return Row(0, "", text_of(value, text_key))
 
 
 def all_text(row: Row) -> str:
-    """Returns the text of a row, or all text in the fields of its record, one after another."""
+    """Returns the text of a row, or the joined text of all fields of its record."""
     return row.text or "\n".join(_strings(row.record))
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """Yields every string in a record, in order."""
-    # No recursion: JSON may be nested more deeply than functions may call themselves.
+    # Not recursive: JSON may be nested deeper than Python's recursion limit.
     left = [value]
     while left:
         value = left.pop()
@@ -194,11 +194,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replaces lone surrogates, which JSON can carry but UTF-8 cannot, by U+FFFD.
+    """Replaces lone surrogates, which JSON can represent but UTF-8 cannot, by U+FFFD.
 
-    Returns `text` itself if it has none.
+    Returns `text` itself if it has no surrogates.
     """
-    # Encoding is the quickest test: nearly all text passes it.
+    # Encoding is the fastest test, and nearly all text passes it.
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -206,13 +206,13 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def bad(reason: str) -> BadRow:
-    """Makes a bad row whose place is still to be filled in."""
+def bad_row(reason: str) -> BadRow:
+    """Makes a bad row; its number and location are filled in later."""
     return BadRow(0, "", reason)
 
 
-def kind_of(value: Any) -> str:
-    """Names the kind of a value in the words of JSON."""
+def json_type(value: object) -> str:
+    """Names the type of a value in JSON terms."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {bytes: "bytes", int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Compressed files: the endings of names that tell of them, in one table for all sources, and how they are opened."""
+"""Compressed files: the table of their file name endings for all sources, and opening them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ COMPRESSIONS = {
     ".zstd": "zstd",
     ".zip": "zip",
 }
-"""The compression, as fsspec names it, that each ending of a name stands for."""
+"""The fsspec compression name for each file ending."""
 
 UNPACKED = ", ".join(COMPRESSIONS)
-"""The endings of the files that are unpacked, for messages."""
+"""Endings of the supported compressed files, for messages."""
 
-# Other compressions and archives. Where `data.source.type` is set, their bytes would be taken for text.
+# Unsupported compressions and archives. If `data.source.type` is set, their bytes would be read as text.
 _NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tgz", ".tbz2", ".txz")
 
 
 def compression_of(url: str) -> str | None:
-    """Returns the compression that the name of a path or URL tells, as fsspec names it; None for a plain file."""
+    """Returns the fsspec compression name for a path or URL, by its ending; None for a plain file."""
     return COMPRESSIONS.get(_ending(_file_name(url)))
 
 
@@ -41,8 +41,8 @@ def suffix(url: str) -> str:
     return _ending(name.removesuffix(ending)) if ending in COMPRESSIONS else ending
 
 
-def why_not_unpacked(url: str) -> str | None:
-    """Says why the file of a path or URL cannot be unpacked, and what to do; None where it can, or is a plain file."""
+def unpacking_problem(url: str) -> str | None:
+    """Explains why a file cannot be unpacked, with advice; None if it can be unpacked or is a plain file."""
     ending = suffix(url)
     if ending in COMPRESSIONS:
         return f"is packed twice ({''.join(_endings(url))}); unpack it once"
@@ -53,11 +53,11 @@ def why_not_unpacked(url: str) -> str | None:
 
 @contextmanager
 def open_zip(stored: IO[bytes], name: str) -> Iterator[IO[bytes]]:
-    """Opens the only file in an archive.
+    """Opens the only file in a zip archive.
 
     Raises:
-        UserError: if it holds several files or none, is encrypted, or is packed in a way that is not read.
-        zipfile.BadZipFile: if it is damaged, or no such archive.
+        UserError: if the archive has several files or none, is encrypted, or uses an unsupported compression.
+        zipfile.BadZipFile: if the archive is damaged, or not a zip archive.
     """
     with zipfile.ZipFile(stored) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
@@ -76,7 +76,7 @@ def open_zip(stored: IO[bytes], name: str) -> Iterator[IO[bytes]]:
 def _file_name(url: str) -> str:
     """Returns the lower-case name of the file at the end of a path or URL, without a query."""
     if "://" in url:
-        # Of a chained URL, the first link with a path names the file that is read; the rest says where it lies.
+        # In a chained URL, the first link with a path is the file to read; the other links locate it.
         links = [link for link in url.split("::") if not link.endswith("://") and "://" in link]
         url = (links or [url])[0].split("?")[0]
     return url.lower().rpartition("/")[2]

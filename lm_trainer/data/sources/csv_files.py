@@ -1,4 +1,4 @@
-"""CSV and TSV files: a row is a record, whose fields the first row names."""
+"""CSV and TSV files: a row is a record; the first row names the fields."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
 
-# What Python makes of a byte that is not UTF-8, where it is asked to keep it.
+# Surrogates for invalid UTF-8 bytes, from Python's `surrogateescape` error handler.
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 class CsvFiles(FileSource):
-    """CSV and TSV files in UTF-8; the document stands in the column `data.text_key`.
+    """CSV and TSV files in UTF-8; the document is in the column `data.text_key`.
 
-    Fields may be quoted, and hold separators, line ends and doubled quotes then.
+    Quoted fields may contain separators, line ends and doubled quotes.
     """
 
     type: Literal["csv"] = "csv"
     delimiter: str | None = None
-    """The character between fields; by the ending of the file, if absent: a tab for `.tsv`, else a comma."""
+    """The character between fields; by default a tab for `.tsv` files, else a comma."""
     columns: list[str] | None = None
-    """Names of the columns, for files without a first row that names them."""
+    """Names of the columns, for files without a header row."""
     quotes: bool = True
-    """False for files in which `"` is a character like any other."""
+    """False for files in which `"` is an ordinary character."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
 
@@ -44,7 +44,7 @@ class CsvFiles(FileSource):
         return self
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [CsvShard(run, text_key, fields, dialect=self) for run in group(files)]
+        return [CsvShard(run, text_key, fields, dialect=self) for run in group_files(files)]
 
 
 @dataclass(frozen=True)
@@ -57,37 +57,37 @@ class CsvShard(FileShard):
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def form(self) -> dict[str, Any]:
+    def form(self) -> dict[str, object]:
         return self.dialect.model_dump()
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         files = (self._records(file) for file in self.files)
-        for number, (where, record) in numbered(files, start):
+        for number, (location, record) in numbered(files, start):
             row = record if isinstance(record, BadRow) else self._row(record)
-            yield row._replace(number=number, where=where)
+            yield row._replace(number=number, where=location)
 
     def _row(self, record: dict[str, str]) -> Row | BadRow:
         row = read_record(record, self.text_key, self.fields)
         read = "".join((row.record or {}).values()) + row.text if isinstance(row, Row) else ""
-        # Two passes only over text that is not ASCII, and a broken byte makes it so.
+        # The regular expression runs only on non-ASCII text; an invalid byte makes the text non-ASCII.
         if not read.isascii() and _NO_UTF8.search(read):
-            return bad("invalid UTF-8")
+            return bad_row("invalid UTF-8")
         return row
 
     def _records(self, file: File) -> Iterator[tuple[str, dict[str, str] | BadRow]]:
-        """Yields (file and line, record) for each."""
+        """Yields (file and line, record) for every record."""
         for line, fields, columns in self._lines(file):
-            where = f"{file.name}:{line}"
+            location = f"{file.name}:{line}"
             if isinstance(fields, BadRow):
-                yield where, fields
+                yield location, fields
             elif len(fields) != len(columns):
-                yield where, bad(f"{len(fields)} fields, but there are {len(columns)} columns")
+                yield location, bad_row(f"{len(fields)} fields, but there are {len(columns)} columns")
             else:
-                yield where, dict(zip(columns, fields, strict=True))
+                yield location, dict(zip(columns, fields, strict=True))
 
     def _lines(self, file: File) -> Iterator[tuple[int, list[str] | BadRow, list[str]]]:
-        """Yields (the line with which a record begins, its fields, the names of the columns)."""
-        # Python's limit for a field is less than a document may have.
+        """Yields (first line of a record, its fields, the column names)."""
+        # Documents may be larger than Python's default field limit.
         csv.field_size_limit(sys.maxsize)
         dialect, columns = self.dialect, self.dialect.columns
         delimiter = dialect.delimiter or ("\t" if suffix(file.url) == ".tsv" else ",")
@@ -98,11 +98,11 @@ class CsvShard(FileShard):
             while True:
                 line = reader.line_num + 1
                 try:
-                    fields: Any = next(reader)
+                    fields: list[str] | BadRow = next(reader)
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    fields = bad(f"not CSV: {error}")
+                    fields = bad_row(f"not CSV: {error}")
                 if columns is None:
                     if isinstance(fields, BadRow) or len(set(fields)) < len(fields):
                         raise UserError(

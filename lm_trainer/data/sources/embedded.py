@@ -1,4 +1,4 @@
-"""Embedded corpus, which every Python carries: the standard library's own sources and its language reference."""
+"""Embedded corpus, included in every Python installation: the standard library and the language reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -34,16 +34,16 @@ class LibraryDocument(NamedTuple):
 
 
 class Embedded(SourceConfig):
-    """Text that needs no network and no download: the modules of the running Python and its language reference.
+    """Text that needs no network or download: the modules of the running Python and its language reference.
 
-    About 12 MB. Some 5 % of the documents, chosen by a hash of their name, are the validation set.
+    About 12 MB. About 5 % of the documents, selected by a hash of their names, are the validation set.
     """
 
     type: Literal["embedded"] = "embedded"
     max_bytes: int | None = Field(default=None, ge=1 << 16)
-    """Use only about so many bytes of the corpus, chosen by a hash of the documents' names. All, if absent."""
+    """Approximate number of bytes to use, selected by a hash of the documents' names; default: the full corpus."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """The share of the documents that is held out for validation."""
+    """Fraction of the documents held out for validation."""
 
     takes_urls: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class Embedded(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
-        # By a hash of the name, so that a document keeps its split when others come or go.
+        # Select by a hash of the name, so that a document keeps its split when other documents are added or removed.
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
         for document in sorted(library(), key=lambda document: _hash(f"sample/{document.name}")):
@@ -69,7 +69,7 @@ class Embedded(SourceConfig):
 
 @dataclass(frozen=True)
 class EmbeddedShard:
-    """Some documents, in the order of their names; a row is a document."""
+    """Some documents, sorted by name; a row is a document."""
 
     documents: tuple[LibraryDocument, ...]
 
@@ -81,7 +81,7 @@ class EmbeddedShard:
     def text_size(self) -> int:
         return self.size
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         digest = hashlib.sha256(repr([tuple(document) for document in self.documents]).encode()).hexdigest()
         return {"type": "embedded", "documents": len(self.documents), "bytes": self.size, "sha256": digest}
 
@@ -95,15 +95,15 @@ def library() -> tuple[LibraryDocument, ...]:
     """Lists every document of the corpus, sorted by name.
 
     Raises:
-        UserError: if this Python carries no readable sources (a zipped or stripped installation).
+        UserError: if this Python installation has no readable sources (it is zipped or stripped).
     """
     root = _root()
     documents = []
     for directory, subdirectories, files in os.walk(root):
         relative = Path(directory).relative_to(root)
-        # `os.walk` descends only into the names that are left in its own list.
-        subdirectories[:] = [name for name in subdirectories if _wanted(relative / name)]
-        names = [relative / name for name in files if name.endswith(".py") and _wanted(relative / name)]
+        # `os.walk` descends only into the directories left in its list.
+        subdirectories[:] = [name for name in subdirectories if _is_library_file(relative / name)]
+        names = [relative / name for name in files if name.endswith(".py") and _is_library_file(relative / name)]
         documents += [document for name in names if (document := _document(name.as_posix()))]
     documents += [document for topic in _topics() if (document := _document(f"pydoc_data/topics/{topic}"))]
     if sum(document.size for document in documents) < _SMALLEST_CORPUS:
@@ -118,15 +118,15 @@ def _root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _wanted(path: Path) -> bool:
-    """Tells if a path belongs to the library: no tests, installed packages or files generated for this machine."""
+def _is_library_file(path: Path) -> bool:
+    """True if a path belongs to the library, without tests, installed packages and files generated for this machine."""
     if path.as_posix() == _TOPICS or path.name in _TEST_DIRECTORIES:
         return False
     return path.parts[0].removesuffix(".py") in sys.stdlib_module_names
 
 
 def _document(name: str) -> LibraryDocument | None:
-    """Returns a document; None for an empty file and for the few that are not UTF-8."""
+    """Returns a document; None for an empty file, and for the few files that are not UTF-8."""
     try:
         content = _read(name)
         content.decode("utf-8")
@@ -143,7 +143,7 @@ def _read(name: str) -> bytes:
 
 
 def _topics() -> dict[str, str]:
-    """Returns the topics of the language reference by name; some distributions leave them out."""
+    """Returns the topics of the language reference by name; some distributions do not include them."""
     try:
         return importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -155,10 +155,10 @@ def _hash(name: str) -> int:
 
 
 def _balance(documents: Sequence[LibraryDocument], parts: int) -> list[tuple[LibraryDocument, ...]]:
-    """Cuts the list into at most `parts` runs of about equal size."""
-    total, seen = sum(document.size for document in documents), 0
+    """Splits the list into at most `parts` runs of about equal size."""
+    total, size_before = sum(document.size for document in documents), 0
     runs: list[list[LibraryDocument]] = [[] for _ in range(parts)]
     for document in documents:
-        runs[min(parts - 1, seen * parts // total)].append(document)
-        seen += document.size
+        runs[min(parts - 1, size_before * parts // total)].append(document)
+        size_before += document.size
     return [tuple(run) for run in runs if run]

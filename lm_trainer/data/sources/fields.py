@@ -1,4 +1,4 @@
-"""Fields of records: one by its name, one inside of others as `a.b.c`, several joined by a template."""
+"""Fields of records: single fields, nested fields such as `a.b.c`, and templates that join several fields."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import lru_cache
 from typing import Any, Final
 
 MISSING: Final = object()
-"""Stands for a field that a record does not have."""
+"""Value of a missing field."""
 
 
-def lookup(record: Mapping[str, Any], name: str) -> Any:
-    """Returns the field of this name, or else the one that `a.b.c` leads to; MISSING where there is none."""
+def lookup(record: Mapping[str, object], name: str) -> Any:
+    """Returns the field of this name, or the nested field for a name such as `a.b.c`; MISSING if it does not exist."""
     if name in record:
         return record[name]
-    value: Any = record
+    value: object = record
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
             return MISSING
@@ -24,16 +24,16 @@ def lookup(record: Mapping[str, Any], name: str) -> Any:
 
 
 def is_template(text_key: str) -> bool:
-    """Tells a template, such as `{title}: {body}`, from the name of a field."""
+    """True for a template such as `{title}: {body}`; False for the name of a field."""
     return "{" in text_key or "}" in text_key
 
 
 @lru_cache(maxsize=64)
 def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Cuts a template into (text, the field after it); the field of the last may be None.
+    """Splits a template into pairs of a text and the field after it; the last field may be None.
 
     Raises:
-        ValueError: if it names no field, or is no template.
+        ValueError: if the template is invalid or has no field.
     """
     parts = []
     for text, name, spec, conversion in string.Formatter().parse(template):
@@ -48,21 +48,21 @@ def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 @lru_cache(maxsize=64)
-def names_of(text_key: str) -> tuple[str, ...]:
-    """Names the fields that the text of a record is made of."""
+def field_names(text_key: str) -> tuple[str, ...]:
+    """Names the fields used for the text of a record."""
     if not is_template(text_key):
         return (text_key,)
     return tuple(dict.fromkeys(name for _, name in template_parts(text_key) if name))
 
 
-def text_of(record: Mapping[str, Any], text_key: str) -> Any:
-    """Returns the text of a record that has all fields of `names_of`; the value as it is, where one is no string.
+def text_of(record: Mapping[str, object], text_key: str) -> Any:
+    """Returns the text of a record with all fields of `field_names`; if a field is not a string, returns its value.
 
-    A record whose fields are all empty has an empty text, whatever else stands in the template.
+    If all fields are empty, the text is empty, too, even if the template contains other text.
     """
     if not is_template(text_key):
         return lookup(record, text_key)
-    values = {name: lookup(record, name) for name in names_of(text_key)}
+    values = {name: lookup(record, name) for name in field_names(text_key)}
     for value in values.values():
         if not isinstance(value, str):
             return value

@@ -1,4 +1,4 @@
-"""Files of a source: their identity, how they are opened, and how they are shared out among shards."""
+"""Files of a source: identifying them, opening them and grouping them into shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
@@ -20,12 +20,17 @@ from lm_trainer.core.files import expanded
 from lm_trainer.data.sources.compression import compression_of, open_zip
 from lm_trainer.data.sources.frames import DamagedFrames, open_frames
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+T = TypeVar("T")
+
 SHARD_BYTES = 64 << 20
-"""Small files are read together until this many stored bytes; a larger file is a shard of its own."""
+"""Maximum stored bytes of a shard of several small files; a larger file is a separate shard."""
 
 _COPY_BYTES = 1 << 20
 
-# By these, file systems tell versions of a file; the first that one has counts. Hashes come before times.
+# Keys with which file systems report the version of a file; the first available one is used. Hashes precede times.
 _VERSION_KEYS = (
     "blob_id",
     "etag",
@@ -40,15 +45,15 @@ _VERSION_KEYS = (
 
 
 class File(NamedTuple):
-    """Existing file, with the size and version that tell if it has changed."""
+    """Existing file, with its size and version to detect changes."""
 
     url: str
     size: int
     version: str
     download: bool = False
-    """True if a file of the Hugging Face hub is copied into the hub's cache before it is read."""
+    """True to copy a file of the Hugging Face hub into the hub cache before reading it."""
     local: bool = False
-    """True if `url` is a path of this machine as it stands, whatever signs of globs, braces or chains are in it."""
+    """True if `url` is a literal local path, even if it contains characters of globs, braces or URL chains."""
 
     @property
     def compressed(self) -> bool:
@@ -56,30 +61,30 @@ class File(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The URL without credentials, as it may be shown and written down."""
-        return _shown(self.url)
+        """The URL without credentials, safe to display and store."""
+        return _display_url(self.url)
 
     @property
     def path(self) -> str | None:
-        """The absolute path on this machine, of a `file://` URL too; None where the file lies elsewhere."""
+        """The absolute local path, also for `file://` URLs; None for remote files."""
         if self.local:
             return os.path.abspath(expanded(self.url))
         return os.path.abspath(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"url": self.name, "size": self.size, "version": self.version}
 
-    def now(self) -> File:
-        """Returns the file as it is now; not asked for where the URL names its version.
+    def refreshed(self) -> File:
+        """Returns the current state of the file; a URL that includes the version is not looked up.
 
         Raises:
-            UserError: if it cannot be found any more.
+            UserError: if the file no longer exists.
         """
         if self.version and f"@{self.version}/" in self.url:
             return self
         try:
             filesystem, path = file_system(self.url, local=self.local)
-            # fsspec keeps listings, which would show the file as it was.
+            # fsspec caches listings, which would show the old state.
             filesystem.invalidate_cache()
             return file_at(filesystem, path, self.url)._replace(download=self.download)
         except OSError as error:
@@ -90,16 +95,16 @@ class File(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _shown(url: str) -> str:
-    # Asked for with every row, of which a file has millions.
+def _display_url(url: str) -> str:
+    # Cached, since it is needed for every row, and a file may have millions.
     return without_credentials(url)
 
 
 def check_listed(url: str) -> str:
-    """Returns the URL of a file that a listing gave.
+    """Checks and returns the URL of a file from a listing.
 
     Raises:
-        UserError: for one whose name fsspec would take for a chain of URLs, which may lead anywhere.
+        UserError: if fsspec would parse the name as a chain of URLs, which may lead anywhere.
     """
     if "::" in url:
         raise UserError(
@@ -108,25 +113,25 @@ def check_listed(url: str) -> str:
     return url
 
 
-def file_system(url: str, *, local: bool) -> tuple[Any, str]:
-    """Returns the file system of fsspec that has `url`, and the path in it.
+def file_system(url: str, *, local: bool) -> tuple[AbstractFileSystem, str]:
+    """Returns the fsspec file system of `url`, and the path in it.
 
     Args:
         url: a path or URL.
-        local: it is the path of a file of this machine, whatever it looks like.
+        local: True to treat `url` as a literal local path.
     """
-    # Imported where it is used: a check of a configuration without files does without.
+    # Imported lazily, since checking a configuration without files does not need it.
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
     return (LocalFileSystem(), os.path.abspath(url)) if local else fsspec.core.url_to_fs(url)
 
 
-def file_at(filesystem: Any, path: str, url: str) -> File:
-    """Looks a file up by its path in a file system of fsspec.
+def file_at(filesystem: AbstractFileSystem, path: str, url: str) -> File:
+    """Looks up a file by its path in an fsspec file system.
 
     Raises:
-        OSError: if it is not there, or is a directory.
+        OSError: if the file does not exist, or is a directory.
     """
     from fsspec.implementations.local import LocalFileSystem
 
@@ -139,14 +144,14 @@ def file_at(filesystem: Any, path: str, url: str) -> File:
 
 
 def is_file(url: str) -> bool:
-    """Tells if a URL is the path of a file of this machine."""
+    """True if a URL is the path of a local file."""
     return os.path.isfile(expanded(url))
 
 
-def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
-    """Cuts the list into runs of about `shard_bytes`.
+def group_files(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
+    """Splits the list into runs of about `shard_bytes`.
 
-    Depends on the files alone, never on the number of processes: shards are part of a cache's identity.
+    The result depends only on the files, never on the number of processes: shards are part of a cache's identity.
     """
     groups: list[tuple[File, ...]] = []
     current: list[File] = []
@@ -163,7 +168,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     """Opens the uncompressed bytes of a file.
 
     Raises:
-        UserError: if the file cannot be opened, or turns out truncated or damaged while it is read.
+        UserError: if the file cannot be opened, or is found to be truncated or damaged while reading it.
     """
     try:
         with _unpacked(file) as stream:
@@ -175,7 +180,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise UserError(f"cannot read {file.url}: {error}") from None
     except ValueError as error:
-        if _wants_ranges(error):
+        if _lacks_byte_ranges(error):
             raise UserError(
                 f"cannot read {file.name}: its server does not send parts of a file (byte ranges); "
                 "download it, and name your copy"
@@ -184,8 +189,8 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
     except Exception as error:
-        # Packages that may not be installed, so their errors cannot be named: the first unpacks gzip for fsspec, the
-        # others read http and hf.
+        # Errors of optional packages, which cannot be imported here: igzip_lib unpacks gzip for fsspec, the others read
+        # http and hf URLs.
         package = type(error).__module__.partition(".")[0]
         if package == "igzip_lib":
             raise damaged(file, error) from None
@@ -198,16 +203,16 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_seekable(file: File) -> Iterator[IO[bytes]]:
-    """Opens the uncompressed bytes of a file for reading at any place; a compressed one lies on the disk meanwhile.
+    """Opens the uncompressed bytes of a file for random access; unpacks a compressed file to a temporary file.
 
     Raises:
-        UserError: as `open_binary`.
+        UserError: see `open_binary`.
     """
     with open_binary(file) as stream:
         if not file.compressed:
             yield stream
             return
-        # Some unpackers cannot go back, and the others begin again from the front at every step back.
+        # Some decompressors cannot seek backwards, and others restart from the beginning every time.
         with tempfile.TemporaryFile() as unpacked:
             shutil.copyfileobj(stream, unpacked, _COPY_BYTES)
             unpacked.seek(0)
@@ -217,25 +222,25 @@ def open_seekable(file: File) -> Iterator[IO[bytes]]:
 @contextmanager
 def _unpacked(file: File) -> Iterator[IO[bytes]]:
     compression = compression_of(file.url)
-    # Not fsspec's own: it takes files that were cut short between or inside of frames for files that have ended, and of
-    # an archive it reads the first file alone.
+    # Not fsspec's decompressors, which do not notice files truncated between or inside of frames, and read only the
+    # first file of an archive.
     if compression in ("zstd", "xz", "lzma", "bz2"):
-        with _stored(file, None) as stream:
+        with _open_stored(file, None) as stream:
             yield open_frames(stream, compression, file.url)
     elif compression == "zip":
-        with _stored(file, None) as stream, open_zip(stream, file.url) as member:
+        with _open_stored(file, None) as stream, open_zip(stream, file.url) as member:
             yield member
     else:
-        with _stored(file, compression) as stream:
+        with _open_stored(file, compression) as stream:
             yield stream
 
 
-def _wants_ranges(error: ValueError) -> bool:
-    """Tells if fsspec says that a server gives whole files alone; it has no type of error for that."""
+def _lacks_byte_ranges(error: ValueError) -> bool:
+    """True if the server does not support byte ranges; fsspec has no specific error type for this."""
     return any(words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file"))
 
 
-def _stored(file: File, compression: str | None) -> Any:
+def _open_stored(file: File, compression: str | None) -> Any:
     import fsspec
 
     if file.local:
@@ -244,8 +249,8 @@ def _stored(file: File, compression: str | None) -> Any:
 
 
 def damaged(file: File, error: Exception) -> UserError:
-    """Returns the error for a file that turns out truncated or damaged while it is read."""
-    # Where too little follows the end of a packed file to be a packed file, its unpacker misses another end.
+    """Returns the error for a file found to be truncated or damaged while reading it."""
+    # A few extra bytes after a compressed file look like the start of another, truncated file.
     reason = f"truncated, or followed by something else ({error})" if isinstance(error, EOFError) else str(error)
     return UserError(
         f"{file.url} is damaged: {reason}. Replace the file and start again: what was read from other files is kept"
@@ -253,23 +258,23 @@ def damaged(file: File, error: Exception) -> UserError:
 
 
 def _local_copy(url: str) -> str:
-    """Returns the path in the hub's cache of `hf://datasets/NAME@COMMIT/PATH`, downloaded first if it is not there."""
+    """Returns the path of `hf://datasets/NAME@COMMIT/PATH` in the hub cache; downloads it if necessary."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    name, _, rest = url.removeprefix("hf://datasets/").partition("@")
-    commit, _, path = rest.partition("/")
+    name, _, commit_and_path = url.removeprefix("hf://datasets/").partition("@")
+    commit, _, path = commit_and_path.partition("/")
     try:
         return hf_hub_download(name, path, repo_type="dataset", revision=commit)
-    except LocalEntryNotFoundError as error:  # a FileNotFoundError that means: no answer, and no copy
+    except LocalEntryNotFoundError as error:  # a FileNotFoundError; means no answer and no copy
         raise UserError(f"cannot read {url}: {error}") from None
 
 
 def total_text_size(files: Sequence[File]) -> int | None:
-    """Returns the bytes of text in plain files; None if any is compressed."""
+    """Returns the bytes of text in plain files; None if any file is compressed."""
     return None if any(file.compressed for file in files) else sum(file.size for file in files)
 
 
-def numbered(groups: Iterator[Iterator[Any]], start: int) -> Iterator[tuple[int, Any]]:
-    """Numbers the items of all groups through, and leaves out those before `start`."""
+def numbered(groups: Iterator[Iterator[T]], start: int) -> Iterator[tuple[int, T]]:
+    """Numbers the items of all groups consecutively, and skips the first `start` items."""
     return itertools.islice(enumerate(itertools.chain.from_iterable(groups)), start, None)

@@ -1,4 +1,4 @@
-"""Files of one or more compressed frames, as streams of bytes that know when they were cut short."""
+"""Files of one or more compressed frames, as byte streams that detect truncation."""
 
 from __future__ import annotations
 
@@ -6,65 +6,83 @@ import bz2
 import io
 import lzma
 from collections.abc import Callable
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 from lm_trainer.core.errors import MachineError, UserError
 
 _CHUNK = 1 << 20
 
-_MOST_WINDOW = 1 << 31
-"""Bytes of the largest window of zstd, that of `--long=31`; as much memory is taken as a file's own window has."""
+_MAX_WINDOW = 1 << 31
+"""Largest window of zstd in bytes (`--long=31`). Memory is allocated only for the window size of the file."""
 
 
 class DamagedFrames(Exception):
-    """Compressed bytes that are not as they were written."""
+    """Compressed bytes that are damaged."""
 
 
-class _Kind(NamedTuple):
-    start: Callable[[], Any]
+class _Decompressor(Protocol):
+    """Decompressor of one frame."""
+
+    @property
+    def eof(self) -> bool:
+        """True after the end of the frame."""
+        ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """Bytes after the end of the frame."""
+        ...
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Decompresses more bytes."""
+        ...
+
+
+class _FrameFormat(NamedTuple):
+    start: Callable[[], _Decompressor]
     """Returns a decompressor of one frame."""
     error: type[Exception]
-    """Raised by it."""
+    """Error type of the decompressor."""
     zeros: bool
-    """True if zeros may follow a frame: the padding of xz, and the end of a tape."""
+    """True if zeros may follow a frame: padding of xz, and the end of a tape."""
 
 
 def open_frames(stored: IO[bytes], compression: str, name: str) -> IO[bytes]:
-    """Opens the unpacked bytes of all frames of `stored`: parallel compressors write many, one after another.
+    """Opens the unpacked bytes of all frames of `stored`; parallel compressors write many frames.
 
-    Python's own readers pass over everything after a frame whose successor they cannot read.
+    Python's readers silently ignore all data from the first unreadable frame after a good one.
 
     Args:
         stored: the compressed bytes.
         compression: `zstd`, `xz`, `lzma` or `bz2`.
-        name: for messages.
+        name: name of the file, for messages.
 
     Raises:
         UserError: if the package for it is missing.
     """
-    return io.BufferedReader(_Unpacked(stored, _kind(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_FrameReader(stored, _kind(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
 
 
-def _kind(compression: str, name: str) -> _Kind:
+def _kind(compression: str, name: str) -> _FrameFormat:
     if compression == "bz2":
-        return _Kind(bz2.BZ2Decompressor, OSError, zeros=True)
+        return _FrameFormat(bz2.BZ2Decompressor, OSError, zeros=True)
     if compression in ("xz", "lzma"):
-        return _Kind(lzma.LZMADecompressor, lzma.LZMAError, zeros=True)
+        return _FrameFormat(lzma.LZMADecompressor, lzma.LZMAError, zeros=True)
     try:
         import zstandard
     except ImportError:
         raise UserError(f"cannot read {name}: .zst needs a package; run: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
-    return _Kind(decompressor.decompressobj, zstandard.ZstdError, zeros=False)
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    return _FrameFormat(decompressor.decompressobj, zstandard.ZstdError, zeros=False)
 
 
-class _Unpacked(io.RawIOBase):
-    """Raises EOFError where the last frame is incomplete, and DamagedFrames where bytes are of none."""
+class _FrameReader(io.RawIOBase):
+    """Unpacks all frames. Raises EOFError if the last frame is incomplete, DamagedFrames for bytes outside a frame."""
 
-    def __init__(self, stored: IO[bytes], kind: _Kind, name: str):
+    def __init__(self, stored: IO[bytes], kind: _FrameFormat, name: str):
         self._stored, self._kind, self._name = stored, kind, name
         self._packed, self._ready = b"", memoryview(b"")
-        self._frame: Any = None
+        self._frame: _Decompressor | None = None
         self._frames = 0
 
     def readable(self) -> bool:
@@ -79,7 +97,7 @@ class _Unpacked(io.RawIOBase):
         return count
 
     def _unpack(self) -> bool:
-        """Unpacks a little more; False at the end."""
+        """Unpacks the next chunk; returns False at the end."""
         packed = self._packed or self._stored.read(_CHUNK)
         if not packed:
             if self._frame is not None:
@@ -93,15 +111,15 @@ class _Unpacked(io.RawIOBase):
         try:
             self._ready = memoryview(self._frame.decompress(packed))
         except self._kind.error as error:
-            raise self._blame(error, begins) from None
+            raise self._specific_error(error, begins) from None
         except MemoryError:
             raise self._no_memory("") from None
         if self._frame.eof:
             self._packed, self._frame = self._frame.unused_data, None
         return True
 
-    def _blame(self, error: Exception, begins: bool) -> Exception:
-        """Returns the error that says what is wrong: the packages have one type for all of them."""
+    def _specific_error(self, error: Exception, begins: bool) -> Exception:
+        """Converts an error of a decompressor, whose package has a single type for all errors, to a specific one."""
         text = str(error).lower()
         if "memory" in text:
             return self._no_memory(f" ({error})")

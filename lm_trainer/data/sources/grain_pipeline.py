@@ -1,4 +1,4 @@
-"""Pipelines of Grain that a function of the user's makes: of records to tokenise, or of rows to train on."""
+"""Grain pipelines from a user-defined function: records to tokenise, or rows to train on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -20,35 +21,35 @@ from pydantic import Field, field_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, kind_of, read_record
+from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad_row, json_type, read_record
 
 _SHARD_RECORDS = 1 << 16
-"""Records of a random-access dataset that one process reads."""
+"""Records per shard of a random-access dataset."""
 _PROBED = 8
-"""Elements that are read twice, spread over a dataset; of one without random access, its first."""
+"""Number of elements to read twice, spread over a dataset, or the first ones of a dataset without random access."""
 
 
 class GrainPipeline(SourceConfig):
-    """A pipeline of Grain: a `MapDataset` or `IterDataset` that a Python function returns.
+    """A Grain pipeline: a `MapDataset` or `IterDataset` returned by a Python function.
 
-    The code of the function runs wherever the configuration does. It has to give the same elements every time.
+    The function runs on every machine that uses the configuration. It must produce the same elements every time.
     """
 
     type: Literal["grain"] = "grain"
     factory: str
-    """The function, as `package.module:function` of what is installed, or as `path/to/file.py:function`."""
+    """The function: `package.module:function` of an installed package, or `path/to/file.py:function`."""
     args: dict[str, Any] = {}
     """Named arguments of the function."""
     validation_args: dict[str, Any] | None = None
-    """Its arguments for records to evaluate on, in place of `args`; there are none, if absent."""
+    """Named arguments for validation data, instead of `args`; null: no validation data."""
     elements: Literal["records", "rows"] = "records"
-    """`records` are texts, or objects with the fields that `data.text_key` or `data.format` names; they are tokenised
-    into the cache, and shuffled as any text. `rows` are trained on as they are, in the order of the pipeline: objects
-    with `tokens` and `targets`, and if need be `weights`, `positions` and `segments`, of `model.seq_len` each; or with
-    `tokens` alone, one more than that."""
+    """`records` are texts, or objects with the fields named by `data.text_key` or `data.format`; they are tokenised
+    into the cache and shuffled like any text. `rows` are trained on unchanged, in the order of the pipeline: objects
+    with `tokens` and `targets`, and optionally `weights`, `positions` and `segments`, of length `model.seq_len`; or
+    with only `tokens`, of length `model.seq_len` + 1."""
     worker_processes: int = Field(default=0, ge=0)
-    """Processes of Grain that make batches of the rows of a `MapDataset`, where Python is the bottleneck; 0: threads
-    of this one."""
+    """Number of Grain processes that make batches of the rows of a `MapDataset`, for pipelines limited by Python; 0:
+    threads of this process."""
 
     takes_urls: ClassVar[bool] = False
 
@@ -71,7 +72,7 @@ class GrainPipeline(SourceConfig):
         length = identity["length"]
         if length == sys.maxsize:
             raise UserError(f"data.source.factory: {self.factory} repeats its records without end; leave repeat() out")
-        # One shard, if only reading tells where a dataset ends.
+        # A single shard if the length of the dataset is unknown.
         step = _SHARD_RECORDS if length is not None else 1
         ranges = [(first, min(first + step, length)) for first in range(0, length, step)] if length else [(0, None)]
         return [GrainShard(self, split, text_key, fields, identity, *bounds) for bounds in ranges]
@@ -80,42 +81,43 @@ class GrainPipeline(SourceConfig):
         """Makes the dataset of a split.
 
         Raises:
-            UserError: if the function is not there, fails, or returns something else.
+            UserError: if the function is missing, fails, or returns another type.
         """
-        # With Grain comes JAX, which processes that only tokenise need not load.
+        # Imported lazily: Grain imports JAX, which processes that only tokenise do not need.
         import grain
 
         args = self.validation_args if split == "validation" else self.args
         try:
-            made = _function(self.factory)(**(args or {}))
+            dataset = _function(self.factory)(**(args or {}))
         except UserError:
             raise
-        except Exception as error:  # whatever a function of the user's raises
+        except Exception as error:  # user code may raise anything
             raise UserError(f"data.source.factory: {self.factory} failed: {type(error).__name__}: {error}") from error
-        if not isinstance(made, grain.MapDataset | grain.IterDataset):
+        if not isinstance(dataset, grain.MapDataset | grain.IterDataset):
             raise UserError(
-                f"data.source.factory: {self.factory} returned {type(made).__name__}; expected a grain.MapDataset or "
-                "grain.IterDataset"
+                f"data.source.factory: {self.factory} returned {type(dataset).__name__}; expected a grain.MapDataset "
+                "or grain.IterDataset"
             )
-        return made
+        return dataset
 
 
 @lru_cache(maxsize=16)
-def _function(factory: str) -> Any:
-    where, _, name = factory.rpartition(":")
+def _function(factory: str) -> Callable[..., object]:
+    module_name, _, name = factory.rpartition(":")
     try:
-        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
+        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ImportError as error:
         raise UserError(
-            f"data.source.factory: cannot import {where}: {error}; install it, or name its file: path/to/file.py:{name}"
+            f"data.source.factory: cannot import {module_name}: {error}; install it, or name its file: "
+            f"path/to/file.py:{name}"
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
-        raise UserError(f"data.source.factory: there is no function {name} in {where}")
+        raise UserError(f"data.source.factory: there is no function {name} in {module_name}")
     return function
 
 
-def _load_file(path: str) -> Any:
+def _load_file(path: str) -> ModuleType:
     full = os.path.abspath(expanded(path))
     if not os.path.isfile(full):
         raise UserError(f"data.source.factory: there is no file {full}")
@@ -125,7 +127,7 @@ def _load_file(path: str) -> Any:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        # Known before it runs, as any module is: its classes are looked up there.
+        # Registered before it runs, like any module, since classes are looked up in their module.
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
@@ -135,62 +137,62 @@ def _load_file(path: str) -> Any:
     return sys.modules[name]
 
 
-def length_of(dataset: Any) -> int | None:
-    """Returns the number of elements; None where only reading tells."""
+def length_of(dataset: object) -> int | None:
+    """Returns the number of elements; None if it is unknown before reading."""
     import grain
 
     return len(dataset) if isinstance(dataset, grain.MapDataset) else None
 
 
 def probe(source: GrainPipeline, split: Split) -> dict[str, Any]:
-    """Makes a dataset twice, reads some elements of both, and returns what they are known by.
+    """Makes a dataset twice, compares some elements, and returns the identity of the dataset.
 
     Raises:
-        UserError: if they differ, or there are none.
+        UserError: if the datasets differ, or are empty.
     """
-    one, other = source.dataset(split), source.dataset(split)
-    lengths = length_of(one), length_of(other)
+    first, second = source.dataset(split), source.dataset(split)
+    lengths = length_of(first), length_of(second)
     if lengths[0] != lengths[1]:
         raise UserError(
             f"data.source.factory: {source.factory} is not deterministic: it made a dataset of {lengths[0]} elements, "
             f"and then one of {lengths[1]}"
         )
-    found = _sample(one, lengths[0], source.factory)
-    if not found:
+    elements = _sample(first, lengths[0], source.factory)
+    if not elements:
         raise UserError(f"data.source.factory: {source.factory} made a dataset without elements")
-    # The other way around: an element must not depend on those that were read before it.
-    again = dict(_sample(other, lengths[0], source.factory, backwards=True))
-    for index, element in found:
-        if _digest(element) != _digest(again.get(index)):
+    # In reverse order: an element must not depend on previously read elements.
+    second_elements = dict(_sample(second, lengths[0], source.factory, backwards=True))
+    for index, element in elements:
+        if _digest(element) != _digest(second_elements.get(index)):
             raise UserError(
                 f"data.source.factory: {source.factory} is not deterministic: its element {index} was another when it "
-                f"was made again ({_difference(element, again.get(index))}); seed it with dataset.seed(...)"
+                f"was made again ({_difference(element, second_elements.get(index))}); seed it with dataset.seed(...)"
             )
-    digest = hashlib.sha256("".join(_digest(element) for _, element in found).encode()).hexdigest()
+    digest = hashlib.sha256("".join(_digest(element) for _, element in elements).encode()).hexdigest()
     args = source.validation_args if split == "validation" else source.args
     arguments = json.loads(json.dumps(args, default=str))
     return {"factory": source.factory, "args": arguments, "length": lengths[0], "sample": digest}
 
 
-def _sample(dataset: Any, length: int | None, factory: str, backwards: bool = False) -> list[tuple[int, Any]]:
+def _sample(dataset: Any, length: int | None, factory: str, backwards: bool = False) -> list[tuple[int, object]]:
     try:
         if length is None:
             return list(enumerate(itertools.islice(iter(dataset), _PROBED)))
         last = min(length, 1 << 40) - 1
         indices = sorted({round(last * i / (_PROBED - 1)) for i in range(_PROBED)}, reverse=backwards) if length else []
         return [(index, dataset[index]) for index in indices]
-    except Exception as error:  # whatever a pipeline of the user's raises
+    except Exception as error:  # user code may raise anything
         raise UserError(
             f"data.source.factory: an element of {factory} failed: {type(error).__name__}: {error}"
         ) from error
 
 
-def _digest(element: Any) -> str:
-    """Hashes an element to hexadecimal digits; equal bytes give equal hashes."""
+def _digest(element: object) -> str:
+    """Returns the hexadecimal SHA-256 hash of the bytes of an element."""
     return hashlib.sha256(b"".join(_pieces(element))).hexdigest()
 
 
-def _pieces(value: Any) -> Iterator[bytes]:
+def _pieces(value: object) -> Iterator[bytes]:
     if isinstance(value, Mapping):
         for key in value:
             yield f"\0{key}\0".encode()
@@ -209,17 +211,17 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def _difference(one: Any, other: Any) -> str:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        names = [str(name) for name in one if _digest(one[name]) != _digest(other.get(name))]
+def _difference(first: object, second: object) -> str:
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        names = [str(name) for name in first if _digest(first[name]) != _digest(second.get(name))]
         return f"in {', '.join(names)}"
-    if isinstance(one, str) and isinstance(other, str):
-        # They may be alike for long: shown from a little before the place where they are not.
-        pairs = enumerate(zip(one, other, strict=False))
-        at = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-        one, other = (text[max(0, at - 20) :] for text in (one, other))
-        return f"from character {at} on: {one[:40]!r}, then {other[:40]!r}"
-    return f"{str(one)[:40]!r}, then {str(other)[:40]!r}"
+    if isinstance(first, str) and isinstance(second, str):
+        # Long texts may start with the same words, so show both from shortly before the first difference.
+        pairs = enumerate(zip(first, second, strict=False))
+        start = next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+        first, second = (text[max(0, start - 20) :] for text in (first, second))
+        return f"from character {start} on: {first[:40]!r}, then {second[:40]!r}"
+    return f"{str(first)[:40]!r}, then {str(second)[:40]!r}"
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,8 @@ class GrainShard:
     split: Split
     text_key: str
     fields: tuple[str, ...]
-    found: Any
-    """The identity of the whole dataset: see `probe`."""
+    dataset_identity: dict[str, Any]
+    """The identity of the full dataset: see `probe`."""
     first: int = 0
     stop: int | None = None
 
@@ -243,10 +245,10 @@ class GrainShard:
     def text_size(self) -> None:
         return None
 
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+    def identity(self) -> dict[str, object]:
+        keys = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
         part = {} if self.stop is None else {"first": self.first, "stop": self.stop}
-        return {"type": "grain", "elements": self.source.elements, **what, **self.found, **part}
+        return {"type": "grain", "elements": self.source.elements, **keys, **self.dataset_identity, **part}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         dataset = self.source.dataset(self.split)
@@ -256,37 +258,37 @@ class GrainShard:
             elements = itertools.islice(iter(dataset), start, None)
         number = start
         while True:
-            where = f"{self.source.factory}[{self.first + number}]"
+            location = f"{self.source.factory}[{self.first + number}]"
             try:
                 element = next(elements)
             except StopIteration:
                 return
-            except Exception as error:  # whatever a pipeline of the user's raises
-                raise UserError(f"{where} failed: {type(error).__name__}: {error}") from error
-            # None is what a filter leaves out of a random-access dataset.
+            except Exception as error:  # user code may raise anything
+                raise UserError(f"{location} failed: {type(error).__name__}: {error}") from error
+            # A random-access dataset returns None for filtered elements.
             if element is not None:
-                yield self._row(element)._replace(number=number, where=where)
+                yield self._row(element)._replace(number=number, where=location)
             number += 1
 
-    def _row(self, element: Any) -> Row | BadRow:
+    def _row(self, element: object) -> Row | BadRow:
         if isinstance(element, bytes):
             try:
                 element = element.decode("utf-8")
             except UnicodeDecodeError as error:
-                return bad(f"invalid UTF-8 at byte {error.start}")
+                return bad_row(f"invalid UTF-8 at byte {error.start}")
         if isinstance(element, str) and not self.fields:
             return Row(0, "", element)
         if isinstance(element, list | tuple | np.ndarray) and len(self.fields) == 1:
             element = {self.fields[0]: element}
         if not isinstance(element, Mapping):
-            return bad(f"expected a text or an object, found {kind_of(element)}")
+            return bad_row(f"expected a text or an object, found {json_type(element)}")
         if not self.fields and self.text_key not in element and {"tokens", "targets"} <= element.keys():
-            return bad("its elements are rows of tokens; set data.source.elements: rows")
+            return bad_row("its elements are rows of tokens; set data.source.elements: rows")
         return read_record(_plain(element), self.text_key, self.fields)
 
 
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it: lists, objects and strings in place of arrays, tuples and bytes."""
+def _plain(value: object) -> object:
+    """Converts arrays and tuples to lists, mappings to objects, and bytes to strings, as in JSON."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):

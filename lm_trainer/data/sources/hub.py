@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: their files, found by split and read in place. No code of theirs is run."""
+"""Datasets of the Hugging Face hub: their files, found by split and read in place. No dataset scripts are run."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _READERS: tuple[type[FileSource], ...] = (Parquet, JsonLines, ArrowFiles, CsvFil
 
 
 class HuggingFace(SourceConfig):
-    """A data set of the Hugging Face hub, whose files are Parquet, JSON lines, Arrow, CSV or text.
+    """A dataset of the Hugging Face hub, with files in Parquet, JSON lines, Arrow, CSV or text format.
 
-    The files of a split are those that the data set's card lists, or else those that the split's name stands in.
+    The files of a split are listed in the dataset card; without a list, the file names must contain the split name.
     """
 
     type: Literal["huggingface"] = "huggingface"
     id: str
     """The name on the hub, such as `org/dataset`."""
     name: str | None = None
-    """The configuration (subset) of the data set; its default one, if absent."""
+    """The configuration (subset) of the dataset; by default its default configuration."""
     revision: str | None = None
-    """Branch, tag or commit; `main`, if absent. A branch is resolved to its commit, which the cache then holds to."""
+    """Branch, tag or commit; default: `main`. A branch is resolved to its commit, which is recorded in the cache."""
     stream: bool = True
-    """Read over the network while tokenising; `false` keeps a copy of every file in the hub's cache first."""
+    """Read over the network while tokenising; `false` downloads every file to the hub cache first."""
     splits: list[str] = Field(default=["train", "validation"], min_length=1, max_length=2)
-    """The split to train on and, if any, that to evaluate on."""
+    """The split for training and, optionally, the split for validation."""
 
     takes_urls: ClassVar[bool] = False
 
@@ -57,16 +57,16 @@ class HuggingFace(SourceConfig):
         del urls
         if split == "validation" and len(self.splits) < 2:
             return []
-        wanted = self.splits[split == "validation"]
+        split_name = self.splits[split == "validation"]
         repository = _look_up(self)
-        paths = repository.data_files(self.name, wanted)
+        paths = repository.data_files(self.name, split_name)
         if not paths:
-            # A validation split that nobody asked for by name may be absent.
+            # The default validation split may be absent.
             if split == "validation" and "splits" not in self.changed_fields:
                 return []
             of_name = f" of {self.name!r}" if self.name else ""
             raise UserError(
-                f"data.id: {self.id} has no files for the split {wanted!r}{of_name} "
+                f"data.id: {self.id} has no files for the split {split_name!r}{of_name} "
                 f"(files: {', '.join(sorted(repository.sizes)[:8])}). Set data.splits or data.name, or name the files "
                 f"with train_urls: hf://datasets/{self.id}@{repository.commit[:12]}/..."
             )
@@ -79,34 +79,41 @@ class HuggingFace(SourceConfig):
         return shards
 
 
+_CardConfig = dict[str, Any]
+"""A configuration of a dataset card: `config_name`, `data_files`, `default`."""
+
+
 class _Repository(NamedTuple):
-    """A data set at one commit."""
+    """A dataset at one commit."""
 
     id: str
     commit: str
     sizes: dict[str, int]
     """Bytes of every file."""
-    configs: list[dict[str, Any]]
-    """The card's list of configurations: `config_name`, `data_files`, `default`."""
+    configs: list[_CardConfig]
+    """The configurations listed in the dataset card."""
 
     def file(self, path: str, *, download: bool) -> File:
         url = check_listed(f"hf://datasets/{self.id}@{self.commit}/{check_name(path, self.id)}")
         return File(url, self.sizes[path], self.commit, download)
 
     def data_files(self, name: str | None, split: str) -> list[str]:
-        """Returns the files of a split, sorted; [] where there are none."""
+        """Returns the sorted files of a split; [] if it has none."""
         if self.configs:
             return self._listed(self._config(name), split)
         readable = sorted(path for path in self.sizes if _is_readable(path))
         if name is not None:
             readable = [path for path in readable if name in re.split(r"[/.]", path)]
-        by_split = {known: [path for path in readable if _names_split(path, known)] for known in {*_ALIASES, split}}
-        # Files that name no split at all are the train split.
+        by_split = {
+            split_name: [path for path in readable if _names_split(path, split_name)]
+            for split_name in {*_ALIASES, split}
+        }
+        # If no file name contains a split name, all files are the train split.
         if not any(by_split.values()):
             return readable if split == "train" else []
         return by_split[split]
 
-    def _config(self, name: str | None) -> dict[str, Any]:
+    def _config(self, name: str | None) -> _CardConfig:
         names = [config.get("config_name", "default") for config in self.configs]
         if name is None:
             usual = [
@@ -119,16 +126,16 @@ class _Repository(NamedTuple):
             raise UserError(f"data.name: {self.id} has no configuration {name!r}; it has: {', '.join(names)}")
         return self.configs[names.index(name)]
 
-    def _listed(self, config: dict[str, Any], split: str) -> list[str]:
+    def _listed(self, config: _CardConfig, split: str) -> list[str]:
         entries = config.get("data_files") or []
         if isinstance(entries, str) or (isinstance(entries, list) and entries and isinstance(entries[0], str)):
             entries = [{"split": "train", "path": entries}]
-        found: list[str] = []
+        paths: list[str] = []
         for entry in entries:
             if entry["split"] == split:
                 patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-                found += [path for path in sorted(self.sizes) if any(_matches(path, p) for p in patterns)]
-        return found
+                paths += [path for path in sorted(self.sizes) if any(_matches(path, p) for p in patterns)]
+        return paths
 
 
 def _names_split(path: str, split: str) -> bool:
@@ -138,13 +145,13 @@ def _names_split(path: str, split: str) -> bool:
 
 def _matches(path: str, pattern: str) -> bool:
     pattern = pattern.removeprefix("./")
-    # `*` of fnmatch crosses directories, so `**/` needs no more than it; it may also stand for no directory at all.
+    # `*` of fnmatch also matches slashes, so `*` can replace `**/`, which may also match no directory.
     return path == pattern or fnmatch.fnmatchcase(path, pattern.replace("**/", "*"))
 
 
 def _is_readable(path: str) -> bool:
     name = path.rpartition("/")[2]
-    # Archives often lie beside the files that they hold, whose rows would come twice.
+    # Archives are often stored with their unpacked files, whose rows would be read twice.
     if compression_of(path) == "zip":
         return False
     return (
@@ -159,17 +166,19 @@ def _find_reader(path: str) -> type[FileSource] | None:
 def _reader(path: str) -> type[FileSource]:
     reader = _find_reader(path)
     if reader is None:
-        known = ", ".join(ending for reader in _READERS for ending in reader.suffixes)
-        raise UserError(f"data.id: cannot tell from its name how to read {path} (known: {known}; packed: {UNPACKED})")
+        known_endings = ", ".join(ending for reader in _READERS for ending in reader.suffixes)
+        raise UserError(
+            f"data.id: cannot tell from its name how to read {path} (known: {known_endings}; packed: {UNPACKED})"
+        )
     return reader
 
 
 def _look_up(source: HuggingFace) -> _Repository:
     from huggingface_hub import HfApi
 
-    if (why := why_no_hub()) is not None:
+    if (reason := why_no_hub()) is not None:
         raise UserError(
-            f"data.id: {source.id!r} is on the Hugging Face hub, and {why}; name local files with train_urls"
+            f"data.id: {source.id!r} is on the Hugging Face hub, and {reason}; name local files with train_urls"
         )
     with _hub_errors(source):
         info = HfApi().dataset_info(source.id, revision=source.revision, files_metadata=True)
@@ -183,7 +192,7 @@ def _look_up(source: HuggingFace) -> _Repository:
 def _hub_errors(source: HuggingFace) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # the hub's client raises its own, httpx's, and OSErrors
+    except Exception as error:  # the hub client raises its own errors, httpx errors and OSErrors
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"data.id: the Hugging Face hub gave no data set {source.id!r}"

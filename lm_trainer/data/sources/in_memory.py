@@ -1,4 +1,4 @@
-"""Documents given from Python, as a list."""
+"""Documents passed from Python as a list."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MemoryDocument = str | dict[str, Any]
 
 
 class InMemory(SourceConfig):
-    """List of documents: texts, or objects with the fields that `data.text_key` or `data.format` names."""
+    """List of documents: texts, or objects with the fields named by `data.text_key` or `data.format`."""
 
     type: Literal["memory"] = "memory"
     train: list[MemoryDocument] = Field(min_length=1)
-    """The documents to train on."""
+    """The training documents."""
     validation: list[MemoryDocument] = []
-    """The documents to evaluate on."""
+    """The validation documents."""
 
     takes_urls: ClassVar[bool] = False
 
@@ -51,18 +51,18 @@ class MemoryShard:
     def text_size(self) -> int | None:
         return sum(len(d.encode("utf-8", "replace")) for d in self.documents if isinstance(d, str)) or None
 
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+    def identity(self) -> dict[str, object]:
+        keys = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
         digest = hashlib.sha256(self._content()).hexdigest()
-        return {"type": "memory", **what, "documents": len(self.documents), "sha256": digest}
+        return {"type": "memory", **keys, "documents": len(self.documents), "sha256": digest}
 
     def _content(self) -> bytes:
         return json.dumps(self.documents).encode()
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, document in enumerate(self.documents[start:], start):
-            where = f"data.source.{self.split}[{number}]"
+            location = f"data.source.{self.split}[{number}]"
             if isinstance(document, str) and not self.fields:
-                yield Row(number, where, document)
+                yield Row(number, location, document)
             else:
-                yield read_record(document, self.text_key, self.fields)._replace(number=number, where=where)
+                yield read_record(document, self.text_key, self.fields)._replace(number=number, where=location)

@@ -7,26 +7,26 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import IO, Any, ClassVar, Literal
+from typing import IO, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
 from lm_trainer.data.sources.compression import suffix
 from lm_trainer.data.sources.fields import text_of
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
 
 _BLOCK_BYTES = 1 << 20
 
 _BOM = b"\xef\xbb\xbf"
 
-_CERTAIN_DEPTH = 256
-"""Both decoders read what is nested less deeply; beyond, each has a limit of its own."""
+_COMMON_DEPTH = 256
+"""Nesting that both decoders can read; they have different limits for deeper nesting."""
 
 
 class JsonLines(FileSource):
-    """Files with one JSON object per line; the document stands under `data.text_key`.
+    """Files with one JSON object per line; the document is in the field `data.text_key`.
 
-    A file whose name ends in `.json` may also be one array of such objects; it is then read at once.
+    A `.json` file may also be a single array of such objects, which is loaded into memory.
     """
 
     type: Literal["jsonl"] = "jsonl"
@@ -34,7 +34,7 @@ class JsonLines(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson")
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [JsonShard(run, text_key, fields) for run in group(files)]
+        return [JsonShard(run, text_key, fields) for run in group_files(files)]
 
 
 class JsonShard(FileShard):
@@ -44,20 +44,20 @@ class JsonShard(FileShard):
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def form(self) -> dict[str, Any]:
+    def form(self) -> dict[str, object]:
         return {"type": "jsonl"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number, (where, item) in numbered((_items(file) for file in self.files), start):
-            if isinstance(item, bytes) and (text := self._quick_text(item)) is not None:
-                yield Row(number, where, text)
+        for number, (location, item) in numbered((_items(file) for file in self.files), start):
+            if isinstance(item, bytes) and (text := self._fast_text(item)) is not None:
+                yield Row(number, location, text)
             else:
-                yield self._row(item)._replace(number=number, where=where)
+                yield self._row(item)._replace(number=number, where=location)
 
-    def _quick_text(self, line: bytes) -> str | None:
-        """Returns the text of a line in which the faster decoder finds one; None where `_row` has to look."""
-        # Which rows are bad must not depend on the packages that are installed. Of a record with other fields every
-        # value counts, and the decoders differ in integers beyond 64 bits.
+    def _fast_text(self, line: bytes) -> str | None:
+        """Returns the text of a line with the faster decoder; None if the line needs `_row`."""
+        # The set of bad rows must not depend on the installed packages. With `fields`, all values matter, and the
+        # decoders differ for integers of more than 64 bits.
         if self.fields or (decode := _fast_decoder()) is None:
             return None
         try:
@@ -69,41 +69,41 @@ class JsonShard(FileShard):
         text = value.get(self.text_key)
         if not isinstance(text, str) and not isinstance(text := text_of(value, self.text_key), str):
             return None
-        # The decoders differ in how deeply they read. Brackets are counted, since they are at least as many as levels.
+        # The decoders differ in their nesting limits. The number of brackets is an upper bound of the nesting.
         for item in value.values():
-            if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _CERTAIN_DEPTH:
+            if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _COMMON_DEPTH:
                 return None
         return text
 
-    def _row(self, item: Any) -> Row | BadRow:
+    def _row(self, item: object) -> Row | BadRow:
         if not isinstance(item, bytes):
             return read_record(item, self.text_key, self.fields)
-        # An empty line is an empty row, which keeps its number.
+        # An empty line counts as an empty row.
         if not item.strip():
             return Row(0, "", "")
         try:
             value = json.loads(item.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            return bad(
+            return bad_row(
                 f"invalid UTF-8 at byte {error.start} of the line, near {item[max(0, error.start - 8) :][:16]!r}"
             )
         except json.JSONDecodeError as error:
             if item.strip() in (b"{", b"["):
-                return bad(
+                return bad_row(
                     "a bracket alone: the file holds neither a whole object on each line nor, in a file named .json, "
                     "an array of them; write one object per line"
                 )
-            return bad(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
+            return bad_row(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
         except ValueError:  # Python's limit for integers as text
-            return bad("JSON with a number of several thousand digits")
+            return bad_row("JSON with a number of several thousand digits")
         except RecursionError:
-            return bad("JSON nested too deeply")
+            return bad_row("JSON nested too deeply")
         return read_record(value, self.text_key, self.fields)
 
 
 @lru_cache(maxsize=1)
-def _fast_decoder() -> Callable[[bytes], Any] | None:
-    """Returns orjson's decoder, where it is installed: twice as fast as `json`, and refuses more lines than it does."""
+def _fast_decoder() -> Callable[[bytes], object] | None:
+    """Returns the decoder of orjson, if installed: twice as fast as `json`, but it rejects more lines."""
     try:
         import orjson
     except ImportError:
@@ -111,11 +111,11 @@ def _fast_decoder() -> Callable[[bytes], Any] | None:
     return orjson.loads
 
 
-def _items(file: File) -> Iterator[tuple[str, Any]]:
-    """Yields (place, line as bytes), or (place, item) for a file that is an array."""
+def _items(file: File) -> Iterator[tuple[str, object]]:
+    """Yields (location, line as bytes), or (location, item) for a file with an array."""
     name = file.name
     with open_binary(file) as stream:
-        # Blank lines may come before an array; before a line of JSON they are rows of their own.
+        # Blank lines before an array are skipped; before a JSON line they are separate rows.
         begin = [stream.readline()]
         while begin[-1] and not begin[-1].removeprefix(_BOM).strip():
             begin.append(stream.readline())
@@ -127,8 +127,8 @@ def _items(file: File) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a file, also all those before the place where it turns out to be damaged."""
-    # Iterating over the stream itself reads ahead, and an error would lose the lines that it has read by then.
+    """Yields the lines of a file, including all lines before a damaged position."""
+    # Iterating over the stream would read ahead, and an error would lose the lines read so far.
     read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
     begun: list[bytes] = []
     while block := read(_BLOCK_BYTES):
@@ -144,7 +144,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
         yield b"".join(begun)
 
 
-def _array(file: File, content: bytes) -> Iterator[tuple[str, Any]]:
+def _array(file: File, content: bytes) -> Iterator[tuple[str, object]]:
     try:
         items = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Token caches of Levanter: a ledger, and arrays of TensorStore with the tokens and the ends of documents."""
+"""Levanter token caches: a ledger, and TensorStore arrays with the tokens and the document ends."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LEDGER, _FIELD = "shard_ledger.json", "input_ids"
 
 
 class LevanterCache(SourceConfig):
-    """A cache of tokenised text that Levanter built; its arrays are read where they lie."""
+    """A cache of tokenised text built by Levanter; its arrays are read in place."""
 
     type: Literal["levanter"] = "levanter"
     path: LocalPath
-    """The directory that holds `train/` and, if there is one, `validation/`: the `cache_dir` of Levanter."""
+    """The directory with `train/` and, optionally, `validation/`: the `cache_dir` of Levanter."""
     document_ends: DocumentEnds = "eos"
-    """`eos`: the end-of-document token ends documents, and has to end those of the cache. `index`: the cache alone ends
-    them, for data that were tokenised without such a token."""
+    """`eos`: the end-of-document token ends documents, and must match the document ends in the cache. `index`: only the
+    cache defines the document ends, for data tokenised without an end-of-document token."""
 
     takes_urls: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class LevanterShard(TokenShard):
 
     root: str
     ledger: str
-    """The hash of its ledger."""
+    """Hash of the ledger."""
     document_ends: DocumentEnds
 
     @property
@@ -75,7 +75,7 @@ class LevanterShard(TokenShard):
     def size(self) -> int:
         return sum(file.stat().st_size for path in self._directories() for file in (path / "data").rglob("*"))
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"type": "levanter", "url": self.root, "ledger": self.ledger, "document_ends": self.document_ends}
 
     def check_unchanged(self) -> None:
@@ -84,22 +84,22 @@ class LevanterShard(TokenShard):
 
     def arrays(self, dtype: np.dtype) -> list[TokenArray]:
         del dtype
-        found = []
+        arrays = []
         for path in self._directories():
             ends = _ends(path)
             data = str(path / "data")
             ids = open_array(data, _kind(data)).dtype.numpy_dtype
             if ids.kind not in "iu":
                 raise UserError(f"{data} holds {ids.name}, no token ids")
-            found.append(TokenArray(str(path), data, _kind(data), ids.str, 0, int(ends[-1]) if len(ends) else 0))
-        return found
+            arrays.append(TokenArray(str(path), data, _kind(data), ids.str, 0, int(ends[-1]) if len(ends) else 0))
+        return arrays
 
     def ends(self, number: int, array: TokenArray) -> np.ndarray:
         del array
         return _ends(self._directories()[number])
 
     def _directories(self) -> list[Path]:
-        """Lists the places of the field with the ids: one, or one for each shard of a cache that was not merged."""
+        """Lists the directories of the ids: a single one, or one per shard for a cache with unmerged shards."""
         root = Path(self.root)
         ledger = _ledger(root)
         parts = (
@@ -113,9 +113,9 @@ class LevanterShard(TokenShard):
             )
             if _FIELD not in fields:
                 raise UserError(f"{part} has no field {_FIELD} (fields: {', '.join(fields) or 'none'})")
-            if others := [name for name in fields if name not in (_FIELD, "attention_mask")]:
+            if other_fields := [name for name in fields if name not in (_FIELD, "attention_mask")]:
                 raise UserError(
-                    f"{part} has {', '.join(others)} beside {_FIELD}, which would not be heeded; it is not read"
+                    f"{part} has {', '.join(other_fields)} beside {_FIELD}, which would not be heeded; it is not read"
                 )
         return [part / _FIELD for part in parts or [root]]
 
@@ -125,7 +125,7 @@ def _kind(path: str) -> str:
 
 
 def _ends(path: Path) -> np.ndarray:
-    """Reads where documents end; the first item of the array is their number, and the others are the ends."""
+    """Reads the document ends; the first item of the array is their number, followed by the ends."""
     array = open_array(str(path / "offsets"), _kind(str(path / "offsets")))
     rows = int(array[0].read().result())
     ends = np.asarray(array[1 : rows + 1].read().result(), np.int64)

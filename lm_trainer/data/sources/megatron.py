@@ -1,11 +1,11 @@
-"""Megatron's indexed data sets: `NAME.bin` with the tokens, `NAME.idx` with the documents."""
+"""Megatron's indexed datasets: `NAME.bin` with the tokens, `NAME.idx` with the documents."""
 
 from __future__ import annotations
 
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -27,15 +27,15 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class Megatron(TokenFileSource):
-    """Data sets that Megatron's tools wrote: `train_urls` names the `.bin` files, beside which their `.idx` lie.
+    """Datasets written by Megatron's tools: `train_urls` names the `.bin` files; the `.idx` files are next to them.
 
-    They are memory-mapped and trained on as they are.
+    The tokens are memory-mapped, not copied.
     """
 
     type: Literal["megatron"] = "megatron"
     document_ends: DocumentEnds = "eos"
-    """`eos`: the end-of-document token ends documents, and has to end those of the index. `index`: the index alone ends
-    them, for data that were written without such a token."""
+    """`eos`: the end-of-document token ends documents, and must match the document ends in the index. `index`: only the
+    index defines the document ends, for data without an end-of-document token."""
 
     def token_shard(self, files: tuple[File, ...]) -> TokenShard:
         for file in files:
@@ -55,7 +55,7 @@ def _index_of(file: File) -> File:
 
 @dataclass(frozen=True)
 class MegatronShard(TokenShard):
-    """The data sets of a split; see `TokenShard`."""
+    """The datasets of a split; see `TokenShard`."""
 
     files: tuple[File, ...]
     indexes: tuple[File, ...]
@@ -69,7 +69,7 @@ class MegatronShard(TokenShard):
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         files = [file.identity() for file in (*self.files, *self.indexes)]
         return {"type": "megatron", "document_ends": self.document_ends, "files": files}
 
@@ -78,11 +78,11 @@ class MegatronShard(TokenShard):
 
     def arrays(self, dtype: np.dtype) -> list[TokenArray]:
         del dtype
-        found = []
+        arrays = []
         for file, index in zip(self.files, self.indexes, strict=True):
             ids = _header(index)[0]
-            found.append(TokenArray(file.name, local_path(file), "raw", ids.str, 0, count_tokens(file, 0, ids)))
-        return found
+            arrays.append(TokenArray(file.name, local_path(file), "raw", ids.str, 0, count_tokens(file, 0, ids)))
+        return arrays
 
     def ends(self, number: int, array: TokenArray) -> np.ndarray:
         index = self.indexes[number]
@@ -116,7 +116,7 @@ class MegatronShard(TokenShard):
 
 
 def _header(index: File) -> tuple[np.dtype, int, int]:
-    """Returns the type of the tokens, the number of sequences, and that of documents plus one."""
+    """Returns the dtype of the tokens, the number of sequences, and the number of documents plus one."""
     with open(index.url, "rb") as stream:
         content = stream.read(_HEADER.size)
     if len(content) < _HEADER.size or not content.startswith(_MAGIC):
@@ -124,10 +124,10 @@ def _header(index: File) -> tuple[np.dtype, int, int]:
     _, version, code, sequences, documents = _HEADER.unpack(content)
     if version != 1 or code not in _DTYPES:
         raise UserError(f"{index.name} has version {version} and tokens of type {code}; version 1 of integers is read")
-    wanted = _HEADER.size + sequences * 12 + documents * 8
-    if index.size != wanted:
+    expected_size = _HEADER.size + sequences * 12 + documents * 8
+    if index.size != expected_size:
         raise UserError(
             f"{index.name} has {index.size} bytes, but {sequences} sequences in {documents - 1} documents need "
-            f"{wanted}; it was cut short, or is of several modalities, which are not read"
+            f"{expected_size}; it was cut short, or is of several modalities, which are not read"
         )
     return np.dtype(_DTYPES[code]), sequences, documents

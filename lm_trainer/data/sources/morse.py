@@ -1,4 +1,4 @@
-"""Morse code as a source: sound made on the spot from words that every Python carries."""
+"""Morse code as a source: sound synthesised on the fly from words of the embedded corpus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -23,31 +23,31 @@ _LEAD_SECONDS = 0.1
 
 
 class Morse(SourceConfig):
-    """Words in Morse code, at a speed, pitch and loudness of their own and in noise, and the text to write.
+    """Words in Morse code, each at a random speed, pitch and noise level, with the text to write.
 
-    A model has to listen in order to write them. For `data.format: {type: audio}`.
+    A model can only write the text by listening. For use with `data.format: {type: audio}`.
     """
 
     type: Literal["morse"] = "morse"
     rows: int = Field(default=4096, ge=1)
-    """Rows to train on."""
+    """Number of training rows."""
     validation_rows: int = Field(default=256, ge=0)
-    """Rows to evaluate on, of other texts."""
+    """Number of validation rows, which have other texts."""
     max_chars: int = Field(default=8, ge=1)
-    """The longest text."""
+    """Maximum length of a text in characters."""
     seconds: float = Field(default=2.0, gt=0)
-    """The longest sound; texts that may take longer are left out."""
+    """Maximum length of the sound; longer texts are left out."""
     unit_seconds: tuple[float, float] = (0.022, 0.034)
-    """The least and the greatest length of a dot."""
+    """Minimum and maximum length of a dot, in seconds."""
     pitch: tuple[float, float] = (400.0, 1000.0)
-    """The lowest and the highest tone, in Hz."""
+    """Minimum and maximum pitch, in Hz."""
     noise: tuple[float, float] = (0.05, 0.4)
-    """The least and the greatest standard deviation of the noise, where a tone has the amplitude 1."""
+    """Minimum and maximum standard deviation of the noise; tones have an amplitude of 1."""
     signal: bool = True
-    """False leaves the tones out: the same texts in the same noise, and nothing to hear. What a model reaches with this
-    is what it knows without listening."""
+    """False omits the tones: the same texts with the same noise, but silent. The result is a baseline for a model that
+    does not listen."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the draws of texts and sounds."""
+    """Seed for drawing texts and sounds."""
 
     takes_urls: ClassVar[bool] = False
 
@@ -76,7 +76,7 @@ class Morse(SourceConfig):
         return MorseVoice(self.unit_seconds, self.pitch, self.noise)
 
     def fits(self, text: str) -> bool:
-        """Tells if a text is short enough, however slowly it is keyed."""
+        """True if a text is short enough even at the lowest speed."""
         longest = units_of(text) * self.unit_seconds[1] + _LEAD_SECONDS
         return len(text) <= self.max_chars and longest <= self.seconds
 
@@ -99,7 +99,7 @@ class MorseShard:
     def text_size(self) -> None:
         return None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         words = hashlib.sha256(" ".join(_words(self.split)).encode()).hexdigest()
         settings = self.source.model_dump(mode="json", exclude={"rows", "validation_rows"})
         return {
@@ -117,9 +117,9 @@ class MorseShard:
             row = read_record(named, "text", self.fields)
             yield row._replace(number=number, where=f"data.source.{self.split}[{self.start + number}]")
 
-    def _record(self, row: int) -> dict[str, Any]:
+    def _record(self, row: int) -> dict[str, object]:
         source = self.source
-        # Each row by its own number: any of them can be made alone.
+        # Seeded with the row number, so that every row can be made independently.
         rng = np.random.Generator(np.random.Philox(key=(source.seed, 2 * row + (self.split == "validation"))))
         text = _draw_text(source, _words(self.split), rng)
         samples = source.voice.speak(text, SAMPLING_RATE, rng, signal=source.signal)
@@ -127,20 +127,20 @@ class MorseShard:
 
 
 def _draw_text(source: Morse, words: tuple[str, ...], rng: np.random.Generator) -> str:
-    """Takes words that follow one another, as many as fit."""
+    """Draws consecutive words, as many as fit."""
     while True:
-        at = int(rng.integers(len(words)))
-        text, longer = words[at], words[at]
+        index = int(rng.integers(len(words)))
+        text, longer = words[index], words[index]
         while source.fits(longer):
-            text, at = longer, (at + 1) % len(words)
-            longer = f"{text} {words[at]}"
+            text, index = longer, (index + 1) % len(words)
+            longer = f"{text} {words[index]}"
         if source.fits(text):
             return text
 
 
 @lru_cache(maxsize=2)
 def _words(split: Split) -> tuple[str, ...]:
-    """All words of a part of the embedded corpus, in order."""
+    """Returns all words of a part of the embedded corpus, in order."""
     shards = Embedded(max_bytes=_CORPUS_BYTES).shards(split)
     text = "\n".join(row.text for shard in shards for row in shard.rows() if isinstance(row, Row))
     return tuple(re.findall(r"[a-z0-9]+", text.lower()))

@@ -1,10 +1,10 @@
-"""Finished cache as a source, in place of the text it was made of."""
+"""Finished cache as a source, instead of the original text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import fingerprint, read_manifest
@@ -13,15 +13,15 @@ from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
 
 
 class PrebuiltCache(SourceConfig):
-    """Finished cache, copied here or shared; the text that it was made of need not be there.
+    """Finished cache, copied or shared; the original text is not needed.
 
-    `data.tokenizer` must be the one that it was built with; if absent, it is the one that lies beside the cache.
+    `data.tokenizer` must be the tokenizer the cache was built with; by default it is read from the cache directory.
     """
 
     type: Literal["cache"] = "cache"
     path: CachePath
-    """The directory or URL that holds `train/` and, if there is one, `validation/`: the `data.cache_dir` of the
-    configuration that built it."""
+    """The directory or URL with `train/` and, optionally, `validation/`: the `data.cache_dir` of the configuration that
+    built it."""
 
     takes_urls: ClassVar[bool] = False
     has_fields: ClassVar[bool] = False
@@ -41,7 +41,7 @@ class PrebuiltCache(SourceConfig):
 
 @dataclass(frozen=True)
 class CacheShard:
-    """All of a cache. Its rows cannot be read again, but they can be named."""
+    """All rows of a cache. The original rows cannot be reread, but they have names."""
 
     url: str
     fingerprint: str
@@ -54,9 +54,9 @@ class CacheShard:
     def text_size(self) -> int | None:
         return None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"type": "cache", "fingerprint": self.fingerprint}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        # Without text: the row is only asked for to name the origin of a document.
+        # Without text: the row is only used to name the origin of a document.
         yield Row(start, f"row {start} of what {self.url} was built from", "")

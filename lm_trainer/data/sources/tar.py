@@ -1,4 +1,4 @@
-"""Tar archives, read from front to back."""
+"""Tar archives, read sequentially."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import NamedTuple, Self
 
 from lm_trainer.data.sources.files import File, damaged, open_binary, open_seekable
 
-_MOST_LINKS = 16
-"""Links that may lead to one another."""
+_MAX_LINKS = 16
+"""Maximum length of a chain of links."""
 
 
 class Member(NamedTuple):
-    """A file of an archive, or a link to one."""
+    """A file in an archive, or a link to one."""
 
     name: str
     read: Callable[[], bytes | None]
-    """Returns the content, as long as no later member was asked for; None for a link to no file of the archive."""
+    """Returns the content; valid until the next member is requested. None for a link without target in the archive."""
 
 
 @contextmanager
 def open_tar(file: File) -> Iterator[Iterator[Member]]:
-    """Opens an archive, whose files and links are read in their order.
+    """Opens an archive to read its files and links in order.
 
     Raises:
-        UserError: as `open_binary`, also where the archive was cut short between two of its members.
+        UserError: see `open_binary`; also if the archive was truncated between two members.
     """
     try:
         with (
             ExitStack() as opened,
             open_binary(file) as stream,
-            tarfile.open(fileobj=stream, mode="r|", tarinfo=_Whole) as archive,
+            tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive,
         ):
-            yield _members(archive, _Linked(file, opened))
+            yield _members(archive, _LinkResolver(file, opened))
     except tarfile.TarError as error:
         raise damaged(file, error) from None
 
 
-def _members(archive: tarfile.TarFile, linked: _Linked) -> Iterator[Member]:
+def _members(archive: tarfile.TarFile, linked: _LinkResolver) -> Iterator[Member]:
     for member in archive:
         if member.isfile():
             yield Member(member.name, partial(_content, archive, member))
@@ -55,8 +55,8 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return opened.read()
 
 
-class _Linked:
-    """The contents that links of an archive lead to, read from a second opening of it: they may be anywhere in it."""
+class _LinkResolver:
+    """Resolves the links of an archive, whose targets may be anywhere; opens the archive a second time."""
 
     def __init__(self, file: File, opened: ExitStack):
         self._file, self._opened = file, opened
@@ -64,14 +64,16 @@ class _Linked:
         self._members: dict[str, tarfile.TarInfo] = {}
 
     def read(self, link: tarfile.TarInfo) -> bytes | None:
-        """Returns the content of the file that a link leads to; None if that is no file of the archive."""
+        """Returns the content of the target of a link; None if the target is not a file in the archive."""
         if self._archive is None:
             stream = self._opened.enter_context(open_seekable(self._file))
-            self._archive = self._opened.enter_context(tarfile.TarFile(fileobj=stream, mode="r", tarinfo=_Whole))
+            self._archive = self._opened.enter_context(
+                tarfile.TarFile(fileobj=stream, mode="r", tarinfo=_StrictTarInfo)
+            )
             self._members = {posixpath.normpath(member.name): member for member in self._archive}
         member: tarfile.TarInfo | None = link
-        for _ in range(_MOST_LINKS):
-            # The target of a hard link is a path in the archive, that of a symbolic one is seen from the link.
+        for _ in range(_MAX_LINKS):
+            # Hard links hold a path in the archive, symbolic links a path relative to the link.
             directory = "" if member.islnk() else posixpath.dirname(member.name)
             member = self._members.get(posixpath.normpath(posixpath.join(directory, member.linkname)))
             if member is None or member.isfile():
@@ -79,8 +81,8 @@ class _Linked:
         return None if member is None or not member.isfile() else _content(self._archive, member)
 
 
-class _Whole(tarfile.TarInfo):
-    """A member of an archive that does not end without the zeros that end one; to Python that is an end like any."""
+class _StrictTarInfo(tarfile.TarInfo):
+    """Member that raises an error if the archive ends without the final zeros, which Python accepts as a normal end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

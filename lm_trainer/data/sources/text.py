@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
-"""A longer file is encoded in pieces of about this size, so that memory stays bounded; it is still one document.
+"""Longer files are encoded in pieces of about this size to bound memory; the file is still one document.
 
-Part of the identity of a shard, since tokens may differ where a file is cut.
+Part of the identity of a shard, since tokens may differ at the boundary between two pieces.
 """
 
-# Several pieces, so that the rest of a buffer is moved to its front only once in a while.
+# Several pieces, so that the remainder of a buffer is rarely moved to its front.
 _BUFFER_BYTES = 8 * PIECE_BYTES
 
 _BOM = b"\xef\xbb\xbf"
@@ -25,7 +25,7 @@ _LINE_START = re.compile(rb"\n(?=[^\s])")
 
 
 class TextFiles(FileSource):
-    """Text files in UTF-8, each one document."""
+    """UTF-8 text files; a file is one document."""
 
     type: Literal["text"] = "text"
 
@@ -34,12 +34,12 @@ class TextFiles(FileSource):
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         del text_key, fields
-        return [TextShard(run) for run in group(files)]
+        return [TextShard(run) for run in group_files(files)]
 
 
 @dataclass(frozen=True)
 class TextShard:
-    """Some files, in order; a row is a file or, of a large file, a piece."""
+    """Some files, in order; a row is a file, or a piece of a large file."""
 
     files: tuple[File, ...]
 
@@ -51,74 +51,74 @@ class TextShard:
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         return {"type": "text", "piece_bytes": PIECE_BYTES, "files": [file.identity() for file in self.files]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        # One buffer for all files of the shard: in new ones, every page would be touched for the first time again.
+        # One buffer for all files of the shard, since the pages of a new buffer would be faulted in for every file.
         buffer = bytearray(_BUFFER_BYTES)
-        for number, (file, place, piece, last) in numbered((_pieces(file, buffer) for file in self.files), start):
+        for number, (file, offset, piece, last) in numbered((_pieces(file, buffer) for file in self.files), start):
             try:
                 yield Row(number, file.name, str(piece, "utf-8"), last)
             except UnicodeDecodeError as error:
-                line = _line(file, place + error.start)
+                line = _line(file, offset + error.start)
                 near = bytes(piece[max(0, error.start - 8) : error.start + 8])
-                # A bad piece ends the document: the text after the gap does not go on from the text before it.
+                # A bad piece ends the document, since the text after the gap does not continue the text before it.
                 yield BadRow(number, f"{file.name}:{line}", f"invalid UTF-8 near {near!r}")
 
 
 def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
-    """Yields (file, place of the first byte in it, bytes, whether it is the last piece).
+    """Yields (file, offset of the first byte, bytes, True for the last piece).
 
-    The bytes lie in `buffer`, until the next piece is asked for.
+    The bytes are in `buffer`, and valid until the next piece is requested.
     """
     view = memoryview(buffer)
     with open_binary(file) as stream:
         end = _fill(stream, view)
-        start = place = len(_BOM) if buffer.startswith(_BOM, 0, end) else 0
+        start = offset = len(_BOM) if buffer.startswith(_BOM, 0, end) else 0
         if buffer.find(b"\0", start, min(end, start + 1024)) >= 0:
             raise UserError(f"{file.url} is not text: it holds zero bytes (is it binary, compressed or UTF-16?)")
-        # A piece is cut only while more than two pieces lie ready: the search for its end must not run past the bytes
-        # that were read.
+        # A piece is split off only if more than two pieces are buffered, since the search for its end must not run past
+        # the buffered bytes.
         while True:
             if end - start <= 2 * PIECE_BYTES:
                 view[: end - start] = view[start:end]
                 start, end = 0, end - start
                 end += _fill(stream, view[end:])
             if end - start <= 2 * PIECE_BYTES:
-                yield file, place, view[start:end], True
+                yield file, offset, view[start:end], True
                 return
-            cut = _cut(buffer, start)
-            yield file, place, view[start:cut], False
-            start, place = cut, place + cut - start
+            piece_end = _find_piece_end(buffer, start)
+            yield file, offset, view[start:piece_end], False
+            start, offset = piece_end, offset + piece_end - start
 
 
 def _fill(stream: Any, view: memoryview) -> int:
-    """Reads until the view is full or the file has ended, and returns the number of bytes."""
-    # Remote files may give fewer bytes than they are asked for, without having ended.
+    """Reads until the view is full or the file ends; returns the number of bytes."""
+    # Remote files may return fewer bytes than requested before their end.
     filled = 0
     while filled < len(view) and (count := stream.readinto(view[filled:])):
         filled += count
     return filled
 
 
-def _cut(buffer: bytearray, start: int) -> int:
-    """Finds the end of a piece: before a line that starts with text, so that few tokens could have crossed the cut."""
-    least, most = start + PIECE_BYTES, start + 2 * PIECE_BYTES
-    if match := _LINE_START.search(buffer, least, most):
+def _find_piece_end(buffer: bytearray, start: int) -> int:
+    """Finds the end of a piece: before a line that starts with text, so that the boundary affects few tokens."""
+    min_end, max_end = start + PIECE_BYTES, start + 2 * PIECE_BYTES
+    if match := _LINE_START.search(buffer, min_end, max_end):
         return match.end()
-    # No such line: cut at the limit, but not inside a character. Its later bytes in UTF-8 begin with the bits 10.
-    cut = most
-    while cut > least and buffer[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
+    # Without such a line, split at the limit, but not inside a character, whose continuation bytes start with bits 10.
+    piece_end = max_end
+    while piece_end > min_end and buffer[piece_end] & 0xC0 == 0x80:
+        piece_end -= 1
+    return piece_end
 
 
-def _line(file: File, place: int) -> int:
-    """Returns the line, counted from 1, of the byte at `place` of a file."""
+def _line(file: File, offset: int) -> int:
+    """Returns the line number, from 1, of the byte at `offset` of a file."""
     line = 1
     with open_binary(file) as stream:
-        while place > 0 and (block := stream.read(min(place, PIECE_BYTES))):
+        while offset > 0 and (block := stream.read(min(offset, PIECE_BYTES))):
             line += block.count(b"\n")
-            place -= len(block)
+            offset -= len(block)
     return line

@@ -1,10 +1,10 @@
-"""Token files without an index: nanoGPT's `.bin`, those of llm.c and modded-nanogpt, OLMo's `.npy` and NumPy's own."""
+"""Token files without an index: `.bin` files of nanoGPT, llm.c and modded-nanogpt, `.npy` files of OLMo and NumPy."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import IO, ClassVar, Literal
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from lm_trainer.data.sources.tokens import (
 
 _NUMPY_MAGIC = b"\x93NUMPY"
 _LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
-"""By the first of the 256 int32 of a header of llm.c, whose third is the number of tokens."""
+"""Dtypes by the first of the 256 int32 in a header of llm.c; the third is the number of tokens."""
 _LLMC_HEADER = 1024
 
 _FOREIGN = {
@@ -38,21 +38,21 @@ _FOREIGN = {
     b"GGUF": "a model of llama.cpp, no tokens",
     b"\x89HDF\r\n\x1a\n": "an HDF5 file, which is not read",
 }
-"""Beginnings of files of other formats -> what they are. As tokens their headers would be trained on."""
+"""First bytes of files in other formats -> description. Read as tokens, their headers would be trained on."""
 
 
 class TokenFiles(TokenFileSource):
-    """Files of token ids of `data.tokenizer`, one after another: raw, or behind a header of NumPy or llm.c.
+    """Files of consecutive token ids of `data.tokenizer`: raw, or with a header of NumPy or llm.c.
 
-    They are memory-mapped and trained on as they are.
+    The tokens are memory-mapped, not copied.
     """
 
     type: Literal["tokens"] = "tokens"
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
-    """The type of the ids in files without a header; if absent, uint16 where the vocabulary fits, else uint32."""
+    """The dtype of ids in files without a header; by default uint16 if the vocabulary fits, else uint32."""
     document_ends: Literal["eos", "file"] = "eos"
-    """`eos`: the end-of-document token ends documents. `file`: every file is one document, whatever tokens are in it,
-    for data that were written without such a token."""
+    """`eos`: the end-of-document token ends documents. `file`: every file is one document, for data without an
+    end-of-document token."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
@@ -76,7 +76,7 @@ class TokenFileShard(TokenShard):
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         ends = {"document_ends": self.document_ends} if self.by_index else {}
         return {"type": "tokens", "dtype": self.dtype, **ends, "files": [file.identity() for file in self.files]}
 
@@ -87,12 +87,12 @@ class TokenFileShard(TokenShard):
         raw = dtype if self.dtype is None else np.dtype(self.dtype).newbyteorder("<")
         return [_array(file, raw) for file in self.files]
 
-    def misread(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
-        # A header says the type.
+    def dtype_problem(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
+        # The header defines the dtype.
         if header or (written := written_type(ids_T, vocab_size)) is None:
             return None
         read_in = ids_T.dtype.name
-        # Documents of one token each have the same look where 0 ends them; who names the type knows.
+        # If 0 is the EOS token, documents of one token look the same; trust an explicit dtype.
         if self.dtype is not None and eos_id == 0 and int(ids_T.max()) < vocab_size:
             return None
         problem = f"its ids were written as {written.name}, and are read as {read_in}"
@@ -114,25 +114,27 @@ def _array(file: File, raw: np.dtype) -> TokenArray:
     index = f"{path.removesuffix('.bin')}.idx"
     if path.endswith(".bin") and os.path.exists(index):
         raise UserError(f"beside {file.name} lies its index, {index}; set data.source: {{type: megatron}} to use it")
-    dtype, header, said = raw, 0, None
+    dtype, header, header_count = raw, 0, None
     with open(path, "rb") as stream:
         begin = stream.read(_LLMC_HEADER)
         if begin.startswith(_NUMPY_MAGIC):
             stream.seek(0)
-            dtype, header, said = _numpy_header(file, stream)
-    if foreign := next((what for magic, what in _FOREIGN.items() if begin.startswith(magic)), None):
+            dtype, header, header_count = _numpy_header(file, stream)
+    if foreign := next((description for magic, description in _FOREIGN.items() if begin.startswith(magic)), None):
         raise UserError(f"{file.name} is {foreign}")
     if (magic := int.from_bytes(begin[:4], "little")) in _LLMC_DTYPES:
         if len(begin) < _LLMC_HEADER:
             raise UserError(f"{file.name} begins like a file of llm.c and ends inside of its header; it was cut short")
-        dtype, header, said = _LLMC_DTYPES[magic], _LLMC_HEADER, int.from_bytes(begin[8:12], "little")
+        dtype, header, header_count = _LLMC_DTYPES[magic], _LLMC_HEADER, int.from_bytes(begin[8:12], "little")
     count = count_tokens(file, header, dtype)
-    if said is not None and said != count:
-        raise UserError(f"{file.name} holds {count} tokens, but its header says {said}; it was cut short or damaged")
+    if header_count is not None and header_count != count:
+        raise UserError(
+            f"{file.name} holds {count} tokens, but its header says {header_count}; it was cut short or damaged"
+        )
     return TokenArray(file.name, path, "raw", dtype.str, header, count)
 
 
-def _numpy_header(file: File, stream: Any) -> tuple[np.dtype, int, int]:
+def _numpy_header(file: File, stream: IO[bytes]) -> tuple[np.dtype, int, int]:
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -1,4 +1,4 @@
-"""Types of token ids: evidence in the ids of a file that they were written in another type than they are read in.
+"""Dtypes of token ids: detects ids written with another dtype than they are read with.
 
 Shape letters: T tokens, F bytes.
 """
@@ -8,24 +8,24 @@ from __future__ import annotations
 import numpy as np
 
 _TYPES = ("<u2", "<u4", "<i8", ">u2", ">u4", ">i8")
-"""Those that ids are written in, the likelier ones first."""
+"""Possible dtypes of ids, in order of likelihood."""
 
 _EVIDENCE = 16
-"""Ids that are certain evidence together, though each of them may be chance."""
+"""Number of suspicious ids that together are certain evidence, although each may occur by chance."""
 
 
 def written_type(ids_T: np.ndarray, vocab_size: int) -> np.dtype | None:
-    """Returns the type that ids were written in, where it is certain that it is not the one that they are read in.
+    """Returns the dtype the ids were written with, if it certainly differs from the one they are read with.
 
-    That is where some are no ids of the vocabulary, or where every second one is what the upper half of a wider integer
-    is, and where neither is so for the same bytes in the type that is returned.
+    This is certain if some ids are outside the vocabulary, or every second id looks like the upper half of a wider
+    integer, and if the same bytes show neither sign in the returned dtype.
 
     Args:
-        ids_T: integers [T], as they are read.
-        vocab_size: ids of the tokenizer.
+        ids_T: integers [T], as read.
+        vocab_size: vocabulary size of the tokenizer.
 
     Returns:
-        The type; None where the ids may be what they are, or no other type explains them.
+        The dtype; None if the ids may be correct, or no other dtype explains them.
     """
     if _may_be_ids(ids_T, vocab_size):
         return None
@@ -43,14 +43,14 @@ def written_type(ids_T: np.ndarray, vocab_size: int) -> np.dtype | None:
 def _may_be_ids(ids_T: np.ndarray, vocab_size: int) -> bool:
     if not len(ids_T) or int(ids_T.min()) < 0 or int(ids_T.max()) >= vocab_size:
         return not len(ids_T)
-    # The largest upper half of an id of twice the width.
+    # The largest possible upper half of an id with twice the width.
     upper = (vocab_size - 1) >> (8 * ids_T.dtype.itemsize)
     little_T, big_T = ids_T.view(ids_T.dtype.newbyteorder("<")), ids_T.view(ids_T.dtype.newbyteorder(">"))
     return not (_are_halves(little_T[1::2], little_T[0::2], upper) or _are_halves(big_T[0::2], big_T[1::2], upper))
 
 
-def _are_halves(upper_T: np.ndarray, lower_T: np.ndarray, most: int) -> bool:
-    """Returns whether ids are the halves of wider ones, whose upper halves are at most `most`."""
-    if not len(upper_T) or int(upper_T.max()) > most or int(upper_T.min()) < 0:
+def _are_halves(upper_T: np.ndarray, lower_T: np.ndarray, limit: int) -> bool:
+    """True if ids are the halves of wider ids with upper halves of at most `limit`."""
+    if not len(upper_T) or int(upper_T.max()) > limit or int(upper_T.min()) < 0:
         return False
-    return bool(np.count_nonzero(lower_T > most) >= _EVIDENCE)
+    return bool(np.count_nonzero(lower_T > limit) >= _EVIDENCE)

@@ -1,10 +1,10 @@
-"""Base of sources of tokens: files of ids that are trained on as they are, and only indexed."""
+"""Base of token sources: files of ids that are only indexed, not copied to the cache."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,63 +16,63 @@ DocumentEnds = Literal["eos", "index"]
 
 
 class TokenArray(NamedTuple):
-    """Ids of one file, one after another."""
+    """The consecutive ids of one file."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
     path: str
     kind: str
-    """As of `TokenPlace`."""
+    """See `TokenPlace`."""
     dtype: str
     header: int
     count: int
 
 
 class TokenShard(ABC):
-    """All files of a split, in their order; a row is a token, since files may have no other index.
+    """All files of a split, in order; a row is a token, since files may have no other index.
 
-    They are one shard because a document that no token ended goes on in the next file.
+    They form a single shard, since a document without an end-of-document token continues in the next file.
     """
 
     by_index: bool = False
-    """True if documents end where an index says so, whatever token stands there."""
+    """True if an index defines the document ends, independent of the tokens."""
 
     @abstractmethod
     def arrays(self, dtype: np.dtype) -> list[TokenArray]:
         """Lists the files.
 
         Args:
-            dtype: of the ids where a file does not tell.
+            dtype: dtype of the ids, for files that do not define it.
 
         Raises:
-            UserError: if one is not what it should be.
+            UserError: if a file is invalid.
         """
 
     def ends(self, number: int, array: TokenArray) -> np.ndarray | None:
-        """Returns where the documents of file `number` end: int64, rising, the last is its length; None: no index.
+        """Returns the document ends of file `number`: ascending int64; the last is the file length. None: no index.
 
         Raises:
             UserError: if the index does not fit the tokens.
         """
         del number, array
 
-    def misread(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
-        """Says why ids are certainly of another type than they are read in, and what to write; None where they may not.
+    def dtype_problem(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
+        """Explains why ids certainly have another dtype, with advice; None if their dtype may be correct.
 
         Args:
-            ids_T: integers [T], those of one part.
+            ids_T: integers [T]: the ids of one part.
             header: bytes before the first id of the file.
-            vocab_size: ids of the tokenizer.
+            vocab_size: vocabulary size of the tokenizer.
             eos_id: the end-of-document token.
         """
         del ids_T, header, vocab_size, eos_id
 
     @abstractmethod
     def check_unchanged(self) -> None:
-        """Looks at the files again.
+        """Checks that the files have not changed.
 
         Raises:
-            UserError: if one is not as it was.
+            UserError: if a file has changed.
         """
 
     @property
@@ -84,20 +84,20 @@ class TokenShard(ABC):
         return self.size
 
     @abstractmethod
-    def identity(self) -> dict[str, Any]: ...
+    def identity(self) -> dict[str, object]: ...
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        """Yields one row without text, which says where token `start` of the shard stands."""
-        left = start
+        """Yields one row without text, with the location of token `start` of the shard."""
+        offset = start
         for array in self.arrays(np.dtype("<u2")):
-            if left < array.count:
-                yield Row(start, f"{array.name}:token {left}", "")
+            if offset < array.count:
+                yield Row(start, f"{array.name}:token {offset}", "")
                 return
-            left -= array.count
+            offset -= array.count
 
 
 class TokenFileSource(FileSource):
-    """Base of the sources of token files that `data.train_urls` names."""
+    """Base of sources of token files, listed in `data.train_urls`."""
 
     has_fields: ClassVar[bool] = False
 
@@ -112,25 +112,25 @@ class TokenFileSource(FileSource):
 
     @abstractmethod
     def token_shard(self, files: tuple[File, ...]) -> TokenShard:
-        """Returns the shard of some files of this machine."""
+        """Returns the shard of some local files."""
 
 
 def check_files(files: Sequence[File]) -> None:
-    """Looks at files again.
+    """Checks that files have not changed.
 
     Raises:
-        UserError: if one has another size or time than before.
+        UserError: if the size or version of a file has changed.
     """
     for file in files:
-        if (now := file.now()) != file:
+        if (current := file.refreshed()) != file:
             raise UserError(
                 f"{file.name} changed while it was indexed: it had {file.size} bytes (version {file.version}), now "
-                f"{now.size} (version {now.version}); start again when nothing writes to it any more"
+                f"{current.size} (version {current.version}); start again when nothing writes to it any more"
             )
 
 
 def local_path(file: File) -> str:
-    """Returns the absolute path of a file of this machine."""
+    """Returns the absolute path of a local file."""
     assert file.path is not None
     return file.path
 
@@ -139,10 +139,10 @@ def count_tokens(file: File, header: int, dtype: np.dtype) -> int:
     """Counts the ids in a file.
 
     Raises:
-        UserError: if its size is no whole number of them.
+        UserError: if the file size is not a multiple of the id size.
     """
-    count, rest = divmod(file.size - header, dtype.itemsize)
-    if rest or count < 0:
+    count, remainder = divmod(file.size - header, dtype.itemsize)
+    if remainder or count < 0:
         raise UserError(
             f"{file.name} has {file.size} bytes, which are no whole number of {dtype.name} tokens"
             + (f" after a header of {header} bytes" if header else "")

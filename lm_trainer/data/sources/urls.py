@@ -1,4 +1,4 @@
-"""URLs of a configuration: the list of existing files that they name."""
+"""URLs of a configuration, resolved to lists of existing files."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded, variable_problem
-from lm_trainer.data.sources.compression import why_not_unpacked
+from lm_trainer.data.sources.compression import unpacking_problem
 from lm_trainer.data.sources.files import File, check_listed, file_at, file_system, is_file
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
 
 
 def expand_braces(url: str) -> list[str]:
-    """Expands `{1..128}`, `{001..128}` and `{a,b}` as a shell does, leftmost slowest.
+    """Expands `{1..128}`, `{001..128}` and `{a,b}` like a shell; the leftmost brace varies slowest.
 
-    Braces with neither a range nor a comma stay as they are.
+    Braces without a range or comma are left unchanged.
     """
     for match in _BRACE.finditer(url):
         body = match[1]
@@ -31,7 +34,7 @@ def expand_braces(url: str) -> list[str]:
         else:
             continue
         head, tail = url[: match.start()], url[match.end() :]
-        return [head + option + rest for option in options for rest in expand_braces(tail)]
+        return [head + option + expanded_tail for option in options for expanded_tail in expand_braces(tail)]
     return [url]
 
 
@@ -44,42 +47,41 @@ def _numbers(first: str, last: str) -> list[str]:
 
 
 def list_files(urls: Sequence[str], key: str) -> list[File]:
-    """Lists the files that `urls` name, in the order of the list; the matches of one glob are sorted by name.
+    """Lists the files named by `urls`, in the order of the list; the matches of a glob are sorted by name.
 
     Args:
-        urls: paths, fsspec URLs, globs and braces. The path of a file that exists here is that file and nothing else.
-        key: the configuration key that holds them, for messages.
+        urls: paths, fsspec URLs, globs and braces. The path of an existing local file is taken literally.
+        key: the configuration key with the URLs, for messages.
 
     Raises:
-        UserError: for anything that does not exist, is a directory, is listed twice, or is packed in a way that is not
-            read.
+        UserError: if a file does not exist, is a directory, is listed twice, or has an unsupported compression.
     """
     return [file for _, files in match_files(urls, key) for file in files]
 
 
 _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
-"""The extra of lm_trainer that brings what the URLs of a scheme need."""
+"""The extra of lm_trainer required for each URL scheme."""
 
 
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
-    """Lists files as `list_files` does, as (path, URL or glob; its files)."""
+    """Lists files like `list_files`, as pairs of a path, URL or glob and its files."""
     names = [name for url in urls for name in ([url] if is_file(url) else expand_braces(url))]
     matches = [(name, _find(name, key)) for name in names]
-    seen: dict[str, str] = {}
+    name_by_path: dict[str, str] = {}
     for file in (file for _, files in matches for file in files):
-        if (before := seen.get(place := _place(file))) is not None:
-            other = f" (as {before} before)" if before != file.name else ""
+        if (earlier_name := name_by_path.get(unique_path := _unique_path(file))) is not None:
+            other = f" (as {earlier_name} before)" if earlier_name != file.name else ""
             raise UserError(f"{key}: {file.name} is listed twice{other}; each file may appear once")
-        seen[place] = file.name
-        if (reason := why_not_unpacked(file.url)) is not None:
+        name_by_path[unique_path] = file.name
+        if (reason := unpacking_problem(file.url)) is not None:
             raise UserError(f"{key}: {file.name} {reason}")
     return matches
 
 
-def _place(file: File) -> str:
-    """Returns the place of a file, the same for every way to write its path.
+def _unique_path(file: File) -> str:
+    """Returns a unique path for a file, independent of the spelling of its path.
 
-    A link to a file is a file of its own: caches of the hub keep equal files as links to one.
+    A link counts as a separate file: caches of the hub store equal files as links to the same file.
     """
     if not file.local and not file.url.startswith("file://"):
         return file.url
@@ -88,7 +90,7 @@ def _place(file: File) -> str:
 
 
 def _file_system(url: str, key: str) -> tuple[Any, str]:
-    """Returns the file system of fsspec that `url` names, and the path in it."""
+    """Returns the fsspec file system of `url`, and the path in it."""
     try:
         return file_system(url, local=is_file(url))
     except ImportError as error:
@@ -98,12 +100,12 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
             raise UserError(f"{key}: {url} needs a package; run: pip install 'lm_trainer[{extra}]'") from None
         raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
     except Exception as error:
-        # A chained URL is opened as it is parsed, and each file system fails in a way of its own.
+        # Chained URLs are opened while they are parsed, and every file system raises different errors.
         raise UserError(f"{key}: cannot open {url}: {str(error) or type(error).__name__}") from None
 
 
 def _find(url: str, key: str) -> list[File]:
-    # A query of a URL may have a `$` of its own.
+    # The query of a URL may contain a `$`.
     if "://" not in url and not is_file(url) and (problem := variable_problem(url)):
         raise UserError(f"{key}: {problem}")
     url = expanded(url)
@@ -117,24 +119,24 @@ def _find(url: str, key: str) -> list[File]:
         return [file_at(filesystem, path, url)]
     except UserError:
         raise
-    # OSError, and the errors that the package of a file system has of its own.
+    # OSError, or an error type of the package of the file system.
     except Exception as error:
         raise UserError(f"{key}: {_explain(error, filesystem, path, url)}") from None
 
 
-def _matched(filesystem: Any, path: str, glob: str) -> str:
-    """Returns the URL of a file that a glob found."""
+def _matched(filesystem: AbstractFileSystem, path: str, glob: str) -> str:
+    """Returns the URL of a file matched by a glob."""
     if "://" not in glob:
         return path
     url = filesystem.unstrip_protocol(path)
     return url if "::" in glob else check_listed(url)
 
 
-def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
-    """Says why the files of a URL cannot be listed."""
+def _explain(error: Exception, filesystem: AbstractFileSystem, path: str, url: str) -> str:
+    """Explains why the files of a URL cannot be listed."""
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__
-        # The same error comes of a web server that does not answer or forbids access: only its cause tells them apart.
+        # A web server that does not answer or denies access raises the same error; only the cause differs.
         if cause is not None and not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404:
             return f"cannot read {url}: {cause}"
         return f"there is no file {url}{_did_you_mean(filesystem, path)}"
@@ -147,7 +149,7 @@ def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
     return f"cannot read {url}: {reason}"
 
 
-def _did_you_mean(filesystem: Any, path: str) -> str:
+def _did_you_mean(filesystem: AbstractFileSystem, path: str) -> str:
     parent, _, name = path.rpartition("/")
     try:
         names = [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(parent or "/", detail=False)]

@@ -1,1 +1,1 @@
-"""Building caches: reading shards, encoding them, and writing the parts, in this process, in others or on Ray."""
+"""Building caches: reads shards, encodes them and writes the parts, in this process, in worker processes or on Ray."""

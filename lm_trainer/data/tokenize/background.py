@@ -1,4 +1,4 @@
-"""Background builds: caches that are built in threads while a run reads the parts that are there already."""
+"""Background builds: threads build caches while a run reads the parts already written."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
 _JOIN_SECONDS = 15.0
 
 interpreter_ending = threading.Event()
-"""Set when the interpreter ends; whoever waits for text that is still being tokenised has to give up then."""
+"""Set when the interpreter exits. Threads waiting for text that is still being tokenised must give up then."""
 
-# Python joins the threads of executors before it runs anything that `atexit` or a finalizer knows, and only then marks
-# the main thread as ended. A thread of Grain's that waits for text, or one that waits for a pool of processes, would
-# therefore keep a script without `Data.close` from ever ending. Nothing public is called earlier; this private hook is
-# how the executors themselves are told. The last to register is called first, hence the imports of both above.
+# At exit, Python joins executor threads before it runs `atexit` handlers and finalizers, and only then marks the main
+# thread as ended. A Grain thread waiting for text, or a thread waiting for a process pool, would therefore keep a
+# script that never calls `Data.close` alive forever. No public hook runs earlier; the executors use this private one
+# themselves. Hooks run in reverse order of registration, hence the imports of both executor modules above.
 threading._register_atexit(interpreter_ending.set)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class BackgroundBuild:
-    """Builds a cache in a thread of this process and its workers, or waits while another process does.
+    """Builds a cache in a thread of this process and its workers, or waits while another process builds it.
 
-    It ends with the process, even if it is not closed; all that was built is kept.
+    The build ends with the process, even if it is not closed. Everything built so far is kept.
 
     Args:
         build: the cache to build.
-        cache: the same cache as readers see it; told of every part, of the progress, and of a failure.
-        num_builds: number of builds that share the cores of this machine.
+        cache: the same cache as seen by readers; receives every new part, the progress, and any failure.
+        num_builds: number of builds sharing the cores of this machine.
     """
 
     def __init__(self, build: Build, cache: OpenCache, *, num_builds: int = 1):
@@ -39,17 +39,17 @@ class BackgroundBuild:
         self._closed = threading.Event()
 
     def run(self) -> None:
-        """Builds to the end, to the first failure, or until it is closed."""
+        """Builds until the cache is finished, the build fails, or `close` is called."""
         callbacks = BuildCallbacks(self._cache.show, self._cache.extend, self._is_stopped)
         try:
             self._cache.extend(self._build.run(callbacks, background_builds=self._num_builds))
         except Stopped:
             self._cache.fail(RuntimeError(f"the build of {self._cache.store.url} has been closed"))
-        except BaseException as error:  # raised again where the missing text is needed
+        except BaseException as error:  # re-raised in the reader that needs the missing text
             self._cache.fail(error)
 
     def close(self) -> None:
-        """Asks the build to end after the batch of rows at hand."""
+        """Asks the build to stop after the current batch of rows."""
         self._closed.set()
 
     def _is_stopped(self) -> bool:
@@ -61,13 +61,13 @@ class BackgroundBuilds:
 
     Args:
         builds: the builds.
-        one_by_one: True to run them in one thread, one after the other.
+        one_by_one: True to run them one after the other in a single thread.
     """
 
     def __init__(self, builds: Sequence[BackgroundBuild], *, one_by_one: bool):
         self._builds = builds
         work = [self._run_all] if one_by_one else [build.run for build in builds]
-        # No daemons: Python would end those amid the C++ of TensorStore, which ends the process by SIGABRT.
+        # Not daemon threads: Python would kill them inside TensorStore's C++ code, which aborts the process (SIGABRT).
         self._threads = [threading.Thread(target=run, name="tokenise") for run in work]
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class BackgroundBuilds:
             build.run()
 
     def close(self) -> None:
-        """Ends the builds and their workers after the batch of rows at hand; safe to call twice."""
+        """Stops the builds and their workers after the current batch of rows; safe to call twice."""
         for build in self._builds:
             build.close()
         for thread in self._threads:

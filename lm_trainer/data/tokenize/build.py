@@ -1,6 +1,6 @@
-"""Build of a cache: claims it, shares its shards among processes and keeps the ledger.
+"""Build of a cache: claims it, distributes its shards over processes and keeps the ledger.
 
-A build may be killed any number of times: the next one goes on where it was, and the bytes are the same.
+A build may be killed any number of times: the next one resumes where it stopped, and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import available_cores
@@ -18,7 +17,7 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.tokenize.lock import BuilderLock
-from lm_trainer.data.tokenize.manifest import check_manifest, claim, make_manifest
+from lm_trainer.data.tokenize.manifest import Manifest, check_manifest, claim, make_manifest
 from lm_trainer.data.tokenize.process_pool import run_in_processes
 from lm_trainer.data.tokenize.progress import BuildCallbacks, ProgressMeter, Stopped
 from lm_trainer.data.tokenize.ray_backend import run_on_ray
@@ -28,30 +27,30 @@ from lm_trainer.data.tokenize.shard_writer import write_shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 PARALLEL_BYTES = 64 << 20
-"""Stored bytes below which starting processes costs more than it gains: the tokenizer has threads of its own."""
+"""Stored bytes below which starting processes costs more than it gains: the tokenizer is multi-threaded already."""
 
 BACKGROUND_PARALLEL_BYTES = 16 << 20
-"""The same for a build in the background, where work in Python would hold up the other threads of this process."""
+"""The same for a background build, whose Python code would hold up the other threads of this process."""
 
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Options of a build; none of them changes a byte of the result but `part_bytes`, which the manifest holds."""
+    """Options of a build. Only `part_bytes`, which the manifest records, changes any byte of the result."""
 
     num_workers: int | None = None
-    """Processes; 0 = this process, None = by the size of the source and the number of cores."""
+    """Number of worker processes; 0 = this process, None = chosen from the source size and the number of cores."""
     raise_on_bad_row: bool = True
     max_bad_rows: float = 0.01
     part_bytes: tuple[int, int] = PART_BYTES
     ray: RayConfig | None = None
-    """A cluster to build on, in place of processes of this machine."""
+    """A Ray cluster to build on, instead of processes of this machine."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """A cache to be built or found finished."""
+    """A cache to build, unless it is finished already."""
 
     name: str
     store: KvStore
@@ -60,20 +59,20 @@ class Build:
     options: BuildOptions = field(default_factory=BuildOptions)
     format: FormatConfig = field(default_factory=TextFormat)
     on_begin: Callable[[], None] = field(default=lambda: None)
-    """Called once the cache is known to be this one's to build."""
+    """Called once this build has claimed the cache."""
 
     def run(self, callbacks: BuildCallbacks | None = None, *, background_builds: int = 0) -> Ledger:
-        """Builds all that is missing and returns the finished ledger.
+        """Builds the missing parts and returns the finished ledger.
 
         Args:
-            callbacks: told how far the build is.
-            background_builds: number of builds that share this machine beside other work of this process; 0: this
-                one has both to itself.
+            callbacks: report the progress of the build.
+            background_builds: number of builds sharing this machine with other work of this process; 0 means this
+                build has the machine and the process to itself.
 
         Raises:
-            UserError: if the directory holds another cache, rows are bad, a file is damaged, or there is no text.
+            UserError: if the directory holds another cache, rows are bad, a file is damaged, or the data has no text.
             MachineError: if the disk is full or a worker was killed.
-            Stopped: if `callbacks.stopped` said so.
+            Stopped: if `callbacks.stopped` returned True.
         """
         ledger = self.look()
         if not ledger.finished:
@@ -84,10 +83,10 @@ class Build:
         return ledger
 
     def look(self) -> Ledger:
-        """Returns the ledger as it is; builds nothing.
+        """Returns the current ledger without building.
 
         Raises:
-            UserError: if the directory holds another cache, or a finished one with more bad rows than are accepted.
+            UserError: if the directory holds another cache, or a finished one with too many bad rows.
         """
         ledger = Ledger.read(self.store)
         check_manifest(self.store, self.manifest(), ledger)
@@ -95,12 +94,12 @@ class Build:
             self.check_bad_rows(ledger)
         return ledger
 
-    def manifest(self) -> dict[str, Any]:
-        """Returns everything that decides the bytes of the cache."""
+    def manifest(self) -> Manifest:
+        """Returns everything that determines the bytes of the cache."""
         return make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
 
     def _build(self, lock: BuilderLock, reporter: _Reporter, background_builds: int) -> Ledger:
-        # Read again: another builder may have finished while this one waited for the lock.
+        # Reread the ledger: another builder may have finished while this one waited for the lock.
         ledger = Ledger.read(self.store)
         claim(self.store, self.manifest(), ledger)
         if ledger.finished:
@@ -133,7 +132,7 @@ class Build:
         )
 
     def check_bad_rows(self, ledger: Ledger) -> None:
-        """Refuses a cache with more bad rows than the options accept.
+        """Rejects a cache with more bad rows than the options accept.
 
         Raises:
             UserError: naming the first bad rows.
@@ -153,25 +152,25 @@ class Build:
             )
 
 
-def count_workers(wanted: int | None, shards: Sequence[Shard], background_builds: int) -> int:
-    """Returns the number of processes for some shards; 0 = this process.
+def count_workers(num_workers: int | None, shards: Sequence[Shard], background_builds: int) -> int:
+    """Returns the number of worker processes for some shards; 0 = this process.
 
     Args:
-        wanted: the number that the configuration names, if it does.
-        shards: the shards that are still to be built.
-        background_builds: as `Build.run` takes it.
+        num_workers: the configured number, or None to choose one.
+        shards: the shards still to be built.
+        background_builds: see `Build.run`.
     """
-    if wanted is None:
+    if num_workers is None:
         least = BACKGROUND_PARALLEL_BYTES if background_builds else PARALLEL_BYTES
-        # In the background even one shard is worth a process, which leaves this one's interpreter lock alone.
+        # In the background even one shard is worth a process, since it does not compete for the interpreter lock.
         if (len(shards) < 2 and not background_builds) or sum(shard.size for shard in shards) < least:
             return 0
-        wanted = available_cores()
-    return min(max(1, wanted // max(background_builds, 1)) if wanted else 0, len(shards))
+        num_workers = available_cores()
+    return min(max(1, num_workers // max(background_builds, 1)) if num_workers else 0, len(shards))
 
 
 class _Reporter:
-    """Tells the callbacks of a build how far it is, whether this process builds or waits for another."""
+    """Reports progress to the callbacks of a build, both while this process builds and while it waits for another."""
 
     def __init__(self, build: Build, callbacks: BuildCallbacks):
         self._store, self._callbacks = build.store, callbacks
@@ -182,11 +181,11 @@ class _Reporter:
         """Calls the callbacks.
 
         Args:
-            ledger: if None, read from the store, where another process keeps it.
+            ledger: if None, it is read from the store, where another process keeps it.
             uncommitted: text bytes that are encoded, but not yet in a part.
 
         Raises:
-            Stopped: if the build is to end.
+            Stopped: if the build was asked to stop.
         """
         on_progress, on_ledger = self._callbacks.on_progress, self._callbacks.on_ledger
         if self.stopped():
@@ -208,32 +207,32 @@ class _LedgerKeeper:
         self._uncommitted, self._last_tick = 0, 0.0
 
     def add(self, text_bytes: int) -> None:
-        """Counts text that was encoded in this process."""
+        """Counts text encoded in this process."""
         self._uncommitted += text_bytes
         self.tick()
 
     def tick(self, *, force: bool = False) -> None:
-        """Takes in all that was committed since, if the last time is long enough ago.
+        """Adds newly committed parts to the ledger and reports progress, at most once in POLL_SECONDS unless forced.
 
         Raises:
-            Stopped: if the build is to end.
+            Stopped: if the build was asked to stop.
         """
-        now = time.monotonic()
-        if not force and now - self._last_tick < POLL_SECONDS:
+        current_time = time.monotonic()
+        if not force and current_time - self._last_tick < POLL_SECONDS:
             return
-        self._last_tick = now
+        self._last_tick = current_time
         self._lock.beat()
-        before = sum(self._ledger.text_bytes)
+        bytes_before = sum(self._ledger.text_bytes)
         if self._ledger.advance(self._build.store, len(self._build.shards)):
             self._ledger.write(self._build.store)
-            self._uncommitted = max(0, self._uncommitted - (sum(self._ledger.text_bytes) - before))
+            self._uncommitted = max(0, self._uncommitted - (sum(self._ledger.text_bytes) - bytes_before))
         self._reporter.report(self._ledger, self._uncommitted)
 
     def finish(self) -> Ledger:
-        """Writes the ledger as finished, once every shard is.
+        """Marks the ledger as finished after the last shard, and writes it.
 
         Raises:
-            UserError: if there is no text, or there are too many bad rows.
+            UserError: if the data has no text, or too many bad rows.
         """
         self.tick(force=True)
         if self._ledger.num_documents == 0:

@@ -1,10 +1,9 @@
-"""Caches that a configuration needs: their directories, and the shards that go into them."""
+"""Caches needed by a configuration: their directories and input shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lm_trainer.data.cache.format import MANIFEST, damaged, fingerprint
 from lm_trainer.data.cache.kvstore import KvStore
@@ -24,7 +23,7 @@ Shards = dict[str, dict[str, list[Shard]]]
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """A cache, built or not: its place, and all that goes into it but the tokenizer."""
+    """A cache, built or not: its location and inputs, except for the tokenizer."""
 
     title: str
     url: str
@@ -37,13 +36,13 @@ class CacheSpec:
 
     @property
     def begun(self) -> bool:
-        """True if anything was built there, even if it has lost its manifest."""
+        """True if the directory holds any part of a cache, even without its manifest."""
         store = KvStore(self.url)
         return store.read(MANIFEST) is not None or Ledger.read(store).begun
 
 
 def find_caches(config: DataConfig) -> tuple[str, dict[str, CacheSpec]]:
-    """Returns the directory of all caches, and each by `NAME/train` and `NAME/validation`.
+    """Returns the common cache directory, and every cache by `NAME/train` and `NAME/validation`.
 
     Raises:
         UserError: for missing data.
@@ -51,47 +50,60 @@ def find_caches(config: DataConfig) -> tuple[str, dict[str, CacheSpec]]:
     shards = {name: _shards(config, name) for name in config.sets}
     cache_dir = config.cache_dir or _default_directory(config, config, shards)
     caches = {}
-    for name, one in config.sets.items():
-        directory = cache_dir if one is config else one.cache_dir or _set_directory(config, one, name, shards)
-        for split in (split for split, found in shards[name].items() if found):
-            title = split if one is config else f"{name} {split}"
-            if isinstance(one.source, PrebuiltCache):
-                directory = one.source.path
+    for name, set_config in config.sets.items():
+        directory = (
+            cache_dir
+            if set_config is config
+            else set_config.cache_dir or _set_directory(config, set_config, name, shards)
+        )
+        for split in (split for split, split_shards in shards[name].items() if split_shards):
+            title = split if set_config is config else f"{name} {split}"
+            if isinstance(set_config.source, PrebuiltCache):
+                directory = set_config.source.path
                 _check_manifests(directory)
-            caches[f"{name}/{split}"] = CacheSpec(title, f"{directory}/{split}", shards[name][split], one)
+            caches[f"{name}/{split}"] = CacheSpec(title, f"{directory}/{split}", shards[name][split], set_config)
     return cache_dir, caches
 
 
 def _check_manifests(directory: str) -> None:
-    """Refuses splits that have lost their manifest, by which they are told from splits that were never there."""
+    """Rejects splits that have lost their manifest. Without one, they would look as if they had never existed."""
     for store in (KvStore(f"{directory}/{split}") for split in ("train", "validation")):
         if store.read(MANIFEST) is None and Ledger.read(store).begun:
             raise damaged(store, MANIFEST, "is missing")
 
 
 def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
-    one = config.sets[name]
-    return {"train": one.shards("train") if name in config.trained else [], "validation": one.shards("validation")}
+    set_config = config.sets[name]
+    return {
+        "train": set_config.shards("train") if name in config.trained else [],
+        "validation": set_config.shards("validation"),
+    }
 
 
-def _set_directory(config: DataConfig, one: SetConfig, name: str, shards: Shards) -> str:
-    """Returns the directory of a set of a mixture; it depends on the other sets only if the tokenizer does."""
-    return f"{config.cache_dir}/{name}" if config.cache_dir else _default_directory(config, one, {name: shards[name]})
+def _set_directory(config: DataConfig, set_config: SetConfig, name: str, shards: Shards) -> str:
+    """Returns the directory for one set of a mixture; it depends on the other sets only if the tokenizer does."""
+    return (
+        f"{config.cache_dir}/{name}"
+        if config.cache_dir
+        else _default_directory(config, set_config, {name: shards[name]})
+    )
 
 
-def _default_directory(config: DataConfig, one: SetConfig, shards: Shards) -> str:
-    """Returns a directory below `cache/` that changes with the source and the tokenizer."""
-    kind = "mixture" if one is config and config.configs else getattr(one.source_config, "type", "files")
-    wanted = config.tokenizer_config
-    recipe: Any = wanted.model_dump()
-    if isinstance(wanted, TrainedBpe):
-        # A tokenizer that is trained here depends on the train text of all sets.
-        recipe = wanted.recipe([shard for name in config.sets for shard in _shards(config, name)["train"]])
-    # The tokenizer itself may not exist yet, so its recipe stands for it, and any tokenizer will do in the manifests.
-    manifests: dict[str, Any] = {
-        split: make_manifest([shard for found in shards.values() for shard in found[split]], ByteTokenizer())
+def _default_directory(config: DataConfig, set_config: SetConfig, shards: Shards) -> str:
+    """Returns a directory below `cache/` whose name is a hash of the source and the tokenizer."""
+    kind = "mixture" if set_config is config and config.configs else getattr(set_config.source_config, "type", "files")
+    tokenizer = config.tokenizer_config
+    recipe: dict[str, object] = tokenizer.model_dump()
+    if isinstance(tokenizer, TrainedBpe):
+        # A trained tokenizer depends on the train text of all sets.
+        recipe = tokenizer.recipe([shard for name in config.sets for shard in _shards(config, name)["train"]])
+    # The tokenizer may not exist yet, so the hash covers its recipe; the manifests may use any tokenizer.
+    manifests: dict[str, object] = {
+        split: make_manifest(
+            [shard for split_shards in shards.values() for shard in split_shards[split]], ByteTokenizer()
+        )
         for split in ("train", "validation")
     }
-    if one.format.fields():
-        manifests["format"] = one.format.cached_settings()
+    if set_config.format.fields():
+        manifests["format"] = set_config.format.cached_settings()
     return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")

@@ -26,13 +26,13 @@ from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
 class MissingTokens(NamedTuple):
-    """Tokens that a reader waits for."""
+    """Tokens a reader is waiting for."""
 
     have: int
     need: int | None
-    """None = all that there will be."""
+    """None = all tokens of the finished cache."""
     progress: BuildProgress | None
-    """Progress of the cache that is to hold them."""
+    """Progress of the cache that will hold them."""
 
     def __str__(self) -> str:
         if self.need is not None:
@@ -43,35 +43,35 @@ class MissingTokens(NamedTuple):
 
 @dataclass(eq=False)
 class OpenCache:
-    """One split of one set, as it stands in its cache.
+    """One split of one set, read from its cache.
 
-    Readers use it from any thread; `extend`, `show` and `fail` are for the one thread that builds it, if any does.
+    Readers use it from any thread. Only the thread that builds the cache calls `extend`, `show` and `fail`.
     """
 
     store: KvStore
     stream: TokenStream
-    """The documents that are read: all but those of `exclusion`."""
+    """The documents to read: all except the excluded ones."""
     ledger: Ledger
     shards: Sequence[Shard]
     identity: str = ""
-    """Hash of the manifest: differs whenever the tokens may, and is known before they are."""
+    """Hash of the manifest: changes whenever the tokens may change, and is known before the tokens are built."""
     exclusion: Exclusion | None = None
-    """The documents that are left out."""
+    """The excluded documents."""
     _progress: BuildProgress | None = field(default=None, init=False)
     _error: BaseException | None = field(default=None, init=False)
 
     @property
     def finished(self) -> bool:
-        """True once all of the text is tokenised."""
+        """True once all text is tokenised."""
         return self.ledger.finished
 
     @property
     def whole(self) -> TokenStream:
-        """The stream of all documents, also of those that are left out."""
+        """The stream of all documents, including excluded ones."""
         return self.stream.whole if isinstance(self.stream, KeptStream) else self.stream
 
     def limit_ids(self, count: int) -> None:
-        """Refuses to read ids from `count` on, which the model has no rows for."""
+        """Makes reads fail for ids of `count` or more, which have no row in the model's embedding."""
         self.whole.known_ids = count
 
     def document_lengths(self) -> np.ndarray:
@@ -81,30 +81,30 @@ class OpenCache:
         return document_lengths(self.store, self.ledger)
 
     def in_whole(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Finds the tokens [start, start + count) of `stream` in `whole`: pairs of a first token and a number."""
+        """Maps the tokens [start, start + count) of `stream` to `whole`: pairs of first token and number of tokens."""
         if not isinstance(self.stream, KeptStream):
             return [(start, count)]
         _, starts_P, counts_P, _ = self.stream.pieces(np.array([start]), np.array([count]))
         return list(zip(starts_P.tolist(), counts_P.tolist(), strict=True))
 
     def place_of(self, token: int) -> int | None:
-        """The place in `stream` of a token of `whole`; None where its document is left out."""
+        """The position in `stream` of a token of `whole`; None if its document is excluded."""
         return self.stream.place_of(token) if isinstance(self.stream, KeptStream) else token
 
     def extend(self, ledger: Ledger) -> None:
-        """Takes in the parts that were committed since; the caller may go on changing the ledger."""
+        """Adds newly committed parts. The ledger is copied, so the caller may keep changing it."""
         if len(ledger.parts) > len(self.ledger.parts) or ledger.finished:
             snapshot = ledger.copy()
-            # The tokens first: whoever sees a finished ledger may ask how many there are.
+            # The stream first: a reader that sees a finished ledger may ask for the number of tokens.
             self.stream.extend(snapshot)
             self.ledger = snapshot
 
     def show(self, progress: BuildProgress) -> None:
-        """Keeps the newest progress, for those who wait."""
+        """Keeps the latest progress, to report it to waiting readers."""
         self._progress = progress
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the error that ended the build, for those who need the text that will not come."""
+        """Keeps the error that ended the build, to raise it in readers of the missing text."""
         self._error = error
 
     def check(self) -> None:
@@ -116,37 +116,38 @@ class OpenCache:
         """Describes a reader's wait.
 
         Args:
-            need: tokens that the reader needs; None = all that there will be.
-            have: tokens that count for the reader; by default all that there are.
+            need: tokens the reader needs; None = all tokens of the finished cache.
+            have: tokens usable by the reader so far; by default all tokens built so far.
         """
         return MissingTokens(len(self.stream) if have is None else have, need, self._progress)
 
 
 def excluded_of(config: DataConfig) -> dict[str, Exclusion]:
-    """The documents that a configuration leaves out, by `NAME/train`.
+    """The documents excluded by a configuration, by `NAME/train`.
 
     Raises:
         UserError: for a list that cannot be read.
     """
-    return {f"{name}/train": found for name, found in read_exclusions(config.exclude, config.trained).items()}
+    return {f"{name}/train": exclusion for name, exclusion in read_exclusions(config.exclude, config.trained).items()}
 
 
 def open_cache(
     build: Build | FinishedCache | ReadyRows, ledger: Ledger, exclusion: Exclusion | None = None, name: str = ""
 ) -> OpenCache:
-    """Opens the cache of a build, as far as the ledger goes.
+    """Opens the cache of a build with the parts in the ledger.
 
     Args:
-        build: of the cache.
-        ledger: as far as it is built.
-        exclusion: documents that are left out.
-        name: of the set, for messages about these.
+        build: the build of the cache.
+        ledger: the parts built so far.
+        exclusion: documents to exclude.
+        name: name of the set, for messages about excluded documents.
 
     Raises:
-        UserError: where the documents to be left out are those of other data.
+        UserError: if the excluded documents belong to other data.
     """
     stream = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
-    # The ledger of a cache without parts does not tell yet; the format of one that was built elsewhere never does.
+    # Before the first part, the ledger does not show if the cache has a loss mask; for a cache built elsewhere, the
+    # format never does.
     by_index = any(isinstance(shard, TokenShard) and shard.by_index for shard in build.shards)
     if ledger.marks or build.format.has_loss_mask or by_index:
         stream.loss_mask = LossMaskStream(build.store, ledger, np.dtype(np.uint8))

@@ -1,4 +1,4 @@
-"""Cache plan of a configuration: its caches, and the build of each."""
+"""Cache plan of a configuration: its caches and their builds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.progress import OnProgress
 from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
-from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer, keep_beside, prepare_tokenizer
+from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer, prepare_tokenizer, save_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.fast import choose_backend
 
 Builds = dict[str, Build | FinishedCache | ReadyRows]
-"""By `NAME/train` and `NAME/validation`."""
+"""Builds by `NAME/train` and `NAME/validation`."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class CachePlan:
     """The caches of a configuration, built or not."""
 
     directory: str
-    """The directory of the tokenizer, and of the caches that have no directory of their own."""
+    """The directory of the tokenizer, and of caches without a separate directory."""
     tokenizer: HfTokenizer
     builds: Builds
 
     @property
     def directories(self) -> list[str]:
-        """The directories of all caches: `directory`, if it holds any, and those outside of it."""
+        """The directories of all caches: `directory`, if it holds any cache, and directories outside of it."""
         root = KvStore(self.directory).url
-        found = dict.fromkeys(build.store.url.rpartition("/")[0] for build in self.builds.values())
-        outside = [url for url in found if url != root and not url.startswith(f"{root}/")]
-        return [*([self.directory] if len(outside) < len(found) else []), *outside]
+        parents = dict.fromkeys(build.store.url.rpartition("/")[0] for build in self.builds.values())
+        outside = [url for url in parents if url != root and not url.startswith(f"{root}/")]
+        return [*([self.directory] if len(outside) < len(parents) else []), *outside]
 
 
 def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: RayConfig | None = None) -> CachePlan:
-    """Lists the sources and loads the tokenizer, or trains it where none was trained yet; tokenises nothing.
+    """Lists the sources and loads the tokenizer, or trains it if necessary. Does not tokenise.
 
     Raises:
-        UserError: for missing data, or a tokenizer that was trained by another recipe.
+        UserError: for missing data, or a tokenizer trained with a different recipe.
     """
     directory, caches = find_caches(config)
     return plan_builds(config, directory, caches, prepare_tokenizer(config, directory, caches, on_progress), ray)
@@ -60,33 +60,33 @@ def plan_builds(
     tokenizer: HfTokenizer,
     ray: RayConfig | None = None,
 ) -> CachePlan:
-    """Plans some caches of a configuration for a tokenizer, run as `data.tokenizer_backend` says."""
+    """Plans some caches of a configuration for a tokenizer, with the backend set in `data.tokenizer_backend`."""
     missing = [cache.shards for cache in caches.values() if not Ledger.read(KvStore(cache.url)).finished]
     tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _built_with(caches))
     return CachePlan(directory, tokenizer, _builds(config, caches, tokenizer, ray))
 
 
 def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> Builds:
-    """Makes the builds of `plan_caches`, only to `look` at caches: trains no tokenizer, and reads no text to compare.
+    """Makes the builds of `plan_caches` only to `look` at caches, without training a tokenizer or comparing backends.
 
     Args:
         config: the `data` section.
-        directory: as `find_caches` gives it, with the caches.
-        caches: their places.
+        directory: the common directory returned by `find_caches`.
+        caches: the caches returned by `find_caches`.
 
     Raises:
-        UserError: for a tokenizer that is not there.
+        UserError: if the tokenizer is missing.
     """
     tokenizer = find_tokenizer(config, directory, caches)
     return _builds(config, caches, choose_backend(tokenizer, config.tokenizer_backend, [], _built_with(caches)))
 
 
 def find_misfits(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> dict[str, str]:
-    """Finds the caches that were begun and that training would refuse, and why; changes nothing."""
+    """Finds existing caches that training would reject, with the reasons. Read-only."""
     begun = [name for name, cache in caches.items() if cache.begun]
     if not begun:
         return {}
-    found: dict[str, str] = {}
+    misfits: dict[str, str] = {}
     try:
         builds = open_builds(config, directory, caches)
     except UserError as error:
@@ -95,8 +95,8 @@ def find_misfits(config: DataConfig, directory: str, caches: Mapping[str, CacheS
         try:
             builds[name].look()
         except UserError as error:
-            found[name] = str(error)
-    return found
+            misfits[name] = str(error)
+    return misfits
 
 
 def _builds(
@@ -111,14 +111,14 @@ def _builds(
         elif cache.config.gives_rows:
             builds[name] = ReadyRows(cache.title, store, cache.shards, tokenizer, format)
         else:
-            # Not before the build begins: a directory that holds another cache stays as it is.
-            on_begin = partial(keep_beside, tokenizer, KvStore(store.url.rpartition("/")[0]))
+            # Only when the build begins, so that a directory with another cache is left unchanged.
+            on_begin = partial(save_tokenizer, tokenizer, KvStore(store.url.rpartition("/")[0]))
             builds[name] = Build(cache.title, store, cache.shards, tokenizer, options, format, on_begin)
     return builds
 
 
 def _built_with(caches: Mapping[str, CacheSpec]) -> str | None:
-    """Returns the backend of the tokenizer that the first cache was built with; None where there is none yet."""
+    """Returns the tokenizer backend the first cache was built with; None if no cache exists."""
     for cache in (cache for cache in caches.values() if not cache.prebuilt):
         if (manifest := read_manifest(KvStore(cache.url))) is not None:
             return manifest["tokenizer"].get("backend")

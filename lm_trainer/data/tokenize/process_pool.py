@@ -1,4 +1,4 @@
-"""Process pool for building, one shard at a time in each process."""
+"""Process pool for building; every process writes one shard at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
-from typing import Any
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.runtime import available_cores, keep_freed_memory
@@ -21,23 +20,23 @@ from lm_trainer.data.tokenize.shard_writer import write_shard
 _TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
 
 THREAD_VARIABLES = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
-"""By which `tokenizers` and `fastokens` are told with how many threads to encode, before they do so first."""
+"""Environment variables for the number of encoding threads of `tokenizers` and `fastokens`, read at their first use."""
 
-_stop: Any = None
-"""In a worker: the end of a pipe whose closing ends it between two batches of rows."""
+_stop: Connection | None = None
+"""In a worker: its end of a pipe. When the parent closes the other end, the worker stops after the current batch."""
 
 
 def run_in_processes(jobs: Sequence[ShardJob], num_workers: int, tick: Callable[[], None]) -> None:
-    """Runs every job in one of `num_workers` spawned processes; `tick` is called in this one meanwhile.
+    """Runs every job in one of `num_workers` spawned processes, and meanwhile calls `tick` in this process.
 
-    The first failure stops the others at their next batch; all that they have committed stays.
+    The first failure stops the other jobs at their next batch. Committed parts are kept.
 
     Raises:
         MachineError: if a worker was killed from outside.
     """
-    # Spawned, not forked: a fork of a process in which JAX or TensorStore have threads may inherit a lock that is held.
+    # Spawned, not forked: a fork of a process with JAX or TensorStore threads may inherit a locked mutex.
     context = multiprocessing.get_context("spawn")
-    # No event: to set one waits for everyone who waits for it, also for a worker that was killed meanwhile.
+    # A pipe, not an event: setting an event blocks until every waiting process wakes up, even one that was killed.
     stopped, stop = context.Pipe(duplex=False)
     threads = max(1, available_cores() // num_workers)
     arguments = (stopped, threads)
@@ -65,22 +64,23 @@ def _start(stopped: Connection, threads: int) -> None:
     for name in THREAD_VARIABLES:
         os.environ[name] = str(threads)
     keep_freed_memory()
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    # Ctrl-C reaches the whole process group; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for wait_and_exit in (_exit_with_parent, _exit_when_stopped):
         threading.Thread(target=wait_and_exit, daemon=True).start()
 
 
 def _exit_when_stopped() -> None:
-    """Ends a worker that a batch of rows holds up, such as one whose server does not answer."""
+    """Ends a worker stuck in a batch of rows, for example because a server does not answer."""
+    assert _stop is not None
     _stop.poll(None)
     time.sleep(_GRACE_SECONDS)
-    # Not sys.exit: that would wait for the very thread that is held up. Parts are written whole, so nothing is torn.
+    # Not sys.exit, which would wait for the stuck thread. Parts are written atomically, so none is left incomplete.
     os._exit(1)
 
 
 def _exit_with_parent() -> None:
-    """Ends a worker whose parent was killed, which a pool does not do by itself."""
+    """Ends a worker whose parent was killed; the process pool does not do this."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -88,5 +88,6 @@ def _exit_with_parent() -> None:
 
 
 def _run(job: ShardJob) -> None:
-    # The pipe becomes readable when its other end closes, so `poll` tells whether to stop.
+    # The pipe becomes readable when its other end closes, so `poll` returns True when the worker must stop.
+    assert _stop is not None
     write_shard(job, stopped=_stop.poll)

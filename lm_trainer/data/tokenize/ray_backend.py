@@ -1,9 +1,9 @@
-"""Ray backend for building, one shard in each task. The bytes are those of any other way to build."""
+"""Ray backend for building, with one task per shard. Produces the same bytes as the other backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import ModuleType
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import QUIET, join_cluster
@@ -17,17 +17,17 @@ _TICK_SECONDS = 0.2
 
 
 def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], None]) -> None:
-    """Runs every job as a task; `tick` is called meanwhile.
+    """Runs every job as a Ray task, and meanwhile calls `tick`.
 
-    The first failure cancels the others; all that they have committed stays. A cluster that this call started is shut
-    down again.
+    The first failure cancels the other tasks. Committed parts are kept. A cluster started by this call is shut down
+    at the end.
 
     Raises:
-        UserError: if Ray is not installed, or there is no cluster.
+        UserError: if Ray is not installed, or no cluster is running.
         MachineError: if a task died.
     """
     ray = _import_ray()
-    # A cluster that the caller has joined is the caller's to leave.
+    # If the caller has already joined a cluster, leaving it is up to the caller.
     started = not ray.is_initialized()
     if started:
         _connect(ray, config)
@@ -38,8 +38,8 @@ def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], N
             ray.shutdown()
 
 
-def _run_all(ray: Any, jobs: Sequence[ShardJob], tick: Callable[[], None]) -> None:
-    # One thread in each task, since there is a task for each core.
+def _run_all(ray: ModuleType, jobs: Sequence[ShardJob], tick: Callable[[], None]) -> None:
+    # One thread per task, since every core runs a task.
     threads = dict.fromkeys(THREAD_VARIABLES, "1")
     task = ray.remote(num_cpus=1, runtime_env={"env_vars": threads})(_build)
     waiting = [task.remote(job) for job in jobs]
@@ -49,16 +49,16 @@ def _run_all(ray: Any, jobs: Sequence[ShardJob], tick: Callable[[], None]) -> No
             ray.get(done)
             tick()
     except ray.exceptions.RayTaskError as error:
-        # The error of the task itself, as it would come from a process of this machine.
+        # Raise the original error of the task, as a local worker process would.
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayError as error:
         raise MachineError(
             f"a task that tokenises data was lost: {error}. What was built is kept; start again to go on"
         ) from None
     finally:
-        # By force: a task that waits for a server would not look up from it.
-        for left in waiting:
-            ray.cancel(left, force=True)
+        # Forced, since a task waiting for a server would not notice a normal cancellation.
+        for task_ref in waiting:
+            ray.cancel(task_ref, force=True)
 
 
 def _build(job: ShardJob) -> None:
@@ -66,7 +66,7 @@ def _build(job: ShardJob) -> None:
     write_shard(job)
 
 
-def _import_ray() -> Any:
+def _import_ray() -> ModuleType:
     try:
         import ray
     except ImportError:
@@ -74,7 +74,7 @@ def _import_ray() -> Any:
     return ray
 
 
-def _connect(ray: Any, config: RayConfig) -> None:
+def _connect(ray: ModuleType, config: RayConfig) -> None:
     if config.address is None and config.auto_start_cluster:
         local = {} if config.start_workers else {"num_cpus": 0}
         ray.init(address="local", include_dashboard=False, **local, **QUIET)

@@ -1,4 +1,4 @@
-"""Keys of a Ray cluster to tokenise on."""
+"""Configuration of a Ray cluster for tokenising."""
 
 from __future__ import annotations
 

@@ -1,24 +1,23 @@
-"""Rows that need no tokens of a cache, in place of a build."""
+"""Ready-made rows, used like a finished build without tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig
 from lm_trainer.data.sources import Shard
-from lm_trainer.data.tokenize.manifest import make_manifest
+from lm_trainer.data.tokenize.manifest import Manifest, make_manifest
 from lm_trainer.data.tokenize.progress import BuildCallbacks
 from lm_trainer.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class ReadyRows:
-    """Answers as a `Build` does that is finished; its cache is empty, and known by what its rows are made of."""
+    """Has the interface of a finished `Build`. Its cache is empty and identified by the sources of the rows."""
 
     name: str
     store: KvStore
@@ -27,7 +26,7 @@ class ReadyRows:
     format: FormatConfig
 
     def run(self, callbacks: BuildCallbacks | None = None) -> Ledger:
-        """Returns the ledger, as `look` does."""
+        """Returns the ledger, like `look`."""
         del callbacks
         return self.look()
 
@@ -35,6 +34,6 @@ class ReadyRows:
         """Returns a finished ledger without parts."""
         return Ledger(sha256=[fingerprint(self.manifest())], finished=True)
 
-    def manifest(self) -> dict[str, Any]:
-        """Returns everything that the rows are known by."""
+    def manifest(self) -> Manifest:
+        """Returns everything that identifies the rows."""
         return make_manifest(self.shards, self.tokenizer)

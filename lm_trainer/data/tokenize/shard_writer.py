@@ -1,4 +1,4 @@
-"""Writing of one shard: encodes its rows and writes its parts. Deterministic and idempotent: anyone may run it twice.
+"""Writer of one shard: encodes its rows and writes its parts. Deterministic and idempotent.
 
 Shape letters: T tokens, of a document or of a part.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -27,16 +26,16 @@ from lm_trainer.data.tokenize.token_indexer import index_tokens
 
 @dataclass
 class OpenPart:
-    """The rows that have been encoded since the last commit."""
+    """Rows encoded since the last commit."""
 
     row_start: int
     continues: bool
     """True if the first tokens belong to a document that began in an earlier part."""
     ids: list[np.ndarray] = field(default_factory=list)
     in_loss: list[np.ndarray] = field(default_factory=list)
-    """bool per token, where the format has a loss mask."""
+    """bool per token, if the format has a loss mask."""
     features: list[np.ndarray] = field(default_factory=list)
-    """Features of each document, where the format keeps them."""
+    """Features per document, if the format stores features."""
     lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     documents: int = 0
@@ -49,17 +48,17 @@ class OpenPart:
 def write_shard(
     job: ShardJob, *, on_rows: Callable[[int], None] | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Writes every part of the shard that is not there yet, and then the file that says that the shard is complete.
+    """Writes every missing part of the shard, and then the file that marks the shard as complete.
 
     Args:
-        job: the shard, and where it goes.
-        on_rows: called with the text bytes of each batch of rows as it is encoded.
-        stopped: asked before each batch.
+        job: the shard and its destination.
+        on_rows: called with the text bytes of every encoded batch.
+        stopped: checked before every batch; returns True to stop.
 
     Raises:
-        UserError: for a bad row where the job does not skip them, or an unreadable file.
+        UserError: for a bad row if the job does not skip bad rows, or an unreadable file.
         MachineError: if the store cannot be written.
-        Stopped: if `stopped` said so.
+        Stopped: if `stopped` returned True.
     """
     if job.store.read(shard_key(job.index)) is not None:
         return
@@ -71,7 +70,7 @@ def write_shard(
 
 
 class _ShardWriter:
-    """Writes a shard from its first part that is not committed."""
+    """Writes a shard, starting with its first uncommitted part."""
 
     def __init__(self, job: ShardJob, on_rows: Callable[[int], None] | None, stopped: Callable[[], bool]):
         self.job, self.on_rows, self.stopped = job, on_rows, stopped
@@ -86,7 +85,7 @@ class _ShardWriter:
         self.part = OpenPart(row, continues=self.is_open)
 
     def _resume(self) -> tuple[int, int, bool]:
-        """Finds the first part that is not committed, its first row, and whether a document is open there."""
+        """Finds the first uncommitted part: its index, its first row, and True if that row continues a document."""
         index, row, is_open = 0, 0, False
         while (record := read_record(self.job.store, part_name(self.job.index, index))) is not None:
             index, row, is_open = index + 1, record["rows"][1], record["open"]
@@ -94,8 +93,8 @@ class _ShardWriter:
 
     def run(self) -> None:
         batches = read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.is_open)
-        # Most is encoded in the caller's thread, which stays from shard to shard: fastokens remembers words for each
-        # thread. An error of writing comes before any in rows that were read after it, because the writer ends last.
+        # Most rows are encoded in the caller's thread, which is the same for all shards: fastokens caches words per
+        # thread. The writer ends last, so a write error takes precedence over errors in rows read after it.
         with BackgroundStage("write") as writer, closing(work_ahead(batches, self._encode)) as encoded:
             for batch, documents in encoded:
                 if self.stopped():
@@ -103,7 +102,7 @@ class _ShardWriter:
                 self._assemble(batch, documents, writer)
                 if self.on_rows and batch.rows:
                     self.on_rows(batch.text_bytes)
-        # After the writer has ended, so that the file never promises a part that is not there.
+        # Only after the writer has ended: the file must not count parts that are missing.
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
 
     def _encode(self, batch: RowBatch) -> list[EncodedDocument | UnusableRow]:
@@ -112,7 +111,7 @@ class _ShardWriter:
     def _assemble(
         self, batch: RowBatch, documents: list[EncodedDocument | UnusableRow], writer: BackgroundStage
     ) -> None:
-        """Adds encoded documents to the part, and commits it where the batch ends it."""
+        """Adds encoded documents to the part, and commits the part if the batch ends it."""
         part, usable = self.part, list[tuple[Row, EncodedDocument]]()
         part.text_bytes += batch.text_bytes
         part.empty += batch.empty
@@ -135,7 +134,7 @@ class _ShardWriter:
             self._commit(batch.row_end, writer)
 
     def _append_texts(self, usable: list[tuple[Row, EncodedDocument]]) -> None:
-        """Adds texts and pieces of texts."""
+        """Adds texts, or pieces of texts."""
         part, pieces = self.part, []
         for row, document in usable:
             tokens = len(document.ids)
@@ -150,29 +149,29 @@ class _ShardWriter:
                 tokens += 1
                 part.documents += 1
             self._count(row, tokens)
-        # One concatenation for the whole batch: one for each document would take several times as long.
+        # One concatenation for the whole batch: one per document would take several times as long.
         part.ids.append(np.concatenate([np.zeros(0, self.dtype), *pieces], dtype=self.dtype, casting="unsafe"))
 
     def _append_ids(self, row: Row, ids_T: np.ndarray) -> None:
-        """Adds ids, in which EOS ends documents."""
+        """Adds ids that may hold several documents, each ended by EOS."""
         ends = np.flatnonzero(ids_T == self.eos)
         for piece in np.split(ids_T, ends + 1)[:-1]:
             self._append_document(row, piece[:-1])
-        rest = ids_T[ends[-1] + 1 :] if len(ends) else ids_T
-        # A row without any id is an empty document, but nothing follows an EOS that ends a row.
-        if len(rest) or not len(ends):
-            self._append_document(row, rest)
+        remainder = ids_T[ends[-1] + 1 :] if len(ends) else ids_T
+        # A row without ids is an empty document, but no document follows an EOS at the end of a row.
+        if len(remainder) or not len(ends):
+            self._append_document(row, remainder)
 
     def _append_document(self, row: Row, ids_T: np.ndarray) -> None:
-        before = [] if self.begin is None else self.begin
-        self.part.ids.append(np.concatenate([before, ids_T, self.end], dtype=self.dtype, casting="unsafe"))
+        start = [] if self.begin is None else self.begin
+        self.part.ids.append(np.concatenate([start, ids_T, self.end], dtype=self.dtype, casting="unsafe"))
         self._count(row, len(self.part.ids[-1]))
         self.part.documents += 1
 
     def _count(self, row: Row, tokens: int) -> None:
-        """Counts the tokens of a document, or of a piece of one, which then belong to the document that is open."""
+        """Counts the tokens of a document, or of a piece, which is then added to the open document."""
         part = self.part
-        # In a new part, even a continued document has an entry of its own: readers add the pieces up.
+        # In a new part, even a continued document gets a new entry; readers add up the pieces.
         if self.is_open and part.lengths:
             part.lengths[-1] += tokens
         else:
@@ -181,15 +180,15 @@ class _ShardWriter:
         self.is_open = not row.ends_document
 
     def _append_masked(self, row: Row, document: EncodedDocument) -> None:
-        """Adds a document with a loss mask; the loss counts its end where it counts its last token."""
+        """Adds a document with a loss mask. EOS is in the loss if the last token is."""
         ids_T, mask_T = np.asarray(document.ids, self.dtype), document.loss_mask
         assert mask_T is not None
-        # A chat template may have written the EOS itself; then none is added.
-        before, after = int(self.bos is not None), int(not len(ids_T) or ids_T[-1] != self.eos)
+        # No EOS is added if the chat template has written one already.
+        num_bos, num_eos = int(self.bos is not None), int(not len(ids_T) or ids_T[-1] != self.eos)
         part = self.part
-        part.ids.append(np.pad(ids_T, (before, after), constant_values=(self.bos or 0, self.eos)))
+        part.ids.append(np.pad(ids_T, (num_bos, num_eos), constant_values=(self.bos or 0, self.eos)))
         end_in_loss = bool(len(mask_T)) and bool(mask_T[-1])
-        part.in_loss.append(np.pad(mask_T, (before, after), constant_values=(False, end_in_loss)))
+        part.in_loss.append(np.pad(mask_T, (num_bos, num_eos), constant_values=(False, end_in_loss)))
         part.lengths.append(len(part.ids[-1]))
         part.rows.append(row.number - part.row_start)
         part.documents += 1
@@ -198,7 +197,7 @@ class _ShardWriter:
 
     def _commit(self, row_end: int, writer: BackgroundStage) -> None:
         part, name = self.part, part_name(self.job.index, self.index)
-        record: dict[str, Any] = {
+        record: dict[str, object] = {
             "shard": self.job.index,
             "part": self.index,
             "rows": [part.row_start, row_end],
@@ -216,18 +215,18 @@ class _ShardWriter:
         self.part = OpenPart(row_end, continues=self.is_open)
 
 
-def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]) -> None:
+def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, object]) -> None:
     """Writes the files of a part and, last, the record that commits them.
 
     Raises:
-        UserError: if the tokenizer made an end of document of text.
+        UserError: if the tokenizer encoded text as its end-of-document token.
     """
     tokens = b"".join(ids.data for ids in part.ids)
     ids_T = np.frombuffer(tokens, token_dtype(job.tokenizer.vocab_size))
-    # Looked for in a whole part at once: for each batch, the threads that encode would wait for one another again.
+    # Checked once per part: a check per batch would make the encoding threads wait for each other.
     if not job.format.has_loss_mask and np.count_nonzero(ids_T == job.tokenizer.eos_id) != part.documents:
         raise UserError(
-            f"{_place_of_eos(job, part)}: the tokenizer makes its end-of-document token (id {job.tokenizer.eos_id}) "
+            f"{_eos_location(job, part)}: the tokenizer makes its end-of-document token (id {job.tokenizer.eos_id}) "
             "out of text; it cannot be used for training"
         )
     blobs = {
@@ -247,8 +246,8 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]
     job.store.write_json(part_key(name, "json"), record)
 
 
-def _place_of_eos(job: ShardJob, part: OpenPart) -> str:
-    """Reads a part again up to the first row of whose text the tokenizer makes its end-of-document token."""
+def _eos_location(job: ShardJob, part: OpenPart) -> str:
+    """Rereads a part to find the first row whose text is encoded with the end-of-document token."""
     for batch in read_batches(job, part=0, row=part.row_start, is_open=part.continues):
         for row, document in zip(batch.rows, job.format.encode(batch.values, job.tokenizer), strict=True):
             if isinstance(document, EncodedDocument) and job.tokenizer.eos_id in np.asarray(document.ids):

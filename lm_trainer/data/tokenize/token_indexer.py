@@ -1,4 +1,4 @@
-"""Index of a shard that is tokens already: where its documents end, and a hash. The tokens stay where they are.
+"""Index of a shard of ready-made tokens: document ends and a hash. The tokens themselves are not copied.
 
 Shape letters: T tokens of a part, D documents of a file.
 """
@@ -20,58 +20,58 @@ from lm_trainer.data.tokenize.progress import Stopped
 from lm_trainer.data.tokenize.shard_reader import ShardJob
 
 PART_TOKENS = 1 << 24
-"""Tokens of a part, unless the file ends before."""
+"""Tokens per part; the last part of a file may be shorter."""
 
 
-class _Begin(NamedTuple):
-    """The beginning of a part."""
+class _PartStart(NamedTuple):
+    """The start of a part."""
 
     part: int
     row: int
-    """Tokens of the shard before it."""
+    """Number of tokens of the shard before this part."""
     continues: bool
-    """True if it begins inside a document."""
+    """True if the part starts inside a document."""
 
 
 def index_tokens(
     job: ShardJob, on_rows: Callable[[int], None] | None = None, stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Writes every part of the shard that is not there yet, without tokens; arguments and errors as `write_shard`."""
+    """Writes every missing part of the shard, without tokens; same arguments and errors as `write_shard`."""
     shard = job.shard
     assert isinstance(shard, TokenShard)
     arrays = shard.arrays(token_dtype(job.tokenizer.vocab_size))
-    begin, documents = _Begin(0, 0, False), 0
+    start, documents = _PartStart(0, 0, False), 0
     for number, array in enumerate(arrays):
         ends_D = shard.ends(number, array)
         if ends_D is not None and not shard.by_index:
             _check_ends(job, array, ends_D)
         for first in range(0, array.count, PART_TOKENS):
-            record = read_record(job.store, part_name(job.index, begin.part))
+            record = read_record(job.store, part_name(job.index, start.part))
             if record is None:
                 if stopped():
                     raise Stopped
                 count = min(PART_TOKENS, array.count - first)
-                place = TokenPlace(array.path, array.kind, array.dtype, array.header, first)
-                record = _index_part(job, begin, place, count, ends_D)
+                source = TokenPlace(array.path, array.kind, array.dtype, array.header, first)
+                record = _index_part(job, start, source, count, ends_D)
                 if on_rows is not None:
                     on_rows(record["text_bytes"])
-            begin = _Begin(begin.part + 1, record["rows"][1], record["open"])
+            start = _PartStart(start.part + 1, record["rows"][1], record["open"])
             documents += record["documents"]
     shard.check_unchanged()
-    if begin.row and not documents:
+    if start.row and not documents:
         raise UserError(
-            f"{arrays[0].name}: its {begin.row} tokens hold no end-of-document token (id {job.tokenizer.eos_id}) of "
+            f"{arrays[0].name}: its {start.row} tokens hold no end-of-document token (id {job.tokenizer.eos_id}) of "
             "data.tokenizer; is it the tokenizer that they were made with? If they were written without such a token, "
             "data.source: {type: tokens, document_ends: file} makes a document of each file"
         )
-    job.store.write_json(shard_key(job.index), {"parts": begin.part})
+    job.store.write_json(shard_key(job.index), {"parts": start.part})
 
 
 def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
-    """Makes sure that every document of an index ends with EOS.
+    """Checks that every document of an index ends with EOS.
 
     Raises:
-        UserError: naming the first that does not.
+        UserError: names the first document without it.
     """
     tokens = TokenPlace(array.path, array.kind, array.dtype, array.header, 0).open(array.count)
     begin = 0
@@ -80,12 +80,12 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
         stop = int(np.searchsorted(ends_D, last, side="right"))
         lasts = ends_D[begin:stop]
         lasts = np.maximum(lasts - 1 - first, 0)
-        found = np.asarray(tokens[first:last])[lasts]
+        last_ids = np.asarray(tokens[first:last])[lasts]
         # An empty document has no last token.
         empty = np.diff(ends_D[begin:stop], prepend=ends_D[begin - 1] if begin else 0) == 0
-        if wrong := np.flatnonzero((found != job.tokenizer.eos_id) & ~empty).tolist():
+        if wrong := np.flatnonzero((last_ids != job.tokenizer.eos_id) & ~empty).tolist():
             raise UserError(
-                f"{array.name}: document {begin + wrong[0]} of its index ends with the token {found[wrong[0]]}, not "
+                f"{array.name}: document {begin + wrong[0]} of its index ends with the token {last_ids[wrong[0]]}, not "
                 f"with the end-of-document token {job.tokenizer.eos_id} of data.tokenizer. If documents were written "
                 "without such a token, set data.source.document_ends: index"
             )
@@ -93,16 +93,16 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
 
 
 def _index_part(
-    job: ShardJob, begin: _Begin, place: TokenPlace, count: int, ends_D: np.ndarray | None
+    job: ShardJob, start: _PartStart, source: TokenPlace, count: int, ends_D: np.ndarray | None
 ) -> dict[str, Any]:
-    """Writes the index of one part and its commit record, which it returns."""
-    shard, name = job.shard, part_name(job.index, begin.part)
+    """Writes the index and the commit record of one part; returns the record."""
+    shard, name = job.shard, part_name(job.index, start.part)
     assert isinstance(shard, TokenShard)
-    ids_T = np.ascontiguousarray(place.open(count)[0:count])
-    _check_ids(job, place, ids_T)
+    ids_T = np.ascontiguousarray(source.open(count)[0:count])
+    _check_ids(job, source, ids_T)
     if shard.by_index and ends_D is not None:
-        here = slice(*np.searchsorted(ends_D, [place.first, place.first + count], side="right"))
-        ends = np.unique(ends_D[here]) - place.first
+        documents = slice(*np.searchsorted(ends_D, [source.first, source.first + count], side="right"))
+        ends = np.unique(ends_D[documents]) - source.first
     else:
         ends = np.flatnonzero(ids_T == job.tokenizer.eos_id) + 1
     is_open = not len(ends) or int(ends[-1]) != count
@@ -116,35 +116,35 @@ def _index_part(
         job.store.write(part_key(name, kind), blob)
     record = {
         "shard": job.index,
-        "part": begin.part,
-        "rows": [begin.row, begin.row + count],
+        "part": start.part,
+        "rows": [start.row, start.row + count],
         "documents": len(ends),
-        "continues": begin.continues,
+        "continues": start.continues,
         "open": is_open,
         "text_bytes": ids_T.nbytes,
         "tokens": count,
         **{"empty": 0, "replaced": 0, "bad": 0, "bad_examples": []},
         "blobs": {kind: checksums(blob) for kind, blob in blobs.items()},
-        "place": {**place._asdict(), **checksums(ids_T)},
+        "place": {**source._asdict(), **checksums(ids_T)},
     }
     job.store.write_json(part_key(name, "json"), record)
     return record
 
 
-def _check_ids(job: ShardJob, place: TokenPlace, ids_T: np.ndarray) -> None:
-    """Makes sure that the ids are of the vocabulary: others would be read from another row of the embedding.
+def _check_ids(job: ShardJob, source: TokenPlace, ids_T: np.ndarray) -> None:
+    """Checks that the ids are in the vocabulary: ids outside of it would read the wrong row of the embedding.
 
     Raises:
-        UserError: naming the first that is not, or the type that all of them were written in.
+        UserError: names the first wrong id, or the type the file was actually written in.
     """
     vocab_size = job.tokenizer.vocab_size
     assert isinstance(job.shard, TokenShard)
-    if (problem := job.shard.misread(ids_T, place.header, vocab_size, job.tokenizer.eos_id)) is not None:
-        raise UserError(f"{place.path}: {problem}")
+    if (problem := job.shard.dtype_problem(ids_T, source.header, vocab_size, job.tokenizer.eos_id)) is not None:
+        raise UserError(f"{source.path}: {problem}")
     if int(ids_T.max()) < vocab_size and int(ids_T.min()) >= 0:
         return
-    at = int(np.flatnonzero((ids_T < 0) | (ids_T >= vocab_size))[0])
+    index = int(np.flatnonzero((ids_T < 0) | (ids_T >= vocab_size))[0])
     raise UserError(
-        f"{place.path}: token {place.first + at} is {ids_T[at]}, but data.tokenizer has {vocab_size} tokens; it is not "
-        "the tokenizer that the file was made with, or the ids are of another type"
+        f"{source.path}: token {source.first + index} is {ids_T[index]}, but data.tokenizer has {vocab_size} tokens; "
+        "it is not the tokenizer that the file was made with, or the ids are of another type"
     )

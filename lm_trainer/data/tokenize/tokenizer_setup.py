@@ -1,9 +1,8 @@
-"""Tokenizer of a configuration: named, lying beside a cache, or trained here and kept beside the caches."""
+"""Tokenizer of a configuration: a named one, the one stored with a cache, or one trained and stored with the caches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.key_values import MISSING
@@ -26,41 +25,41 @@ _CONTENT, _RECIPE = f"tokenizer/{TOKENIZER_FILE}", "tokenizer/recipe.json"
 def prepare_tokenizer(
     config: DataConfig, cache_dir: str, caches: Mapping[str, CacheSpec], on_progress: OnProgress | None = None
 ) -> HfTokenizer:
-    """Loads the tokenizer, or trains it where none was trained yet, and keeps it in `cache_dir`.
+    """Loads the tokenizer, or trains it if necessary and saves it in `cache_dir`.
 
     Raises:
-        UserError: for a tokenizer that is not there, or was trained by another recipe.
+        UserError: if the tokenizer is missing, or was trained with a different recipe.
     """
-    wanted = _wanted(config)
-    if not isinstance(wanted, TrainedBpe):
-        return _load_named(wanted)
+    tokenizer_config = _configured_tokenizer(config)
+    if not isinstance(tokenizer_config, TrainedBpe):
+        return _load_named(tokenizer_config)
     store, shards = KvStore(cache_dir), _train_shards(caches)
-    recipe = wanted.recipe(shards)
+    recipe = tokenizer_config.recipe(shards)
     tokenizer = _read_trained(store, recipe)
     if tokenizer is not None:
         return tokenizer
     if on_progress:
-        on_progress(BuildProgress("tokenizer", 0, wanted.sample_bytes, 0))
-    tokenizer = train_bpe(wanted, shards)
-    # Another process may have trained the same one meanwhile.
-    if store.read(_RECIPE) is None and _fits(caches, tokenizer):
+        on_progress(BuildProgress("tokenizer", 0, tokenizer_config.sample_bytes, 0))
+    tokenizer = train_bpe(tokenizer_config, shards)
+    # Another process may have trained the same tokenizer meanwhile.
+    if store.read(_RECIPE) is None and _matches_tokenizer(caches, tokenizer):
         _write(tokenizer, store)
-        # The recipe is the commit: without it the files beside it do not count.
+        # Writing the recipe commits the tokenizer: without it the other files are ignored.
         store.write_json(_RECIPE, recipe, if_generation=MISSING)
     return tokenizer
 
 
 def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, CacheSpec]) -> HfTokenizer:
-    """Loads the tokenizer; trains none.
+    """Loads the tokenizer without training one.
 
     Raises:
-        UserError: for a tokenizer that is not there, or was trained by another recipe.
+        UserError: if the tokenizer is missing, or was trained with a different recipe.
     """
-    wanted = _wanted(config)
-    if not isinstance(wanted, TrainedBpe):
-        return _load_named(wanted)
+    tokenizer_config = _configured_tokenizer(config)
+    if not isinstance(tokenizer_config, TrainedBpe):
+        return _load_named(tokenizer_config)
     store = KvStore(cache_dir)
-    tokenizer = _read_trained(store, wanted.recipe(_train_shards(caches)))
+    tokenizer = _read_trained(store, tokenizer_config.recipe(_train_shards(caches)))
     if tokenizer is None:
         raise UserError(
             f"no tokenizer was trained in {store.url}/tokenizer, so the caches were built with another one, or it was "
@@ -69,32 +68,32 @@ def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, Cach
     return tokenizer
 
 
-def keep_beside(tokenizer: HfTokenizer, store: KvStore) -> None:
-    """Saves the tokenizer for those who open the cache without the configuration that built it."""
+def save_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
+    """Saves the tokenizer with the caches, so they can be opened without the configuration that built them."""
     if store.read(_CONTENT) is None:
         _write(tokenizer, store)
 
 
-def _wanted(config: DataConfig) -> TokenizerConfig:
-    """Returns the tokenizer that is asked for; with a cache built elsewhere, by default the one beside it."""
+def _configured_tokenizer(config: DataConfig) -> TokenizerConfig:
+    """Returns the configured tokenizer; a cache built elsewhere defaults to the tokenizer stored with it."""
     if config.tokenizer is not None or not isinstance(config.source, PrebuiltCache):
         return config.tokenizer_config
-    beside = KvStore(config.source.path)
-    if beside.local is None:
-        raise UserError(f"data.tokenizer: name the tokenizer that {beside.url} was built with")
-    if not (beside.local / _CONTENT).is_file():
+    store = KvStore(config.source.path)
+    if store.local is None:
+        raise UserError(f"data.tokenizer: name the tokenizer that {store.url} was built with")
+    if not (store.local / _CONTENT).is_file():
         raise UserError(
-            f"data.tokenizer: none lies beside the cache, in {beside.local}/tokenizer; name the one that it was "
+            f"data.tokenizer: none lies beside the cache, in {store.local}/tokenizer; name the one that it was "
             "built with"
         )
-    return Pretrained(name=f"{beside.local}/tokenizer")
+    return Pretrained(name=f"{store.local}/tokenizer")
 
 
-def _load_named(wanted: TokenizerConfig) -> HfTokenizer:
-    if isinstance(wanted, BytesTokenizer):
+def _load_named(config: TokenizerConfig) -> HfTokenizer:
+    if isinstance(config, BytesTokenizer):
         return ByteTokenizer()
-    assert isinstance(wanted, Pretrained)
-    return load_pretrained(wanted)
+    assert isinstance(config, Pretrained)
+    return load_pretrained(config)
 
 
 def _train_shards(caches: Mapping[str, CacheSpec]) -> list[Shard]:
@@ -106,16 +105,16 @@ def _train_shards(caches: Mapping[str, CacheSpec]) -> list[Shard]:
     return shards
 
 
-def _read_trained(store: KvStore, recipe: dict[str, Any]) -> HfTokenizer | None:
-    """Reads the tokenizer that an earlier run trained by the same recipe; None if there is none."""
-    found = store.read_json(_RECIPE)
-    if found is None:
+def _read_trained(store: KvStore, recipe: Mapping[str, object]) -> HfTokenizer | None:
+    """Reads the tokenizer trained by an earlier run with the same recipe; None if none was trained."""
+    recorded = store.read_json(_RECIPE)
+    if recorded is None:
         return None
-    if found != recipe:
-        changed = [key for key in recipe if found.get(key) != recipe[key]]
+    if recorded != recipe:
+        changed = [key for key in recipe if recorded.get(key) != recipe[key]]
         raise UserError(
-            f"{store.url}/tokenizer was trained by another recipe ({fingerprint(found)}, now {fingerprint(recipe)}); "
-            f"what differs: {', '.join(changed)}. Set data.cache_dir to another directory, or remove {store.url}"
+            f"{store.url}/tokenizer was trained by another recipe ({fingerprint(recorded)}, now {fingerprint(recipe)})"
+            f"; what differs: {', '.join(changed)}. Set data.cache_dir to another directory, or remove {store.url}"
         )
     content = store.read(_CONTENT)
     if content is None:
@@ -123,14 +122,14 @@ def _read_trained(store: KvStore, recipe: dict[str, Any]) -> HfTokenizer | None:
     return HfTokenizer(content.decode(), origin=f"{store.url}/tokenizer")
 
 
-def _fits(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) -> bool:
-    """Returns true if every cache that exists was built with this tokenizer."""
+def _matches_tokenizer(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) -> bool:
+    """Returns True if every existing cache was built with this tokenizer."""
     manifests = [read_manifest(KvStore(cache.url)) for cache in caches.values()]
-    wanted = tokenizer.identity()["sha256"]
-    return all(found is None or found["tokenizer"].get("sha256") == wanted for found in manifests)
+    sha256 = tokenizer.identity()["sha256"]
+    return all(manifest is None or manifest["tokenizer"].get("sha256") == sha256 for manifest in manifests)
 
 
 def _write(tokenizer: HfTokenizer, store: KvStore) -> None:
-    # The file by which others tell that there is a tokenizer comes last.
+    # tokenizer.json comes last: readers take its existence as a sign of a complete tokenizer.
     for name, content in sorted(tokenizer.files().items(), key=lambda file: file[0] == TOKENIZER_FILE):
         store.write(f"tokenizer/{name}", content)

@@ -19,7 +19,7 @@ AnyTokenizer = Annotated[
 
 
 def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
-    """Expands the short forms: None is a tokenizer trained here, `bytes` the bytes, other text a path or hub name."""
+    """Expands short forms: None trains a tokenizer, `bytes` means byte tokens, other text is a path or hub name."""
     if value is None:
         return TrainedBpe()
     if isinstance(value, str):
@@ -28,12 +28,12 @@ def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
 
 
 def load_tokenizer(directory: str | Path) -> HfTokenizer:
-    """Reads the files that `Tokenizer.save` wrote.
+    """Reads the files written by `Tokenizer.save`.
 
     Raises:
-        UserError: if there is none, or it is damaged.
+        UserError: if the tokenizer is missing or damaged.
     """
-    # The slash at the end says that it is a path: a directory that is missing must not be looked up on the hub.
+    # The trailing slash marks a path: a missing directory must not be looked up on the hub.
     tokenizer = load_pretrained(Pretrained(name=f"{Path(directory).absolute()}/"))
     if tokenizer.files()["tokenizer.json"] == CONTENT.encode():
         return tokenizer.with_backend(ByteTokenizer)

@@ -1,4 +1,4 @@
-"""Base of tokenizers: a Hugging Face `tokenizer.json` and the files that belong to it.
+"""Base of tokenizers: a Hugging Face `tokenizer.json` and its companion files.
 
 Shape letters: T tokens of a text.
 """
@@ -22,20 +22,24 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.data.tokenizer.files import CONFIG_FILE, TOKENIZER_FILE
-from lm_trainer.data.tokenizer.rust import open_rust, settings_without_chance, without_chance
+from lm_trainer.data.tokenizer.rust import open_rust, settings_without_sampling, without_sampling
 
 logger = logging.getLogger(__name__)
 
 EOS_TOKEN = "<|endoftext|>"
-"""The end-of-document token of the tokenizers that are made here."""
+"""The end-of-document token of tokenizers created by lm_trainer."""
 
-_OWN_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-"""tokenizer_config.json of a tokenizer that comes without one."""
+_DEFAULT_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+"""Default tokenizer_config.json, for tokenizers without one."""
 _USUAL_EOS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
+Identity = dict[str, Any]
+"""JSON that identifies a tokenizer."""
+
+
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -44,41 +48,41 @@ class Tokenizer(Protocol):
 
     @property
     def batch_bytes(self) -> int:
-        """UTF-8 bytes of text that `encode_batch` is best given at once."""
+        """Best size of a batch for `encode_batch`, in UTF-8 bytes of text."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """Ends every document, and comes from nowhere else."""
+        """The end-of-document token. Text is never encoded as this token."""
         ...
 
     @property
     def bos_id(self) -> int | None:
-        """Starts every document, for tokenizers that put such a token in front of a text by themselves."""
+        """The start-of-document token; None for tokenizers that do not add one."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of plain text, without start or end; the names of special tokens in it are plain text too."""
+        """Returns the ids of plain text, without BOS and EOS. Names of special tokens are encoded as plain text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encodes several texts, each as `encode` does."""
+        """Encodes several texts like `encode`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids, special tokens left out."""
+        """Returns the text of the ids without special tokens."""
         ...
 
-    def identity(self) -> dict[str, Any]:
-        """Returns JSON that differs between tokenizers, whatever package runs them: a model is made for one."""
+    def identity(self) -> Identity:
+        """Returns JSON that identifies the tokenizer, independent of its backend: a model belongs to one tokenizer."""
         ...
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns JSON that differs whenever the ids of some text may differ: identity, backend and version."""
+    def fingerprint(self) -> Identity:
+        """Returns JSON that changes whenever ids may change: identity, backend and version."""
         ...
 
     def save(self, directory: str | Path) -> None:
-        """Writes files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
+        """Writes files for `transformers.AutoTokenizer` and `load_tokenizer`."""
         ...
 
 
@@ -87,36 +91,36 @@ class TokenizerConfig(Config):
 
 
 class HfTokenizer:
-    """Runs a `tokenizer.json` by the `tokenizers` package. Picklable.
+    """Runs a `tokenizer.json` with the `tokenizers` package. Picklable.
 
     Args:
-        content: the text of `tokenizer.json`; kept to the byte, unless it has settings of chance, which are turned off.
+        content: the text of `tokenizer.json`; kept byte for byte, except for random sampling, which is turned off.
         settings: `tokenizer_config.json` as a mapping.
         extras: further files of the tokenizer by name.
-        eos_token: overrides the end-of-document token that the settings name.
-        origin: where it comes from, for messages.
+        eos_token: overrides the end-of-document token of the settings.
+        origin: source of the tokenizer, for messages.
 
     Raises:
-        UserError: if the content is not a tokenizer, or does not tell which token ends a document.
+        UserError: if the content is not a tokenizer, or has no known end-of-document token.
     """
 
     backend: ClassVar[str] = "tokenizers"
     package: ClassVar[str | None] = "tokenizers"
-    """The package whose version decides the ids."""
+    """The package whose version determines the ids."""
     batch_bytes: int = 1 << 20
-    """Each byte takes a hundred of memory while it is encoded."""
+    """Encoding takes about 100 bytes of memory per byte of text."""
 
     def __init__(
         self,
         content: str,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         extras: Mapping[str, bytes] | None = None,
         *,
         eos_token: str | None = None,
         origin: str = "the tokenizer",
     ):
-        self._content, off = without_chance(content)
-        self._settings, off_in_settings = settings_without_chance(settings or _OWN_SETTINGS)
+        self._content, off = without_sampling(content)
+        self._settings, off_in_settings = settings_without_sampling(settings or _DEFAULT_SETTINGS)
         self._extras, self._origin = dict(extras or {}), origin
         for file, changed in ((TOKENIZER_FILE, off), (CONFIG_FILE, off_in_settings)):
             if changed:
@@ -127,18 +131,18 @@ class HfTokenizer:
                 )
         try:
             self._rust = open_rust(self._content)
-        except Exception as error:  # the package raises nothing narrower
+        except Exception as error:  # the package has no narrower error type
             raise UserError(f"{origin}: {TOKENIZER_FILE} cannot be read: {error}") from None
         self._with_specials: RustTokenizer | None = None
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._eos_token = self._find_eos(vocabulary, eos_token)
-        # A token may be written with more than its text, which stays.
+        # The settings may hold an object with more than the token's text; keep it.
         if token_text(self._settings.get("eos_token")) != self._eos_token:
             self._settings["eos_token"] = self._eos_token
         self._eos_id = vocabulary[self._eos_token]
         self._bos_id = self._find_bos()
-        # Text that looks like a special token is encoded like any other text: a document must not end itself.
+        # Text that looks like a special token is encoded as plain text: a document must not contain its own EOS.
         self._rust.encode_special_tokens = True
         if self._eos_id in self.encode(self._eos_token):
             raise UserError(
@@ -146,8 +150,8 @@ class HfTokenizer:
                 f"declare it special in {TOKENIZER_FILE}"
             )
 
-    def _find_eos(self, vocabulary: Mapping[str, int], wanted: str | None) -> str:
-        named = wanted or token_text(self._settings.get("eos_token"))
+    def _find_eos(self, vocabulary: Mapping[str, int], eos_token: str | None) -> str:
+        named = eos_token or token_text(self._settings.get("eos_token"))
         if named is None:
             named = next((token for token in _USUAL_EOS if token in vocabulary), None)
         if named is None:
@@ -160,8 +164,8 @@ class HfTokenizer:
         return named
 
     def _find_bos(self) -> int | None:
-        """Finds the first special token that the tokenizer's own post-processing puts in front of a text."""
-        # Tried out, since the settings do not tell: post-processing may be any of several kinds, and nested.
+        """Finds the special token that the post-processor of the tokenizer puts in front of a text."""
+        # Found by encoding a text, since post-processors come in several kinds and may be nested.
         if not self._rust.num_special_tokens_to_add(is_pair=False):
             return None
         with_special, plain = self._rust.encode("a"), self._rust.encode("a", add_special_tokens=False)
@@ -169,10 +173,10 @@ class HfTokenizer:
         return first if plain.ids and first != plain.ids[0] and first != self._eos_id else None
 
     def with_backend(self, kind: type[HfTokenizer]) -> HfTokenizer:
-        """Returns the same tokenizer run by another package."""
+        """Returns the same tokenizer with another backend."""
         return _rebuild(kind, self._content, self._settings, self._extras, self._origin)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self._content, self._settings, self._extras, self._origin)
 
     @property
@@ -194,29 +198,29 @@ class HfTokenizer:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Returns ids as `encode` does, and int [T, 2]: the characters [start, end) that each stands for."""
+        """Returns the ids like `encode`, and the characters [start, end) of every token: int [T, 2]."""
         return _with_offsets(self._rust, text)
 
     def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Encodes as `encode_plain`, but special tokens in the text are special: it was written by a chat template."""
+        """Encodes like `encode_plain`, but recognises special tokens: for text written by a chat template."""
         return _with_offsets(self._special_rust(), text)
 
     def encode_special(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the ids that transformers gives: special tokens in the text are special, and its own are added."""
+        """Returns the same ids as transformers: recognises special tokens in the text, and can add BOS and EOS."""
         return self._special_rust().encode(text, add_special_tokens=add_special_tokens).ids
 
     def _special_rust(self) -> RustTokenizer:
-        # A second copy, since switching `encode_special_tokens` would reach other threads amid their encoding.
+        # A second copy, since switching `encode_special_tokens` would affect other threads while they encode.
         if self._with_specials is None:
             self._with_specials = open_rust(self._content)
         return self._with_specials
 
     def ids(self) -> set[int]:
-        """Returns every id that stands for a token."""
+        """Returns all ids that are in use."""
         return set(self._rust.get_vocab(with_added_tokens=True).values())
 
     def added_tokens(self) -> dict[int, str]:
-        """Returns the tokens that were added to the vocabulary that text is cut into; special ones are among them."""
+        """Returns the tokens added to the base vocabulary, including special tokens."""
         return {index: token.content for index, token in self._rust.get_added_tokens_decoder().items()}
 
     def special_tokens(self) -> dict[str, int]:
@@ -225,17 +229,17 @@ class HfTokenizer:
         return {token.content: index for index, token in added.items() if token.special}
 
     def named_tokens(self) -> dict[str, str]:
-        """Returns the tokens that the settings name, such as `eos_token`."""
+        """Returns the named tokens of the settings, such as `eos_token`."""
         texts = {key: token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
     @property
     def chat_template(self) -> str | None:
-        """The template that came with the tokenizer."""
+        """The chat template of the tokenizer."""
         if "chat_template.jinja" in self._extras:
             return self._extras["chat_template.jinja"].decode("utf-8")
-        template = self._settings.get("chat_template")
-        if isinstance(template, list):  # several by name
+        template: Any = self._settings.get("chat_template")
+        if isinstance(template, list):  # several named templates
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         return template
 
@@ -243,10 +247,10 @@ class HfTokenizer:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids, with the names of special tokens in it."""
+        """Returns the text of the ids, including the names of special tokens."""
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         return {
             "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
             "vocab_size": self.vocab_size,
@@ -254,12 +258,12 @@ class HfTokenizer:
             "bos_id": self.bos_id,
         }
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Identity:
         version = importlib.metadata.version(self.package) if self.package else "1"
         return {**self.identity(), "backend": self.backend, "version": version}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the content of every file that `save` writes, by its path below the directory."""
+        """Returns the contents of all files of the tokenizer, by their relative paths."""
         return {
             TOKENIZER_FILE: self._content.encode(),
             CONFIG_FILE: (json.dumps(self._settings, indent=2, ensure_ascii=False) + "\n").encode(),
@@ -267,10 +271,10 @@ class HfTokenizer:
         }
 
     def save(self, directory: str | Path) -> None:
-        """Writes all files or, on a full disk, none.
+        """Writes all files, or none if the disk is full.
 
         Raises:
-            MachineError: if they cannot be written.
+            MachineError: if the files cannot be written.
             UserError: for a URL.
         """
         directory = local_path(directory)
@@ -301,5 +305,5 @@ def _rebuild(kind: type[HfTokenizer], content: str, settings: dict, extras: dict
 
 
 def token_text(value: Any) -> str | None:
-    """Returns the text of a token, which settings give as text or as an object with the text in `content`."""
+    """Returns the text of a token; settings hold it as text, or as an object with the text in `content`."""
     return value.get("content") if isinstance(value, dict) else value

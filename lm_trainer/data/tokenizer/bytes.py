@@ -1,9 +1,9 @@
-"""Bytes as tokens: nothing to train, nothing to download, every text exact."""
+"""Bytes as tokens: no training, no download, and every text is encoded exactly."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ EOS_ID = 256
 
 
 class BytesTokenizer(TokenizerConfig):
-    """Each byte of the UTF-8 text is a token; 256 bytes and the end of a document make a vocabulary of 257."""
+    """Each byte of the UTF-8 text is a token; 256 bytes and the end-of-document token make a vocabulary of 257."""
 
     type: Literal["bytes"] = "bytes"
 
@@ -22,13 +22,20 @@ class BytesTokenizer(TokenizerConfig):
 
 
 class ByteTokenizer(HfTokenizer):
-    """Ids are the bytes themselves, and 256 the end of a document."""
+    """Ids are byte values; 256 is the end-of-document token."""
 
     backend = "bytes"
     package = None
     batch_bytes = 8 << 20
 
-    def __init__(self, content: str | None = None, settings: Any = None, extras: Any = None, *, origin: str = "bytes"):
+    def __init__(
+        self,
+        content: str | None = None,
+        settings: Mapping[str, object] | None = None,
+        extras: Mapping[str, bytes] | None = None,
+        *,
+        origin: str = "bytes",
+    ):
         super().__init__(content or CONTENT, settings, extras, origin=origin)
 
     def encode(self, text: str) -> list[int]:
@@ -46,15 +53,15 @@ class ByteTokenizer(HfTokenizer):
 
 
 def byte_characters() -> list[str]:
-    """Returns the character that stands for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""
-    # Printable bytes stand for themselves, the others for characters from 0x100 on: no token holds a blank or control.
+    """Returns the character used for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""
+    # Printable bytes map to themselves, other bytes to characters from 0x100 on: no token has blanks or control codes.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+    substitutes = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
 
 
 def _content() -> str:
-    """Writes the tokenizer as a `tokenizer.json`, so that an exported model has one that other programs read."""
+    """Returns the tokenizer as a `tokenizer.json`, so that exported models work in other programs."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     special = {"id": EOS_ID, "content": EOS_TOKEN, "special": True, "normalized": False}
     special |= {"single_word": False, "lstrip": False, "rstrip": False}
@@ -67,4 +74,4 @@ def _content() -> str:
 
 
 CONTENT = _content()
-"""The `tokenizer.json` of the bytes; a constant, so that a saved copy is recognised."""
+"""The `tokenizer.json` of the byte tokenizer; a constant, so that `load_tokenizer` recognises a saved copy."""

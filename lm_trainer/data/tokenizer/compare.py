@@ -7,52 +7,58 @@ from pathlib import Path
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import HfTokenizer
 from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
-from lm_trainer.data.tokenizer.rust import open_rust, without_chance
+from lm_trainer.data.tokenizer.rust import open_rust, without_sampling
 
 _SAMPLE = "Hello, World! It's 2,048 tokens\n\tdef f(x):  return x**2 # naïve café — 東京 Москва 🙂\r\n\n   end"
-"""Letters of several scripts, digits, code and white space, which normalization and splitting treat differently."""
+"""Letters of several scripts, digits, code and white space, to reveal differences in normalisation and splitting."""
 
 
 def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
-    """Says how a tokenizer differs from that of a model, in its vocabulary or in how it cuts text; None if it does not.
+    """Compares a tokenizer with the one of a model: describes the first difference in vocabulary or splitting.
 
-    Which token ends a document may differ: that is for the user to say.
+    Returns None if the tokenizers agree. The end-of-document token may differ, since the user chooses it.
 
     Args:
-        tokenizer: the one in use.
-        directory: of the model, with its tokenizer.json.
+        tokenizer: the tokenizer in use.
+        directory: the directory of the model, with its tokenizer.json.
 
     Raises:
         UserError: when that file is damaged.
     """
     file = directory / TOKENIZER_FILE
     try:
-        theirs = open_rust(without_chance(file.read_text("utf-8"))[0])
-    except Exception as error:  # the package raises nothing narrower
+        reference = open_rust(without_sampling(file.read_text("utf-8"))[0])
+    except Exception as error:  # the package has no narrower error type
         raise UserError(f"{file}: cannot be read: {error}") from None
-    ours = open_rust(tokenizer.files()[TOKENIZER_FILE].decode())
-    ids, expected = (each.get_vocab(with_added_tokens=True) for each in (ours, theirs))
+    local = open_rust(tokenizer.files()[TOKENIZER_FILE].decode())
+    ids, expected = (rust.get_vocab(with_added_tokens=True) for rust in (local, reference))
     if ids != expected:
-        return _vocabularies(ids, expected)
-    if ours.encode(_SAMPLE, add_special_tokens=False).ids != theirs.encode(_SAMPLE, add_special_tokens=False).ids:
+        return _vocabulary_difference(ids, expected)
+    if local.encode(_SAMPLE, add_special_tokens=False).ids != reference.encode(_SAMPLE, add_special_tokens=False).ids:
         return "it has the same tokens, but cuts text differently"
     return None
 
 
 def has_rows_for(tokenizer: HfTokenizer, rows: int) -> bool:
-    """Returns whether a model with so many rows of its embedding can be that of a tokenizer.
+    """Returns True if a model with this number of embedding rows can be used with the tokenizer.
 
-    Some models have no rows for tokens that were added to their vocabulary later and come from no text: a text that has
-    one is refused where it is read.
+    Some models lack rows for tokens added later, which plain text never contains. Input with such a token is rejected
+    when it is read.
     """
     added = tokenizer.added_tokens()
     surplus = {index for index in tokenizer.ids() if index >= rows}
     return surplus <= added.keys() and not surplus & {tokenizer.eos_id, tokenizer.bos_id}
 
 
-def _vocabularies(ids: dict[str, int], expected: dict[str, int]) -> str:
+def _vocabulary_difference(ids: dict[str, int], expected: dict[str, int]) -> str:
     if len(ids) != len(expected):
         return f"it has {len(ids):,} tokens, not {len(expected):,}"
-    here, there = ({index: token for token, index in each.items()} for each in (ids, expected))
-    first = min(index for index in here.keys() | there.keys() if here.get(index) != there.get(index))
-    return f"its token {first} is {here.get(first)!r}, not {there.get(first)!r}"
+    local_tokens, expected_tokens = (
+        {index: token for token, index in vocabulary.items()} for vocabulary in (ids, expected)
+    )
+    first = min(
+        index
+        for index in local_tokens.keys() | expected_tokens.keys()
+        if local_tokens.get(index) != expected_tokens.get(index)
+    )
+    return f"its token {first} is {local_tokens.get(first)!r}, not {expected_tokens.get(first)!r}"

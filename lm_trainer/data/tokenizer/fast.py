@@ -1,4 +1,4 @@
-"""Faster backend for tokenizers, used where it is installed and gives the same ids."""
+"""Faster tokenizer backend, used if it is installed and produces the same ids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,65 +21,74 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "tokenizers", "fastokens"]
 
-_MOST_PARTS = 8
+_MAX_THREADS = 8
 
 SAMPLE_SHARDS, SAMPLE_ROWS, SAMPLE_CHARS = 16, 64, 200_000
-"""Shards of each source that are compared, and the rows and characters of each."""
+"""Sample for the comparison: shards per source, and rows and characters per shard."""
 
 
 class FastTokenizer(HfTokenizer):
-    """Runs a `tokenizer.json` by the package `fastokens`, several times as fast on long texts."""
+    """Runs a `tokenizer.json` with the package `fastokens`, which is several times as fast on long texts."""
 
     backend = "fastokens"
     package = "fastokens"
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        content: str,
+        settings: Mapping[str, object] | None = None,
+        extras: Mapping[str, bytes] | None = None,
+        *,
+        eos_token: str | None = None,
+        origin: str = "the tokenizer",
+    ):
+        super().__init__(content, settings, extras, eos_token=eos_token, origin=origin)
         from fastokens import Tokenizer
 
-        # A part for each thread that encodes, as many as its Rayon is told. Between batches the stages hand the
-        # interpreter's lock to one another, which small ones spend as long on as on their text; in larger ones it does
-        # not stay in a core's cache.
-        told = os.environ.get("RAYON_NUM_THREADS", "")
-        threads = int(told) if told.isdigit() and int(told) else available_cores()
-        self.batch_bytes = 2 * min(threads, _MOST_PARTS) * HfTokenizer.batch_bytes
+        # The batch is proportional to the number of encoding threads, which Rayon reads from the environment. The
+        # stages of the pipeline exchange the interpreter lock between batches, which would take as long as the encoding
+        # of a small batch. The text of a larger batch would not fit into a core's cache.
+        num_threads = os.environ.get("RAYON_NUM_THREADS", "")
+        threads = int(num_threads) if num_threads.isdigit() and int(num_threads) else available_cores()
+        self.batch_bytes = 2 * min(threads, _MAX_THREADS) * HfTokenizer.batch_bytes
         self._fast = Tokenizer.from_json_str(self._content)
         self._fast.no_truncation()
         self._fast.no_padding()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Any]:
-        # All ids in one buffer: a Python list of each document's would cost as much as the encoding.
+        # All ids in one buffer: making a Python list per document would take as long as the encoding.
         ids, offsets = self._fast.encode_batch_flat(list(texts), split_special_tokens=True)
-        together, cuts = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).tolist()
-        return [together[start:end] for start, end in itertools.pairwise(cuts)]
+        all_ids, bounds = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).tolist()
+        return [all_ids[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def choose_backend(
-    tokenizer: HfTokenizer, wanted: Backend, sources: Sequence[Sequence[Shard]], built_with: str | None
+    tokenizer: HfTokenizer, requested: Backend, sources: Sequence[Sequence[Shard]], built_with: str | None
 ) -> HfTokenizer:
-    """Returns the tokenizer, run by the backend that is wanted.
+    """Returns the tokenizer with the requested backend.
 
     Args:
-        tokenizer: run by `tokenizers`.
-        wanted: `auto` takes the fast one where it is installed and agrees on a sample of every source.
-        sources: the shards that will be tokenised, source by source.
-        built_with: the backend of a cache that exists, which `auto` keeps to.
+        tokenizer: the tokenizer, with the backend `tokenizers`.
+        requested: the backend; `auto` uses fastokens if it is installed and agrees on a sample of every source.
+        sources: the shards to be tokenised, grouped by source.
+        built_with: the backend of an existing cache, which `auto` keeps.
 
     Raises:
-        UserError: where the wanted backend is not installed or disagrees, or a source cannot be read.
+        UserError: if the requested backend is missing or disagrees, or a source cannot be read.
     """
     if type(tokenizer) is not HfTokenizer:
         return tokenizer
-    # A cache keeps its backend, whose name is part of its identity: a package installed later must not make it unfit.
-    name = (built_with or "fastokens") if wanted == "auto" else wanted
+    # An existing cache keeps its backend, which is part of its identity: installing a package later must not
+    # invalidate the cache.
+    name = (built_with or "fastokens") if requested == "auto" else requested
     if name != "fastokens":
         return tokenizer
-    optional = wanted == "auto" and built_with is None
+    optional = requested == "auto" and built_with is None
     if importlib.util.find_spec("fastokens") is None:
         if optional:
             return tokenizer
-        why = "data.tokenizer_backend asks for it" if wanted != "auto" else "the cache was built with it"
-        raise UserError(f"the package fastokens is not installed, but {why}; run: pip install fastokens")
+        reason = "data.tokenizer_backend asks for it" if requested != "auto" else "the cache was built with it"
+        raise UserError(f"the package fastokens is not installed, but {reason}; run: pip install fastokens")
     fast, problem = _try_fast(tokenizer, sources)
     if problem is None:
         return fast
@@ -90,27 +99,27 @@ def choose_backend(
 
 
 def _try_fast(tokenizer: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> tuple[HfTokenizer, str | None]:
-    """Returns the tokenizer run by fastokens, and the reason why it cannot be used, if there is one."""
+    """Returns the tokenizer with the fastokens backend, and the reason if this backend cannot be used."""
     try:
         fast = tokenizer.with_backend(FastTokenizer)
         return fast, find_different_ids(tokenizer, fast, sources)
-    except UserError:  # of a source
+    except UserError:  # from a source
         raise
-    except Exception as error:  # the package has errors of its own for tokenizers that it cannot run
+    except Exception as error:  # the package has its own error types for unsupported tokenizers
         return tokenizer, f"it cannot run this tokenizer ({error})"
 
 
-def find_different_ids(one: HfTokenizer, other: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> str | None:
-    """Finds a row of a sample of every source for which two tokenizers give other ids; None if there is none."""
+def find_different_ids(first: HfTokenizer, second: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> str | None:
+    """Compares two tokenizers on a sample of every source; describes the first row with different ids, if any."""
     for shards in sources:
-        # Spread over the shards, which may be of different languages.
+        # Sample from many shards, since they may be in different languages.
         every = max(1, len(shards) // SAMPLE_SHARDS)
         for shard in shards[::every][:SAMPLE_SHARDS]:
             rows = list(_sample(shard))
             texts = [text for _, text in rows]
-            for (where, _), a, b in zip(rows, one.encode_batch(texts), other.encode_batch(texts), strict=True):
+            for (location, _), a, b in zip(rows, first.encode_batch(texts), second.encode_batch(texts), strict=True):
                 if not np.array_equal(a, b):
-                    return f"it gives other ids for {where}"
+                    return f"it gives other ids for {location}"
     return None
 
 

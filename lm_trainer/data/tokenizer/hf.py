@@ -1,4 +1,4 @@
-"""Tokenizers of the Hugging Face ecosystem: a file, a directory or a name on the hub. No remote code is ever run."""
+"""Hugging Face tokenizers, from a file, a directory or the hub. Remote code is never run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
@@ -22,18 +22,18 @@ class Pretrained(TokenizerConfig):
 
     type: Literal["hf"] = "hf"
     name: LocalPathOrHubName
-    """A path to `tokenizer.json` or to a directory that holds it, or a hub name such as `gpt2` or `org/model`."""
+    """A path to `tokenizer.json` or its directory, or a hub name such as `gpt2` or `org/model`."""
     revision: str | None = None
     """Branch, tag or commit on the hub. Pin it: a branch may move."""
     eos_token: str | None = None
-    """The token that ends a document, where the tokenizer does not say so or should not decide."""
+    """The end-of-document token, if the tokenizer does not define it or to override its choice."""
 
 
 def load_pretrained(config: Pretrained) -> HfTokenizer:
-    """Reads a tokenizer from disk, or from the hub where `name` is no path.
+    """Reads a tokenizer from disk, or from the hub if `name` is not a path.
 
     Raises:
-        UserError: if it is not there, is no fast tokenizer, or cannot be downloaded.
+        UserError: if the tokenizer is missing, is not a fast tokenizer, or cannot be downloaded.
     """
     path = Path(expanded(config.name))
     if path.exists():
@@ -44,11 +44,10 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
 
 
 def load_local(config: Pretrained) -> HfTokenizer | None:
-    """Reads a tokenizer from its path, or from the hub's files that were downloaded before; None if neither is there.
+    """Reads a tokenizer from its path, or from previously downloaded hub files; None if it was not downloaded.
 
     Raises:
-        UserError: if `name` is a path and nothing is there, cannot be a name on the hub, or the files are of no fast
-            tokenizer.
+        UserError: if `name` is a path to a missing file or an invalid hub name, or the files are not a fast tokenizer.
     """
     if _is_path(config.name):
         return load_pretrained(config)
@@ -57,10 +56,10 @@ def load_local(config: Pretrained) -> HfTokenizer | None:
 
 
 def find_pretrained(config: Pretrained) -> None:
-    """Looks whether `load_pretrained` would find the tokenizer; on the hub only where no copy is on this machine.
+    """Checks that `load_pretrained` can find the tokenizer; asks the hub only if this machine has no copy.
 
     Raises:
-        UserError: if it is not there, or the hub cannot be reached.
+        UserError: if the tokenizer is missing, or the hub cannot be reached.
     """
     if load_local(config) is None:
         _from_hub(config)
@@ -118,7 +117,7 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
         try:
             return fetch(name)
         except LocalEntryNotFoundError:
-            # Without network. The settings name the end of a document, so their absence must be known, not assumed.
+            # Without network. The settings define the EOS token, so the file must be known to be absent, not assumed.
             if try_to_load_from_cache(config.name, name, revision=config.revision) is not _CACHED_NO_EXIST:
                 raise
             return None
@@ -128,10 +127,10 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
     try:
         file = fetch(TOKENIZER_FILE)
         settings_file = fetch_optional(CONFIG_FILE)
-        # One question for all names of further files. Without network those count that were downloaded before.
+        # One request for all further files. Without network, previously downloaded files are used.
         with contextlib.suppress(LocalEntryNotFoundError):
             snapshot_download(config.name, revision=config.revision, allow_patterns=list(CARRIED_FILES))
-    except Exception as error:  # the hub's client raises its own, httpx's, and OSErrors
+    except Exception as error:  # the hub client raises its own errors, httpx errors and OSErrors
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"data.tokenizer: {config.name!r} is no file or directory here, and the Hugging Face hub gave no tokenizer "
@@ -141,7 +140,7 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
     return HfTokenizer(_text(file), settings, read_carried(file.parent), eos_token=config.eos_token, origin=config.name)
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _settings(file: Path) -> dict[str, object]:
     if not file.exists():
         return {}
     try:

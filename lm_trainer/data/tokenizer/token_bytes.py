@@ -1,4 +1,4 @@
-"""UTF-8 bytes of text that tokens stand for, by which losses of different tokenizers are compared.
+"""UTF-8 bytes of the text of tokens, used to compare the losses of different tokenizers.
 
 Shape letters: V vocabulary.
 """
@@ -21,25 +21,25 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def token_bytes(tokenizer: HfTokenizer) -> np.ndarray:
-    """Counts the UTF-8 bytes of text that each token stands for: int32 [V]; 0 for special tokens and unused ids."""
+    """Counts the UTF-8 bytes of the text of every token: int32 [V]; 0 for special tokens and unused ids."""
     return np.array([len(text or b"") for text in token_texts(tokenizer)], np.int32)
 
 
 def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
-    """The UTF-8 bytes that each token stands for within a text, by its id; None for special tokens and unused ids.
+    """Returns the UTF-8 bytes of every token within a text, by id; None for special tokens and unused ids.
 
-    Bytes of a single token need not be UTF-8: characters may be cut.
+    The bytes of a single token may not be valid UTF-8, since a token may end inside a character.
     """
     content = tokenizer.files()[TOKENIZER_FILE].decode()
     rust = open_rust(content)
     added = rust.get_added_tokens_decoder()
-    # In GPT-2's alphabet each character stands for a byte, so that tokens which end inside of a character are exact.
+    # In GPT-2's alphabet every character encodes one byte, so tokens that end inside a character are exact.
     byte_level = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
     byte_of = {character: byte for byte, character in enumerate(byte_characters())} if byte_level else {}
-    # Between two others, since decoders treat the first token of a text in ways of their own.
-    around = _around(rust)
-    before = len(rust.decode([around]).encode())
-    after = len(rust.decode([around, around]).encode()) - before
+    # Decode every token between two others, since decoders treat the first token of a text differently.
+    neighbour = _neighbour_id(rust)
+    prefix_bytes = len(rust.decode([neighbour]).encode())
+    suffix_bytes = len(rust.decode([neighbour, neighbour]).encode()) - prefix_bytes
     texts_V: list[bytes | None] = [None] * tokenizer.vocab_size
     for token, index in rust.get_vocab(with_added_tokens=True).items():
         if index in added:
@@ -49,11 +49,11 @@ def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
         elif _BYTE_TOKEN.fullmatch(token):
             texts_V[index] = bytes([int(token[3:5], 16)])
         else:
-            whole = rust.decode([around, index, around]).encode()
-            texts_V[index] = whole[before : max(len(whole) - after, before)]
+            decoded = rust.decode([neighbour, index, neighbour]).encode()
+            texts_V[index] = decoded[prefix_bytes : max(len(decoded) - suffix_bytes, prefix_bytes)]
     return texts_V
 
 
-def _around(rust: RustTokenizer) -> int:
+def _neighbour_id(rust: RustTokenizer) -> int:
     ids = rust.encode("a", add_special_tokens=False).ids
     return ids[-1] if ids else 0

@@ -1,10 +1,10 @@
-"""Byte-level BPE trained on the run's own training text."""
+"""Byte-level BPE trained on the training text of the run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -16,16 +16,16 @@ from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConf
 
 
 class TrainedBpe(TokenizerConfig):
-    """Byte-level BPE with GPT-2's word pattern, trained at first use and kept beside the cache."""
+    """Byte-level BPE with GPT-2's word pattern, trained at first use and stored with the cache."""
 
     type: Literal["trained_bpe"] = "trained_bpe"
     vocab_size: int = Field(default=4096, ge=257, le=1 << 20)
-    """Tokens of the vocabulary: 256 bytes, one end-of-document token, and merges. Little text may give fewer."""
+    """Vocabulary size: 256 bytes, one end-of-document token, and merges. A small text may give fewer tokens."""
     sample_bytes: int = Field(default=32 << 20, ge=1 << 10)
-    """Train on at most about so many bytes, taken from the start of every shard of the training text."""
+    """Approximate maximum number of bytes to train on, taken from the start of every training shard."""
 
-    def recipe(self, shards: Sequence[Shard]) -> dict[str, Any]:
-        """Lists everything that decides the result."""
+    def recipe(self, shards: Sequence[Shard]) -> dict[str, object]:
+        """Lists everything that determines the result."""
         return {
             **self.model_dump(),
             "version": importlib.metadata.version("tokenizers"),
@@ -34,8 +34,8 @@ class TrainedBpe(TokenizerConfig):
 
 
 def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
-    """Trains on the documents of `shards`. The same text gives the same tokenizer, whatever the number of threads."""
-    # Sorted, since the package gives the alphabet in no fixed order.
+    """Trains on the documents of `shards`. The result depends only on the text, not on the number of threads."""
+    # Sorted, since the package returns the alphabet in no fixed order.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,9 +51,9 @@ def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
 
 
 def _sample(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
-    """Yields the first rows of every shard, bad ones left out: each shard gives its share of `num_bytes`."""
+    """Yields the first good rows of every shard, which contributes an equal share of `num_bytes`."""
     for index, shard in enumerate(shards):
-        # Differences of rounded sums: the shares add up to `num_bytes`, whatever the number of shards.
+        # Differences of rounded sums, so that the shares add up to exactly `num_bytes`.
         budget = num_bytes * (index + 1) // len(shards) - num_bytes * index // len(shards)
         for row in shard.rows():
             if isinstance(row, BadRow):
