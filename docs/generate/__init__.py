@@ -1,7 +1,7 @@
-"""Fills pages of the documentation from the code, so that they cannot be out of date.
+"""Fills pages of the documentation from the code, so they cannot become outdated.
 
-A page asks for it with a line such as `<!-- generated: command line -->`; words after a colon are the argument, as in
-`<!-- generated: configuration: optimizer -->`. Below a YAML block, `<!-- generated: plot -->` draws what it configures.
+A page contains a marker such as `<!-- generated: command line -->`; words after a second colon are the argument, as in
+`<!-- generated: configuration: optimizer -->`. `<!-- generated: plot -->` below a YAML block draws its schedules.
 """
 
 import re
@@ -18,7 +18,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "file": repository.file_of_repository,
     "output": repository.output,
 }
-"""Generators of Markdown, by the name that a page asks for; the argument, where there is one, is a text."""
+"""Markdown generators, by the name in the marker. An argument is a string."""
 
 
 def fill(markdown: str) -> str:

@@ -1,4 +1,4 @@
-"""The reference of the command line: what `lmt --help` and `lmt COMMAND --help` say, as Markdown."""
+"""The command-line reference: the output of `lmt --help` and `lmt COMMAND --help` as Markdown."""
 
 import inspect
 import re
@@ -44,7 +44,7 @@ def _command(path: str, command: Any) -> Iterator[str]:
 
 
 def _summary(command: Any) -> str:
-    """The first paragraph of a command's help, whole."""
+    """The full first paragraph of a command's help."""
     return _cell(inspect.cleandoc(command.help or "").split("\n\n")[0])
 
 

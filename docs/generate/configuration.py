@@ -1,4 +1,4 @@
-"""The reference of the configuration: every key with its type, default and meaning, one page a section."""
+"""The configuration reference: every key with its type, default and meaning, one page per section."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from typing import Any
 Schema = dict[str, Any]
 
 INDEX = "../config"
-"""The page of the keys at the top, and of every section that has no page of its own."""
+"""The page of the top-level keys, and of every section without a separate page."""
 
 PAGES = {
     "": INDEX,
@@ -27,14 +27,14 @@ PAGES = {
     "adapter": "adapter",
     "eval_harness": "eval-harness",
 }
-"""Sections with a page of their own -> the page in docs/reference/config/, without its ending."""
+"""Sections with a separate page -> the page in docs/reference/config/, without its suffix."""
 
 
 def configuration(section: str = "") -> str:
-    """Every key of a section, and of those below it that have no page of their own.
+    """Every key of a section, and of its subsections without a separate page.
 
     Args:
-        section: the dotted key, one of `PAGES`; without it, the keys at the top.
+        section: the dotted key, one of `PAGES`; empty for the top-level keys.
     """
     return _pages()[PAGES[section]]
 
@@ -56,7 +56,7 @@ KINDS = {
     "products in 8 bits": "trainer.quantization",
     "trackers": "trainer.tracker",
 }
-"""Rows of the table of `what_there_is`: title -> key of the configuration that takes one of several kinds."""
+"""Rows of the table of `what_there_is`: title -> configuration key with several kinds."""
 
 
 def what_there_is() -> str:
@@ -75,18 +75,18 @@ def _link(tag: str, definition: str) -> str:
 
 
 def kinds(root: Schema) -> dict[str, list[tuple[str, str]]]:
-    """The keys of a JSON schema that take one of several kinds -> (`type`, definition) of each, in their order."""
+    """The keys of a JSON schema with several kinds -> (`type`, definition) of each kind, in order."""
     return dict(_Renderer(root).kinds("", root))
 
 
 def render(root: Schema) -> dict[str, str]:
     """One heading and table for every section of a JSON schema with `$defs`, in the order of the keys.
 
-    Where a section is one of several kinds, told apart by `type`, the keys that at least half of them have alike stand
-    once, before the kinds.
+    If a section has several kinds, selected by `type`, the keys shared by at least half of them are listed once, before
+    the kinds.
 
     Returns:
-        Page -> its Markdown. Links lead from page to page.
+        Page -> its Markdown. Links between pages are resolved.
     """
     lines: dict[str, list[str]] = {page: [] for page in PAGES.values()}
     page = INDEX
@@ -101,7 +101,7 @@ def render(root: Schema) -> dict[str, str]:
 
 
 _TURN = "page: "
-"""Begins a line that says to which page the next ones belong."""
+"""Prefix of a line that names the page of the following lines."""
 
 
 def _linked(page: str, text: str, homes: dict[str, str]) -> str:
@@ -114,7 +114,7 @@ def _linked(page: str, text: str, homes: dict[str, str]) -> str:
 
 
 def _page_of(path: str) -> tuple[str, str]:
-    """The longest beginning of a dotted key that has a page, and the page."""
+    """The longest prefix of a dotted key with a page, and the page."""
     parts = path.split(".")
     known = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
     section = next(section for section in known if section in PAGES)
@@ -129,7 +129,7 @@ class _Renderer:
         self._anchors: dict[tuple[str, ...], str] = {}
 
     def _take_written_defaults(self, root: Schema) -> None:
-        """Values that have a spelling of their own, such as durations, are spelled out in the default of a section."""
+        """Copies defaults with a special spelling, such as durations, from the default of a section."""
         for schema in (root, *self._definitions.values()):
             for field in schema.get("properties", {}).values():
                 if (name := _reference(field)) and isinstance(field.get("default"), dict):
@@ -137,7 +137,7 @@ class _Renderer:
                         self._definitions[name]["properties"][key]["default"] = value
 
     def section(self, path: str, schema: Schema) -> Iterator[str]:
-        """The table of a section's keys, and then the sections that they lead to."""
+        """The table of a section's keys, and then its subsections."""
         rows = {key: self._row(f"{path}.{key}".strip("."), key, schema) for key in schema.get("properties", {})}
         yield from _table(rows.values())
         yield from self._nested(path, schema, rows)
@@ -157,7 +157,7 @@ class _Renderer:
                 yield from self._union(full, kinds, field)
 
     def kinds(self, path: str, schema: Schema) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        """Every key with sections of several kinds below this one, and these kinds."""
+        """Every key below this one with several kinds, and these kinds."""
         for key, field in schema.get("properties", {}).items():
             names = list(dict.fromkeys(self._references(field)))
             tagged = [(tags[0], name) for name in names if (tags := _tags(self._definitions[name]))]
@@ -168,15 +168,15 @@ class _Renderer:
                     yield from self.kinds(f"{path}{key}.", self._definitions[name])
 
     def _union(self, path: str, names: list[str], field: Schema) -> Iterator[str]:
-        """Lists the kinds, the keys that most of them share, and those that each adds or has otherwise."""
+        """Lists the kinds, the keys shared by most of them, and the keys that each kind adds or changes."""
         links = [f"[{_tags(self._definitions[name])[0]}](#{name.lower()})" for name in names]
         yield from self._heading(path, f"`{path}`", self._anchors.get(tuple(names), path.replace(".", "-")), field)
-        yield f"One of {', '.join(links)}, told apart by `type`; without it, {links[0]}."
+        yield f"One of {', '.join(links)}, selected by `type`; the default is {links[0]}."
         yield ""
         rows = {name: self._rows(path, name) for name in names}
         shared = _shared(list(rows.values())) if len(names) > 1 else {}
         if shared:
-            yield "Keys of all of them, where a kind does not say otherwise:"
+            yield "Keys of all kinds, unless a kind overrides them:"
             yield ""
             yield from _table(shared.values())
             for key in shared:
@@ -188,7 +188,7 @@ class _Renderer:
             yield from self._heading(f"{path}.", f"`{path}` with {tags}", name.lower(), schema)
             yield from _table(row for key, row in own.items() if shared.get(key) != row)
             if lacking := [f"`{key}`" for key in shared if key not in own]:
-                yield f"Of the keys above it has no {', '.join(lacking)}."
+                yield f"It does not have the keys {', '.join(lacking)}."
                 yield ""
             yield from self._nested(path, schema, own)
 
@@ -197,7 +197,7 @@ class _Renderer:
         return {key: self._row(f"{path}.{key}", key, schema) for key in schema["properties"] if key != "type"}
 
     def _heading(self, path: str, title: str, anchor: str, schema: Schema) -> Iterator[str]:
-        """A heading on the page of the section; kinds have a path that ends in a dot, and are listed by `type`."""
+        """A heading on the page of the section; the path of a kind ends in a dot, and its label is its `type`."""
         section, page = _page_of(path.strip("."))
         below = path.removeprefix(section).strip(".")
         depth = path.count(".") - section.count(".")
@@ -217,7 +217,7 @@ class _Renderer:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     def _references(self, schema: Any) -> Iterator[str]:
-        """Names of the definitions with keys of their own that a field leads to."""
+        """Names of the definitions with keys that a field refers to."""
         if isinstance(schema, dict):
             if name := _reference(schema):
                 target = self._definitions[name]
@@ -257,13 +257,13 @@ class _Renderer:
 def _table(rows: Iterable[str]) -> Iterator[str]:
     lines = list(rows)
     if lines:
-        # The class lets narrow screens show each row as a paragraph.
+        # The CSS class shows each row as a paragraph on narrow screens.
         yield from ('<div class="keys" markdown>', "", "| key | type | default | meaning |", "|---|---|---|---|")
         yield from (*lines, "", "</div>", "")
 
 
 def _shared(kinds: list[dict[str, str]]) -> dict[str, str]:
-    """The row of each key that at least half of the kinds, and at least two, have alike."""
+    """The row of each key that is the same in at least half of the kinds, and at least two."""
     counts = Counter(item for rows in kinds for item in rows.items())
     common: dict[str, str] = {}
     for (key, row), count in counts.most_common():
@@ -278,7 +278,7 @@ def _reference(schema: Any) -> str | None:
 
 
 def _tags(schema: Schema) -> list[str]:
-    """The values of `type` that mean this definition."""
+    """The values of `type` that select this definition."""
     kind = schema.get("properties", {}).get("type", {})
     return [kind["const"]] if "const" in kind else kind.get("enum", [])
 

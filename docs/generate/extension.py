@@ -15,7 +15,7 @@ class _Fill(Preprocessor):
 
 class GenerateExtension(Extension):
     def extendMarkdown(self, md: Markdown) -> None:
-        """Registers the filling after white space is normalised (30) and before fenced code is taken out (25)."""
+        """Registers the preprocessor after whitespace is normalised (30) and before fenced code is extracted (25)."""
         md.preprocessors.register(_Fill(md), "generate", 28)
 
 

@@ -1,4 +1,4 @@
-"""The tables of what each family of models is made of, and what can be done with it, asked of the code."""
+"""Tables of the architecture and the supported features of each model family, generated from the code."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -8,11 +8,11 @@ YES, NO = "✓", "no"
 
 VOCABULARY = 50_304
 POSITIONS = 2048
-"""Tokens of the rows for which kernels are asked whether they can."""
+"""Row length for which kernel support is tested."""
 
 AXES = ("model", "context", "expert", "pipeline")
 KERNELS = {"cudnn": "gpu", "splash": "tpu", "ring": "tpu"}
-"""Implementations of attention -> a platform where it is."""
+"""Attention backend -> a platform that has it."""
 
 
 def features() -> str:
@@ -20,9 +20,8 @@ def features() -> str:
     from lm_trainer.models import MODEL_CONFIGS
 
     families = {family.model_fields["type"].default: family for family in MODEL_CONFIGS}
-    return "\n".join(
-        [*_table(families, _MADE_OF), "", "## What can be done with it", "", *_table(families, _ABILITIES)]
-    )
+    heading = "## Supported features { #what-can-be-done-with-it }"
+    return "\n".join([*_table(families, _MADE_OF), "", heading, "", *_table(families, _ABILITIES)])
 
 
 def _table(families: dict[str, Any], columns: dict[str, Callable[[Any], str]]) -> Iterator[str]:
@@ -87,7 +86,7 @@ def _axis(axis: str) -> Callable[[Any], str]:
         from lm_trainer.step.dispatch.model_parallel_limits import check_model
 
         try:
-            # 24 layers, so that their number is not what hinders a cut into stages.
+            # 24 layers, so their number never prevents a split into stages.
             check_model(family(num_layers=24).spec(VOCABULARY), {name: 2 if name == axis else 1 for name in AXES})
         except UserError:
             return NO
@@ -98,7 +97,7 @@ def _axis(axis: str) -> Callable[[Any], str]:
 
 def _kernel(name: str) -> Callable[[Any], str]:
     def cell(family: Any) -> str:
-        """The kernel must do the self-attention of every layer."""
+        """The kernel must support the self-attention of every layer."""
         import jax.numpy as jnp
 
         from lm_trainer.core.errors import UserError

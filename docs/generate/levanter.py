@@ -1,4 +1,4 @@
-"""The table of Levanter's keys, and what becomes of each of them here."""
+"""The table of Levanter's keys, and the treatment of each in lm_trainer."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def levanter_keys() -> str:
-    """A table for each section of Levanter's reference: key, its default there, and what becomes of it here."""
+    """A table for each section of Levanter's reference: key, Levanter's default, and the treatment in lm_trainer."""
     import yaml
 
     sections = yaml.safe_load((Path(__file__).with_name("levanter_keys.yaml")).read_text(encoding="utf-8"))
@@ -19,20 +19,20 @@ def _levanter_section(section: str, keys: dict[str, Any], type: str | None = Non
         f"| `{key}` | `{json.dumps(there)}` | {levanter_key(section, type, key, there)} |"
         for key, there in keys.items()
     )
-    return "\n".join([f"## {title}\n", "| key | default there | here |", "|---|---|---|", *rows, ""])
+    return "\n".join([f"## {title}\n", "| key | default in Levanter | in lm_trainer |", "|---|---|---|", *rows, ""])
 
 
 def levanter_key(section: str, kind: str | None, key: str, there: Any) -> str:
-    """Says what becomes of one key of Levanter's: same, another default, read with a note, or refused.
+    """Returns the treatment of one Levanter key: same, another default, read with a note, or refused.
 
     Args:
         section: the dotted key of the block.
-        kind: the block's `type`, where it has one.
+        kind: the block's `type`, if it has one.
         key: the key in the block.
-        there: its default there.
+        there: Levanter's default.
 
     Raises:
-        LookupError: when no block can stand at the section.
+        LookupError: if the section cannot hold a block.
     """
     model = _block(section, kind)
     if key in model.model_fields:

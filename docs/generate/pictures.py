@@ -1,9 +1,9 @@
-"""Makes the pictures of the documentation: runs the commands that their captions name, and draws what came out.
+"""Makes the pictures of the documentation: runs the commands in their captions, and draws the results.
 
     python -m docs.generate.pictures [NAME...]
 
-Each picture is written to docs/pictures/ twice, for light and dark pages. What the commands make stays in .pictures/
-below the working directory and is used again; remove it to run them anew, which takes about five minutes on two cores.
+Each picture is written to docs/pictures/ twice, for light and dark pages. Outputs of the commands stay in .pictures/
+below the working directory and are reused; remove it to rerun them, which takes about five minutes on two cores.
 """
 
 import json
@@ -29,7 +29,7 @@ THEMES = {
     "dark": {"ink": "#cfd8e3", "grid": "#4a5568", "paper": "#1e2129"},
 }
 COLORS = ("#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7")
-"""Told apart by all kinds of colour vision (Okabe and Ito 2008), on light and on dark paper."""
+"""Distinguishable with all kinds of colour vision (Okabe and Ito 2008), on light and dark backgrounds."""
 
 STEPS = 200
 SETTINGS = (
@@ -54,7 +54,7 @@ def lmt(*arguments: str) -> str:
     """Runs `lmt` in the folder of the pictures.
 
     Returns:
-        What it printed.
+        The standard output.
 
     Raises:
         subprocess.CalledProcessError: when it fails.
@@ -73,14 +73,14 @@ def _train(name: str, devices: int, *settings: str) -> list[str]:
 
 
 def finished(name: str, devices: int, *settings: str) -> dict[int, float]:
-    """The losses of a run by step; it is trained where it has not been."""
+    """The losses of a run by step; trains the run if it is not finished."""
     if max(losses(name), default=0) < STEPS:
         lmt(*_train(name, devices, *settings))
     return losses(name)
 
 
 def killed() -> dict[int, float]:
-    """The losses of a run that is killed, by SIGKILL, at each of `KILLED_AT` and started again on other devices."""
+    """The losses of a run that is killed by SIGKILL at each step of `KILLED_AT` and restarted on other devices."""
     name = "killed"
     if max(losses(name), default=0) < STEPS:
         for step, devices in zip(KILLED_AT, (1, 8, 2), strict=True):
@@ -95,7 +95,7 @@ def killed() -> dict[int, float]:
 
 
 def losses(name: str) -> dict[int, float]:
-    """Step -> training loss of a run, of its last attempt where several computed it."""
+    """Step -> training loss of a run, from its last attempt if several computed it."""
     path = WORK / "logs" / name / "metrics.jsonl"
     if not path.exists():
         return {}
@@ -171,7 +171,7 @@ def tokens() -> None:
 
     finished("devices-1", 1)
     history = TokenHistory.read(WORK / "logs/devices-1")
-    # The first token is given; the others are predicted.
+    # Only the first token is not predicted.
     tables = [
         np.asarray([np.exp(np.asarray(scored[document].nll_S[:SHOWN]) / -100) for scored in history.steps.values()])
         for document in range(len(history.documents))
@@ -191,7 +191,7 @@ def tokens() -> None:
 
 
 def ladder() -> None:
-    """The losses of a ladder, and those that were predicted for a larger size before it was run, with intervals."""
+    """The losses of a ladder, and the predictions for a larger size made before its run, with intervals."""
     page = (ROOT / "benchmarks/results/2-core-epyc/ladder_nano.md").read_text(encoding="utf-8")
     rows = {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line.strip("| ")) for line in page.splitlines())}
     measured = {name: [float(x) for x in cells] for name, cells in rows.items() if re.fullmatch(r"\d+k", name)}
@@ -247,7 +247,7 @@ def roofline() -> None:
 
 
 def diff() -> None:
-    """The losses of two runs of which one has a learning rate that is larger by a thousandth: where their bits part."""
+    """The losses of two runs whose learning rates differ by a thousandth, and the step at which their bits diverge."""
     first = finished("devices-1", 1)
     second = finished("other-rate", 1, "optimizer.learning_rate=8.008e-3")
     steps = sorted(first.keys() & second.keys())

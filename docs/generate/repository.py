@@ -11,10 +11,10 @@ DOCS = ROOT / "docs"
 def file_of_repository(name: str) -> str:
     """The text of a Markdown file below its title, with links into `docs/` as links between pages.
 
-    Links to other files lose their address, because the site has no copy of them.
+    Links to other files become plain text, because the site has no copy of these files.
     """
     text = (ROOT / name).read_text(encoding="utf-8").split("\n", 1)[1]
-    # Links count from the page that asks for the file.
+    # Links are relative to the page that includes the file.
     page = next(path for path in DOCS.rglob("*.md") if f"<!-- generated: file: {name} -->" in path.read_text("utf-8"))
     to_docs = f"{os.path.relpath(DOCS, page.parent)}/".removeprefix("./")
     text = re.sub(r"\]\(docs/", f"]({to_docs}", text)
@@ -22,6 +22,6 @@ def file_of_repository(name: str) -> str:
 
 
 def output(name: str) -> str:
-    """The output of a command, as `docs.generate.pictures` got it when it ran it."""
+    """The output of a command, recorded by `docs.generate.pictures`."""
     text = (DOCS / "pictures" / f"{name}.txt").read_text(encoding="utf-8")
     return f"```text\n{text}```"

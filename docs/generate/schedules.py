@@ -1,4 +1,4 @@
-"""Drawings of the schedules that a YAML block configures."""
+"""Plots of the schedules in a YAML block."""
 
 import re
 import tempfile
@@ -8,12 +8,12 @@ _MARKED = re.compile(r"(```yaml\n((?:(?!```).)*)```\n\n)<!-- generated: plot -->
 
 
 def with_plots(markdown: str) -> str:
-    """Draws below each marked YAML block what it configures."""
+    """Draws the schedules of each marked YAML block below it."""
     return _MARKED.sub(lambda match: f"{match[1]}```text\n{schedule_plot(match[2])}```", markdown)
 
 
 def schedule_plot(text: str) -> str:
-    """The drawing of `lmt config plot` for a configuration."""
+    """The plot of `lmt config plot` for a configuration."""
     from lm_trainer.config.loader import load
     from lm_trainer.plot import plot_schedules, to_text
     from lm_trainer.run.config.run_config import RunConfig
