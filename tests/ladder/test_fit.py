@@ -155,10 +155,10 @@ def test_an_outlier_is_found_and_named() -> None:
     points.loss[7] *= 1.02
     found = fit(points, Settings(draws=50))
     effect = influence(found)
-    assert int(np.argmax(np.abs(effect.strange))) == 7
+    assert int(np.argmax(np.abs(effect.z_scores))) == 7
     assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in notes(found, effect))
     # Left out by hand, it shifts the prediction by what is said.
-    rest = fit(points.where(np.arange(len(points)) != 7), Settings(draws=50))
+    rest = fit(points.select(np.arange(len(points)) != 7), Settings(draws=50))
     ahead = points.num_params[-1] * 10**0.5, points.tokens[-1] * 10**0.5
     assert float(rest.law.loss(*ahead) / found.law.loss(*ahead) - 1) == pytest.approx(effect.shifts[7], abs=1e-7)
     assert not any("outlier" in note for note in notes(fit(planted(0.001), Settings(draws=50))))
