@@ -1,4 +1,4 @@
-"""The tracker that tracks nothing."""
+"""A tracker without any output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_trainer.trackers.series import Plain, Series
 
 
 class NoopConfig(TrackerConfig):
-    """Tracks nothing; the run directory has its metrics.jsonl all the same."""
+    """Disables tracking, except for metrics.jsonl in the run directory."""
 
     type: Literal["noop"] = "noop"
 
@@ -24,7 +24,7 @@ class NoopConfig(TrackerConfig):
 
 
 class NoopTracker:
-    """Tracker that writes nothing; all processes of a run but the first have it in place of any other."""
+    """Tracker without output, used by all processes of a run except the first."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         pass
@@ -50,11 +50,11 @@ class NoopTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         pass
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         del lines
         return {}
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         pass
 
     def records(self, file: str) -> list[dict[str, Any]]:

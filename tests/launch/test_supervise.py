@@ -60,7 +60,7 @@ def test_others_that_end_by_themselves_are_left_alone() -> None:
 class Seen:
     """A member whose end is seen at the given poll."""
 
-    place = "somewhere"
+    location = "somewhere"
 
     def __init__(self, code: int, at: int):
         self._code, self._left = code, at
