@@ -1,4 +1,4 @@
-"""Build speed of a token cache relative to the tokenizer alone: reading, checking and writing included.
+"""Build speed of a token cache relative to the bare tokenizer: reading, checking and writing included.
 
     python -m benchmarks.data_build
 

@@ -58,7 +58,7 @@ class Warnings(logging.Handler):
 
 def meshes(devices: list[Any]) -> Iterator[list[Any]]:
     """The chips of each mesh to compile for."""
-    # A process compiles only for the chips of its own host.
+    # A process compiles only for its host's chips.
     yield [device for device in devices if device.process_index == devices[0].process_index][-1:]
     for count in COUNTS:
         if count <= len(devices):

@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> Results:
             flops_per_token=facts["flops_per_token"],
             parameters=int(facts["parameters"]),
             missing=missing,
-            others=other_cores,
+            other_cores=other_cores,
             load=initial_load,
         )
 

@@ -25,7 +25,7 @@ class Tolerance(NamedTuple):
     """Relative. A missing weight decay hardly changes the losses of a few steps, but the norm of the weights."""
 
 
-# Rounding alone makes losses diverge: in the fourth step at 124M, PyTorch's 11.3138 is 2.2e-4 from the float64 result,
+# Rounding makes losses diverge: in the fourth step at 124M, PyTorch's 11.3138 is 2.2e-4 from the float64 result,
 # and `lmt`'s is 1e-6 from it. Tests compare small shapes more closely.
 FLOAT32, BFLOAT16 = Tolerance(3.5e-5, 2e-6), Tolerance(2.6e-3, 1e-4)
 

@@ -33,7 +33,7 @@ class Results:
     parameters: int
     missing: Mapping[str, str]
     """Kinds left out, with the reason."""
-    others: float | None
+    other_cores: float | None
     """Cores used by other processes during the turns; None if the system does not report it."""
     load: str
     """Load of the machine before the run."""
@@ -65,7 +65,7 @@ class Results:
             "matmul_flops_per_second": list(self.products),
             "first_steps": {kind: trace._asdict() for kind, trace in self.traces.items()},
             "missing": dict(self.missing),
-            "cpu_seconds_a_second_of_others": self.others,
+            "cpu_seconds_a_second_of_others": self.other_cores,
         }
 
 
@@ -110,7 +110,11 @@ def _caption(results: Results) -> Iterator[str]:
         f"A product of large matrices in XLA reached {rate / 1e9:,.1f} GFLOP/s in the same turns; the column of its "
         f"share counts {results.flops_per_token / 1e6:,.1f} MFLOP for a token, forward and backward."
     )
-    usage = "" if results.others is None else f" Other processes used {results.others:.2f} usage during the turns,"
+    usage = (
+        ""
+        if results.other_cores is None
+        else f" Other processes used {results.other_cores:.2f} cores during the turns,"
+    )
     waiting = f"{100 * results.idle_share():.2f} % of what the working one used."
     yield f"{results.load}{usage or ' During the turns'} {'and ' if usage else ''}the waiting workers {waiting}"
     for kind, reason in results.missing.items():
