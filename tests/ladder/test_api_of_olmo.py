@@ -219,10 +219,10 @@ def test_arguments_stand_where_the_page_has_them() -> None:
         "get_checkpoints": ["size_spec", "download_metrics", "discover_all", "alternative_dirs"],
         "get_metrics": ["size_spec", "prefix", "discover_all", "alternative_dirs"],
     }
-    for name, wanted in places.items():
+    for name, expected in places.items():
         parameters = inspect.signature(getattr(ModelLadder, name)).parameters.values()
         by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert by_place == ["self", *wanted], name
+        assert by_place == ["self", *expected], name
 
 
 class OwnModels(ModelConfigurator):
