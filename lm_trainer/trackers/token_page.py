@@ -154,7 +154,7 @@ def token_page(runs: Mapping[str, TokenHistory]) -> str:
     for name, history in runs.items():
         if not history.steps:
             raise UserError(f"{name}: this run was not evaluated yet")
-    if any(history_.documents != histories[0].documents for history_ in histories):
+    if any(other.documents != histories[0].documents for other in histories):
         raise UserError(
             f"{' and '.join(runs)} have other documents or another tokenizer; only the same tokens can be compared"
         )
