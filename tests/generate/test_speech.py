@@ -138,7 +138,7 @@ def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, 
 
 
 @pytest.mark.parametrize(
-    ("raw", "request", "timestamps", "prompt"),
+    ("raw", "named", "timestamps", "prompt"),
     [
         ({}, (None, None), False, [3]),
         ({"forced_decoder_ids": [[1, None], [2, 44], [3, 46]], "no_timestamps_token_id": 46}, (None, None), False,
@@ -152,10 +152,10 @@ def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, 
     ],
 )  # fmt: skip
 def test_tokens_that_begin_a_text(
-    raw: dict[str, Any], request: tuple[str | None, str | None], timestamps: bool, prompt: list[int | None]
+    raw: dict[str, Any], named: tuple[str | None, str | None], timestamps: bool, prompt: list[int | None]
 ) -> None:
     rules = SpeechRules.from_config(raw, start_id=3, eos_id=2)
-    assert rules.prompt(*request, timestamps=timestamps) == prompt
+    assert rules.prompt(*named, timestamps=timestamps) == prompt
 
 
 def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:

@@ -87,7 +87,7 @@ def _compare_at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) ->
     level, count = a.settings.level, min(a.settings.draws, b.settings.draws)
     # Shuffled, since bootstraps with the same seed draw the same points.
     order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)
-    draws_a, draws_b = a.draws.at(slice(count)), b.draws.at(order)
+    draws_a, draws_b = a.draws.select(slice(count)), b.draws.select(order)
     loss_a, drawn_a = (_loss(law, flops, per_param) for law in (a.law, draws_a))
     loss_b, drawn_b = (_loss(law, flops, per_param) for law in (b.law, draws_b))
     return Multiplier(
