@@ -132,7 +132,7 @@ class TensorboardTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Ignored: TensorBoard shows no files, and the run directory has them."""
 
-    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
         # A bucket would have to download entire files.
         if self._shown is None:
             return {}
@@ -143,7 +143,7 @@ class TensorboardTracker:
         }
         return find_missing(lines, recorded)
 
-    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
 
     def sync(self) -> None:
