@@ -1,1 +1,1 @@
-"""Measurements of speed and memory, each a program: `python -m benchmarks.NAME`."""
+"""Speed and memory benchmarks, each a program: `python -m benchmarks.NAME`."""

@@ -1,11 +1,11 @@
-"""Programs of training steps by the compilers of TPUs and GPUs: memory, FLOPs, traffic, and the bounds of MFU.
+"""Compiles training steps with the compilers for TPUs and GPUs: memory, FLOPs, traffic, and bounds on the MFU.
 
     python -m benchmarks.compiled tpu --out benchmarks/results/compiled/tpu.md
     python -m benchmarks.compiled gpu --out benchmarks/results/compiled/gpu.md
 
-Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in, and no such device, and one
-`lmt plan` without it. Results are kept as they come, and a second start goes on after them. Half an hour of processor
-time for TPUs, minutes for GPUs.
+Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in but no such device, and one
+`lmt plan` without it. Results are saved one by one, and a second start continues after them. Takes half an hour of
+processor time for TPUs, minutes for GPUs.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class Case(NamedTuple):
     model: str
     devices: str
     rows: int
-    """Rows of a microbatch, of which each device computes `microbatches`."""
+    """Rows of a microbatch; each device computes `microbatches` of them."""
     microbatches: int
     determinism: str
     flags: str = ""
-    """For LIBTPU_INIT_ARGS."""
+    """Value of LIBTPU_INIT_ARGS."""
 
     def __str__(self) -> str:
         name = f"{self.model} {self.devices} {self.microbatches} x {self.rows} rows {self.determinism}"
@@ -110,7 +110,7 @@ GPU = [
     *(Case("llama-70b", "64xH100", 1, 2, mode) for mode in ("fast", "layerwise")),
 ]
 COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}
-"""Kind of devices -> what is compiled for them, and the package of their compiler."""
+"""Kind of devices -> cases to compile for them, and the package of their compiler."""
 NOTES = {
     "tpu": [
         "Over all chips of v5p:4x4x4 this compiler gathers by adding zeros and leaves sums whole, by all-reduces,",
@@ -120,14 +120,14 @@ NOTES = {
     ],
     "gpu": [],
 }
-"""Kind of devices -> lines for the reader of its table."""
+"""Kind of devices -> notes for the reader of its table."""
 
 
 def planned_by(*options: str, flags: str = "") -> dict[str, Any]:
-    """The output of `lmt plan` with these options, and `flags` for the compiler of TPUs.
+    """The output of `lmt plan` with these options, and `flags` for the TPU compiler.
 
     Raises:
-        RuntimeError: with the reason why there is none.
+        RuntimeError: with the error message if planning fails.
     """
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environ = {**os.environ, "PYTHONPATH": path, "LIBTPU_INIT_ARGS": flags}
@@ -140,7 +140,7 @@ def planned_by(*options: str, flags: str = "") -> dict[str, Any]:
 
 
 def compiled(case: Case) -> dict[str, Any]:
-    """The plan of a case, or the reason why there is none."""
+    """The plan of a case, or the reason for its failure."""
     chips = parse_devices(case.devices).count
     model = {**MODELS[case.model], "gradient_checkpointing": True, "scan_layers": True}
     batch = {"train_batch_size": chips * case.rows * case.microbatches, "per_device_parallelism": case.rows}
@@ -157,7 +157,8 @@ def compiled(case: Case) -> dict[str, Any]:
         except RuntimeError as e:
             return {"case": str(case), "failed": str(e)}
     temporary = [
-        {phase["name"]: phase["parts"]["temporary"] for phase in each["memory"]["phases"]} for each in (plan, planned)
+        {phase["name"]: phase["parts"]["temporary"] for phase in source["memory"]["phases"]}
+        for source in (plan, planned)
     ]
     programs = plan["compiled"]["programs"]
     sums = {key: sum(program["runs"] * program[key] for program in programs) for key in ("flops", "bytes_moved")}
@@ -176,7 +177,7 @@ def compiled(case: Case) -> dict[str, Any]:
     }
 
 
-def report(kind: str, found: list[dict[str, Any]]) -> Iterator[str]:
+def report(kind: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     package = COMPILERS[kind][1]
     yield f"# Training steps by the {kind.upper()}'s own compiler"
     yield ""
@@ -191,7 +192,7 @@ def report(kind: str, found: list[dict[str, Any]]) -> Iterator[str]:
     yield from NOTES[kind]
     yield "| step | peak GB | planned GB | in | TFLOP | GB moved | GB sent | s | MFU | bound by |"
     yield "|---|---:|---:|---|---:|---:|---:|---:|---:|---|"
-    for row in found:
+    for row in rows:
         if "failed" in row:
             yield f"| {row['case']} | | | does not compile: {row['failed']} | | | | | | |"
             continue
@@ -207,20 +208,20 @@ def report(kind: str, found: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=COMPILERS, help="devices to compile for")
-    parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
-    given = parser.parse_args()
-    kept = given.out.with_suffix(".json")
-    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    cases, _ = COMPILERS[given.kind]
+    parser.add_argument("--out", type=Path, required=True, help="the report; its data are saved next to it as .json")
+    parser.add_argument("--only", default="", help="only cases with this text in their names")
+    options = parser.parse_args()
+    data_file = options.out.with_suffix(".json")
+    results: dict[str, Any] = json.loads(data_file.read_text()) if data_file.exists() else {}
+    cases, _ = COMPILERS[options.kind]
     for case in cases:
-        if given.only in str(case) and str(case) not in known:
-            known[str(case)] = compiled(case)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(known, indent=1) + "\n")
-            found = [known[str(each)] for each in cases if str(each) in known]
-            given.out.write_text("\n".join(report(given.kind, found)) + "\n")
-            print(known[str(case)], flush=True)
+        if options.only in str(case) and str(case) not in results:
+            results[str(case)] = compiled(case)
+            data_file.parent.mkdir(parents=True, exist_ok=True)
+            data_file.write_text(json.dumps(results, indent=1) + "\n")
+            rows = [results[str(listed)] for listed in cases if str(listed) in results]
+            options.out.write_text("\n".join(report(options.kind, rows)) + "\n")
+            print(results[str(case)], flush=True)
 
 
 if __name__ == "__main__":

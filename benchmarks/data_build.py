@@ -1,17 +1,17 @@
-"""The share of the tokenizer's own rate that is left when a cache is built: reading, checking and writing included.
+"""Build speed of a token cache relative to the bare tokenizer: reading, checking and writing included.
 
     python -m benchmarks.data_build
 
-The tokenizer alone encodes the same documents from memory, in batches of the size of the builder, which reads them from
-a file, with as many threads of the tokenizer: one. They take turns in one process, and medians over the rounds are
-reported, by the clock and in CPU seconds. Each turn has strings of its own, as every document is new once. By the clock
-the builder reads and writes beside the tokenizer, if there is a core for it; CPU seconds say what that costs. The text
-is the Python code that is installed, each file once, and each turn has a thread of its own: fastokens remembers the
-words that a thread has met, and nobody builds a text twice. The last column is the share by the clock that the builder
-would have if its CPU seconds kept all cores busy from the first to the last: no order of the same work is faster.
+The tokenizer encodes the same documents from memory, in batches of the builder's size; the builder reads them from a
+file, also with one tokenizer thread. They alternate in one process, and the medians over the rounds are reported, in
+wall time and in CPU seconds. Each turn uses new strings, as every document of a real build is new. In wall time, the
+builder reads and writes in parallel with the tokenizer if a core is free; CPU seconds show the cost. The text is the
+installed Python code, each file once, and each turn has a new thread: fastokens caches the words of a thread, and a
+real build sees each text once. The last column is the builder's share of the wall time if its CPU seconds kept all
+cores busy from start to end: the upper limit for any scheduling of the same work.
 
-A second table builds from eight files with one process and with one for each core, in turn, starting them included. A
-process alone gives the tokenizer as many threads as there are cores, so both use all of them.
+A second table builds from eight files with one process and with one per core, alternating, including their start. A
+single process gives the tokenizer one thread per core, so both use all cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SOURCES = ("plain.txt", "lines.jsonl", "packed.jsonl.gz", "table.parquet")
 
 
 class Rate(NamedTuple):
-    """MB of text a second."""
+    """MB of text per second."""
 
     clock: float
     cpu: float
@@ -58,9 +58,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--megabytes", type=int, default=240, help="of text at most, for the fast backend")
-    parser.add_argument("--slow-megabytes", type=int, default=8, help="for the other")
-    parser.add_argument("--parallel-megabytes", type=int, nargs=2, default=(400, 24), help="of the files, for each")
+    parser.add_argument("--megabytes", type=int, default=240, help="maximum text for the fast backend")
+    parser.add_argument("--slow-megabytes", type=int, default=8, help="maximum text for the other backend")
+    parser.add_argument(
+        "--parallel-megabytes", type=int, nargs=2, default=(400, 24), help="size of the files, for both"
+    )
     parser.add_argument("--parallel-rounds", type=int, default=3)
     options = parser.parse_args()
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
@@ -89,8 +91,8 @@ def main() -> None:
     print(f"\n{table(['backend', 'MB', 'processes', 'one process, MB/s', 'all', 'all / one', 'cores in use'], scaled)}")
 
 
-def installed(most: int) -> list[str]:
-    """The Python code that is installed here, file by file, up to so many bytes."""
+def installed(max_bytes: int) -> list[str]:
+    """The installed Python code, file by file, up to a number of bytes."""
     documents, total = [], 0
     for root in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")):
         for file in sorted(Path(root).rglob("*.py")):
@@ -100,13 +102,13 @@ def installed(most: int) -> list[str]:
                 continue
             documents.append(text)
             total += len(text.encode())
-            if total >= most:
+            if total >= max_bytes:
                 return documents
     return documents
 
 
 def size(documents: list[str]) -> int:
-    """Bytes in UTF-8."""
+    """Total size in UTF-8 bytes."""
     return sum(len(text.encode()) for text in documents)
 
 
@@ -126,7 +128,7 @@ def write_sources(directory: Path, documents: list[str]) -> list[Path]:
 def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
     """The rates of the tokenizer and of the builder, round by round."""
     config = DataConfig(train_urls=[str(source)])
-    if source.suffix == ".txt":  # which is read in pieces
+    if source.suffix == ".txt":  # text files are split into pieces
         documents = [row.text for shard in config.shards("train") for row in shard.rows() if isinstance(row, Row)]
     stored = [document.encode() for document in documents]
     total = sum(map(len, stored))
@@ -137,17 +139,17 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
 
     pairs = []
     for number in range(rounds + 1):
-        # Python keeps the UTF-8 of a string beside it once a tokenizer has asked for it.
+        # Python caches the UTF-8 encoding of a string once a tokenizer has asked for it.
         texts = [str(document, "utf-8") for document in stored]
         pair = rate(partial(encode, texts, tokenizer), total), rate(build, total)
         shutil.rmtree(f"{source}.cache")
-        if number:  # the first warms up
+        if number:  # the first round is a warm-up
             pairs.append(pair)
     return pairs
 
 
 def write_parts(directory: Path, documents: list[str]) -> list[Path]:
-    """The documents as JSON lines in files of about one size."""
+    """Writes the documents as JSON lines into files of similar size."""
     paths = [directory / f"part-{number}.jsonl" for number in range(FILES)]
     for number, path in enumerate(paths):
         lines = (json.dumps({"text": document}) + "\n" for document in documents[number::FILES])
@@ -161,7 +163,7 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
     cache = paths[0].parent / "cache"
 
     def build(processes: int) -> tuple[float, float]:
-        """MB a second, and the cores that all processes used on average."""
+        """MB per second, and the average number of cores used by all processes."""
         started, used = time.perf_counter(), cpu_of_all()
         options = BuildOptions(num_workers=processes)
         Build("train", KvStore(str(cache)), config.shards("train"), tokenizer, options).run()
@@ -183,12 +185,12 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
 
 
 def cpu_of_all() -> float:
-    """CPU seconds of this process and of those that it has started and that have ended."""
+    """CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
 def rate(work: Callable[[], None], size: int) -> Rate:
-    """The rate in a thread of its own."""
+    """The rate of a function in a new thread."""
     clock, cpu = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
@@ -207,16 +209,20 @@ def encode(documents: list[str], tokenizer: HfTokenizer) -> None:
 
 
 def columns(pairs: list[tuple[Rate, Rate]]) -> list[str]:
-    found = []
-    for one in (lambda rate: rate.clock, lambda rate: rate.cpu):
-        alone, whole = ([one(pair[side]) for pair in pairs] for side in (0, 1))
-        found += [f"{statistics.median(alone):.1f}", f"{statistics.median(whole):.1f}", _share(alone, whole)]
-    most = statistics.median(available_cores() * whole.cpu / alone.clock for alone, whole in pairs)
-    return [*found, f"{most:.2f}"]
+    cells = []
+    for metric in (lambda rate: rate.clock, lambda rate: rate.cpu):
+        tokenizer, builder = ([metric(pair[side]) for pair in pairs] for side in (0, 1))
+        cells += [
+            f"{statistics.median(tokenizer):.1f}",
+            f"{statistics.median(builder):.1f}",
+            _share(tokenizer, builder),
+        ]
+    busy_share = statistics.median(available_cores() * builder.cpu / tokenizer.clock for tokenizer, builder in pairs)
+    return [*cells, f"{busy_share:.2f}"]
 
 
-def _share(alone: list[float], whole: list[float]) -> str:
-    shares = sorted(b / a for a, b in zip(alone, whole, strict=True))
+def _share(tokenizer: list[float], builder: list[float]) -> str:
+    shares = sorted(b / a for a, b in zip(tokenizer, builder, strict=True))
     return f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
 
 

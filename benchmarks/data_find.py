@@ -1,10 +1,10 @@
-"""The rate at which `lmt data find` reads tokens, beside a plain comparison of all tokens with one.
+"""Scan rate of `lmt data find`, compared with a plain comparison of all tokens with one.
 
     python -m benchmarks.data_find
 
-Tokens of the corpus that Python carries, repeated to 400 million in 16 bits, so in the page cache; in turn, medians of
-five, by the clock and in CPU seconds, of which two cores have two in a second. The texts: one that stands nowhere, one
-of common words, and a single common word.
+Tokens of the corpus included with Python, repeated to 400 million in 16 bits, so in the page cache; alternating, with
+medians of five, in wall time and in CPU seconds (two cores have two per second). The texts: one without occurrences,
+one of common words, and a single common word.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         data = open_data(DataConfig(cache_dir=f"{scratch}/cache"), seq_len=128, seed=0)
         stream, texts = data.caches["train/train"].stream, token_texts(data.tokenizer)
-        once = stream.read(np.array([0]), len(stream))[0]
+        corpus = stream.read(np.array([0]), len(stream))[0]
         file = Path(scratch) / "tokens.bin"
         with file.open("wb") as out:
-            for _ in range(-(-chosen.tokens // len(once))):
-                out.write(once.astype(np.uint16).tobytes())
+            for _ in range(-(-chosen.tokens // len(corpus))):
+                out.write(corpus.astype(np.uint16).tobytes())
         mapped = Mapped(np.memmap(file, np.uint16, "r"))
-        counts = np.bincount(once[:65536], minlength=len(texts))
+        counts = np.bincount(corpus[:65536], minlength=len(texts))
         rows = []
         for text in TEXTS:
             needle = Needle(text.encode(), texts, counts)
-            seconds, plain, used, found = [], [], [], 0
+            seconds, plain, used, occurrences = [], [], [], 0
             for _ in range(5):
                 began, cpu = time.perf_counter(), time.process_time()
-                found = sum(1 for _ in search_stream(mapped, needle))  # pyright: ignore[reportArgumentType]
+                occurrences = sum(1 for _ in search_stream(mapped, needle))  # pyright: ignore[reportArgumentType]
                 seconds.append(time.perf_counter() - began)
                 used.append(time.process_time() - cpu)
                 began = time.perf_counter()
                 np.count_nonzero(mapped.tokens == 77)
                 plain.append(time.perf_counter() - began)
             every = (seconds, plain, used)
-            rate, other, cpu = (mapped.tokens.nbytes / statistics.median(each) / 1e9 for each in every)
-            rows.append([repr(text), f"{found:,}", f"{rate:.2f}", f"{other:.2f}", f"{cpu:.2f}"])
+            rate, other, cpu = (mapped.tokens.nbytes / statistics.median(samples) / 1e9 for samples in every)
+            rows.append([repr(text), f"{occurrences:,}", f"{rate:.2f}", f"{other:.2f}", f"{cpu:.2f}"])
     print(setting("numpy"), load())
     print(f"\n{len(mapped):,} tokens, {mapped.tokens.nbytes / 1e9:.1f} GB.\n")
     print(table(["text", "occurrences", "GB/s", "GB/s of a comparison", "GB per CPU-s"], rows))
 
 
 class Mapped:
-    """A memory map in the place of a stream of tokens."""
+    """A memory map with the interface of a token stream."""
 
     def __init__(self, tokens: np.ndarray):
         self.tokens = tokens

@@ -1,7 +1,7 @@
-"""Measures the speed of loading training data, against a plain loop over a memory map, and the cost of a seek.
+"""Speed of loading training data, against a plain loop over a memory map, and the cost of a seek.
 
-Every figure is CPU time (user and system, all threads), since wall time depends on what else the machine does. The two
-sides take turns within one process, and medians are reported with the spread of the samples.
+Every figure is CPU time (user and system, all threads), since wall time depends on other work on the machine. Both
+sides alternate within one process; reported are medians with the spread of the samples.
 
     python -m benchmarks.data_loader                     # synthetic tokens in a temporary directory
     python -m benchmarks.data_loader --json loader.json
@@ -38,7 +38,7 @@ SEEKS = (0, 10**3, 10**6, 10**9)
 
 
 def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
-    """Parts of random tokens with documents as long as those of web text; their lengths."""
+    """Writes parts of random tokens, with document lengths as in web text; returns the ledger and the lengths."""
     rng = np.random.default_rng(0)
     (directory / "parts").mkdir()
     names = [f"00000-{part:05d}" for part in range(parts)]
@@ -54,7 +54,7 @@ def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
 
 
 def plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callable[[int], None]:
-    """A loader written by hand: rows at random places of memory-mapped files, copied one by one. No documents."""
+    """A hand-written loader: rows at random offsets of memory-mapped files, copied one by one, ignoring documents."""
     maps = [np.memmap(directory / f"parts/00000-{part:05d}.bin", DTYPE, "r") for part in range(parts)]
     order = np.random.default_rng(0).permutation(parts * PART // seq_len - 1)
 
@@ -62,14 +62,14 @@ def plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callabl
         rows = np.empty((batch, seq_len + 1), np.int32)
         for row in range(batch):
             part, offset = divmod(int(order[(step * batch + row) % len(order)]) * seq_len, PART)
-            found = maps[part][offset : offset + seq_len + 1]
-            rows[row, : len(found)] = found
+            piece = maps[part][offset : offset + seq_len + 1]
+            rows[row, : len(piece)] = piece
 
     return run
 
 
 def cost(run: Callable[[int], object], steps: range) -> float:
-    """CPU seconds of a step."""
+    """CPU seconds per step."""
     started = time.process_time()
     for step in steps:
         run(step)
@@ -77,14 +77,14 @@ def cost(run: Callable[[int], object], steps: range) -> float:
 
 
 def cost_of_iterator(order: TrainOrder, batch: int, steps: int) -> float:
-    """CPU seconds of a step through the threads that read ahead; the steps read but not taken are counted in."""
+    """CPU seconds per step through the prefetch threads; prefetched but unused steps are included."""
     ahead = 6
     iterator = TrainIterator(order, BatchSchedule.constant(batch), range(batch), range(steps + ahead))
     for _ in range(ahead):
         next(iterator)
-    found = cost(lambda _: next(iterator), range(steps))
+    seconds = cost(lambda _: next(iterator), range(steps))
     iterator.close()
-    return found
+    return seconds
 
 
 def summary(seconds: list[float], tokens: int) -> dict[str, float]:
@@ -112,8 +112,13 @@ def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[st
 
 def report(result: dict[str, Any]) -> str:
     rates = [
-        [label, f"{found['median']:.0f}", f"{found['least']:.0f} to {found['most']:.0f}", f"{cost:.2f}"]
-        for (label, found), cost in zip(
+        [
+            label,
+            f"{rate['median']:.0f}",
+            f"{rate['least']:.0f} to {rate['most']:.0f}",
+            f"{cost:.2f}",
+        ]
+        for (label, rate), cost in zip(
             result["million_tokens_per_cpu_second"].items(), result["cost_over_plain_loop"].values(), strict=True
         )
     ]
@@ -132,8 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument("--parts", type=int, default=16, help=f"of {PART:,} tokens")
-    parser.add_argument("--steps", type=int, default=40, help="in a sample")
+    parser.add_argument("--parts", type=int, default=16, help=f"parts of {PART:,} tokens each")
+    parser.add_argument("--steps", type=int, default=40, help="steps per sample")
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -151,10 +156,10 @@ def main() -> None:
             seconds.setdefault("plain loop", []).append(cost(plain, range(args.steps)))
             for label, order in orders.items():
                 read = order.read
-                found = cost(
+                samples = cost(
                     lambda step, read=read: read(np.arange(step * batch, (step + 1) * batch)), range(args.steps)
                 )
-                seconds.setdefault(label, []).append(found)
+                seconds.setdefault(label, []).append(samples)
             seconds.setdefault("full shuffle, iterator", []).append(cost_of_iterator(full, batch, args.steps))
             for step in SEEKS:
                 first = step * batch
@@ -167,14 +172,14 @@ def main() -> None:
         "machine": platform.machine(),
         "batch": batch,
         "seq_len": seq_len,
-        "million_tokens_per_cpu_second": {label: summary(found, tokens) for label, found in seconds.items()},
+        "million_tokens_per_cpu_second": {label: summary(samples, tokens) for label, samples in seconds.items()},
         "cost_over_plain_loop": {
-            label: statistics.median(a / b for a, b in zip(found, seconds["plain loop"], strict=True))
-            for label, found in seconds.items()
+            label: statistics.median(a / b for a, b in zip(samples, seconds["plain loop"], strict=True))
+            for label, samples in seconds.items()
         },
         "seek_over_step_0": {
-            str(step): statistics.median(a / b for a, b in zip(found, seeks[0], strict=True))
-            for step, found in seeks.items()
+            str(step): statistics.median(a / b for a, b in zip(samples, seeks[0], strict=True))
+            for step, samples in seeks.items()
         },
     }
     print(report(result))

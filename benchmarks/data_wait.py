@@ -1,9 +1,9 @@
-"""The share of its time that a run waits for data: `throughput/data_wait` of its metrics, by the end of the run.
+"""Fraction of a run's time spent waiting for data, from `throughput/data_wait` in its metrics.
 
     python -m benchmarks.data_wait
 
-The run is that of a small configuration, shortened, in a directory of its own. On a CPU its steps take what the threads
-that read ahead compete for; the share is what is left of their work on the way of a step.
+Runs a small configuration, shortened, in a temporary directory. On a CPU, the prefetch threads compete with the
+training step for cores, so only waiting during a step is measured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def main() -> None:
         subprocess.run(command, cwd=directory, check=True, stdout=sys.stderr)
         (file,) = Path(directory).glob("**/metrics.jsonl")
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-    found = [line for line in lines if "throughput/data_wait" in line]
-    shares = [100 * line["throughput/data_wait"] for line in found]
-    step = statistics.median(1e3 * line["throughput/step_time"] for line in found)
+    steps = [line for line in lines if "throughput/data_wait" in line]
+    shares = [100 * line["throughput/data_wait"] for line in steps]
+    step = statistics.median(1e3 * line["throughput/step_time"] for line in steps)
     row = [str(len(shares)), f"{step:.0f}", f"{statistics.median(shares):.3f}", f"{max(shares):.3f}"]
     print("# The share of a run that waits for data\n")
     print(setting("jax", "grain"), f"{options.config.name}, {options.steps} steps.", load())

@@ -1,4 +1,4 @@
-"""Rate of greedy decoding beside transformers, on the same weights, in one run.
+"""Speed of greedy decoding compared with transformers, on the same weights, in one run.
 
 Needs the extra `test`. Prints a table; `--out FILE` writes it.
 
@@ -85,19 +85,22 @@ def measure(name: str, batch: int, repeats: int) -> list[str]:
     settings, ids = GenerateSettings(max_new_tokens=NEW, temperature=0), torch.tensor(prompts)
     mask = torch.ones_like(ids)
 
-    def theirs() -> list[list[int]]:
+    def run_peer() -> list[list[int]]:
         with torch.no_grad():
             out = peer.generate(
                 ids, attention_mask=mask, do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW, pad_token_id=0
             )
         return out[:, PROMPT:].tolist()
 
-    runs: dict[str, Callable[[], list[list[int]]]] = {"lmt": lambda: generate(model, prompts, settings), "peer": theirs}
+    runs: dict[str, Callable[[], list[list[int]]]] = {
+        "lmt": lambda: generate(model, prompts, settings),
+        "peer": run_peer,
+    }
     seconds: dict[str, list[float]] = {kind: [] for kind in runs}
     processor: dict[str, list[float]] = {kind: [] for kind in runs}
     written = {kind: run() for kind, run in runs.items()}
-    same = sum(a == b for a, b in zip(written["lmt"], written["peer"], strict=True))
-    assert same >= batch - 1, f"only {same} of {batch} rows are written alike"
+    equal_rows = sum(a == b for a, b in zip(written["lmt"], written["peer"], strict=True))
+    assert equal_rows >= batch - 1, f"only {equal_rows} of {batch} rows are written alike"
     for _ in range(repeats):
         for kind, run in runs.items():
             start, used = time.perf_counter(), time.process_time()

@@ -1,11 +1,11 @@
-"""Cost for the host of dispatching the programs of a step that is computed layer by layer.
+"""Host cost of dispatching the programs of a layerwise step.
 
     python -m benchmarks.dispatch --step-seconds 6.8
 
-A Llama so small that its computation is next to nothing, with as many layers and microbatches on each device as a large
-model has: what is left is the time of Python and of the runtime. It is the processor time of the thread that takes the
-steps, so that other work on the machine does not count; small programs that the runtime computes in that thread do,
-which makes the figures upper bounds. `--step-seconds` is the time of a step on the devices of the large model.
+Uses a tiny Llama with negligible computation, but as many layers and microbatches per device as a large model: the
+remaining time is Python's and the runtime's. Measured is the processor time of the dispatching thread, to exclude other
+work on the machine; small programs computed in this thread by the runtime are included, so the figures are upper
+bounds. `--step-seconds` is the step time of the large model on its devices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def config_of(determinism: str, chosen: argparse.Namespace) -> Any:
 
 
 def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
-    """Median seconds of the dispatching thread in a step, and the programs that a device is given in it."""
+    """Median seconds of the dispatching thread per step, and the number of programs per device and step."""
     import jax
 
     from lm_trainer.plan.memory import StepMemory
@@ -63,22 +63,22 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
     for _ in range(chosen.steps + 2):
         placed = setup.step.put(batch, state.step)
         jax.block_until_ready((state.params, placed))
-        before = time.thread_time()
+        started = time.thread_time()
         state, metrics = setup.compute_step(state, placed)
-        seconds.append(time.thread_time() - before)
+        seconds.append(time.thread_time() - started)
         jax.block_until_ready((state.params, metrics))
     runs = StepMemory(config, VOCAB, jax.devices(), "cpu").runs()
-    # The first two warm caches up.
+    # The first two steps warm up caches.
     return statistics.median(seconds[2:]), sum(runs.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--microbatches", type=int, default=8, help="of each device in a step")
+    parser.add_argument("--microbatches", type=int, default=8, help="per device and step")
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--step-seconds", type=float, default=6.8, help="of the large model")
+    parser.add_argument("--step-seconds", type=float, default=6.8, help="step time of the large model")
     chosen = parser.parse_args()
     from lm_trainer.core.runtime import set_cpu_threads
 
@@ -89,9 +89,9 @@ def main() -> None:
     rows = []
     for determinism in ("layerwise", "elastic"):
         seconds, programs = measure(determinism, chosen)
-        each = 1e6 * seconds / (programs * chosen.devices)
+        microseconds = 1e6 * seconds / (programs * chosen.devices)
         share = seconds / chosen.step_seconds
-        rows.append([determinism, f"{programs}", f"{1000 * seconds:.0f}", f"{each:.0f}", f"{share:.1%}"])
+        rows.append([determinism, f"{programs}", f"{1000 * seconds:.0f}", f"{microseconds:.0f}", f"{share:.1%}"])
     heads = ["step", "programs of a device", "ms of the host", "us a program and device", f"of {chosen.step_seconds} s"]
     print(setting("jax", "jaxlib"), load())
     print(f"\n{chosen.layers} layers, {chosen.microbatches} microbatches on each of {chosen.devices} devices.\n")

@@ -1,15 +1,15 @@
 """The cost of elastic determinism: step time, memory and traffic of `elastic` and `layerwise` steps against `fast`.
 
-All train the same model with the same global batch, and take turns step by step, so that a machine whose speed drifts
-slows them all; they hand the state on to one another. `fast` computes a device's rows at once, or, as another kind, in
-the microbatches of `elastic`. The inside of layers is kept for the gradient, but by the kinds that compute it again.
+All kinds train the same model with the same global batch, and alternate step by step, so that drifts of the machine's
+speed affect all of them equally; they pass the state on to each other. `fast` computes a device's rows at once, or, as
+another kind, in the microbatches of `elastic`. Activations are saved for the gradient, except in the recomputing kinds.
 
-    python -m benchmarks.elastic_cost                  # 1, 2, 4 and 8 emulated devices, or as many GPUs as there are
+    python -m benchmarks.elastic_cost                  # 1, 2, 4 and 8 emulated devices, or all GPUs
     python -m benchmarks.elastic_cost --devices 1 --results benchmarks/results/elastic_cost.md
     python -m benchmarks.elastic_cost --shape llama-30m --batch 8 --kinds elastic layerwise fast
 
 Emulated devices share the cores of the machine: with more devices than cores, times show the overhead of dividing the
-work, not its gain.
+work, but not the speed-up.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Cost:
 
     seconds: list[float]
     cpu: list[float]
-    """Seconds of all threads of the process, in the same steps."""
+    """CPU seconds of all threads of the process, in the same steps."""
     temporary: float
-    """Temporary bytes on each device, of the program that takes most."""
+    """Temporary bytes per device, of the largest program."""
     planned: int
-    """The most bytes that each device holds, by the plan of `lmt plan`."""
+    """Peak bytes per device, as planned by `lmt plan`."""
     sent: dict[str, float]
-    """Bytes that each device sends in a step, by collective."""
+    """Bytes sent by each device per step, by collective."""
 
 
 def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
-    """The program of the model of `size`."""
+    """The training setup for the model of `size`."""
     import jax
 
     from lm_trainer.run.build.setup import build_setup
@@ -89,9 +89,11 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
 
 
 def shape_of(size: argparse.Namespace) -> Shape:
-    """The model that the options ask for."""
-    own = Shape("gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048)
-    return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch) if size.shape else own
+    """The model selected by the options."""
+    custom = Shape(
+        "gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048
+    )
+    return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch) if size.shape else custom
 
 
 def batch_of(size: argparse.Namespace) -> Any:
@@ -103,7 +105,7 @@ def batch_of(size: argparse.Namespace) -> Any:
 
 
 def step_of(setup: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
-    """A function that takes a state one step further, and tells how many seconds and CPU seconds it took."""
+    """A function that advances a state by one step, and returns its seconds and CPU seconds too."""
     import jax
 
     batch = batch_of(size)
@@ -120,23 +122,23 @@ def step_of(setup: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, 
 
 
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
-    """All kinds on some devices, in turn."""
-    # On 8 devices each has one microbatch: both kinds of `fast` are the same there.
+    """Measures all kinds on some devices, alternating."""
+    # With 8 devices each has one microbatch, so both kinds of `fast` are the same.
     kinds = [kind for kind in size.kinds if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: plan(kind, devices, size) for kind in kinds}
     state = programs[kinds[0]].init()
     runs = {kind: step_of(setup, size) for kind, setup in programs.items()}
     for run in runs.values():
-        # The first compiles what the others reuse.
+        # The first kind compiles programs that the others reuse.
         for _ in range(2):
             state, _, _ = run(state)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(size.pairs):
-        # Every other turn backwards, so that no kind always follows the same one.
+        # Reverse every other turn, so that no kind always follows the same one.
         for kind in kinds if turn % 2 else reversed(kinds):
-            state, taken, used = runs[kind](state)
-            seconds[kind].append(taken)
+            state, elapsed, used = runs[kind](state)
+            seconds[kind].append(elapsed)
             cpu[kind].append(used)
     return {kind: Cost(seconds[kind], cpu[kind], *read_off(kind, devices, size)) for kind in kinds}
 
@@ -163,38 +165,38 @@ def read_off(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, 
 
 
 def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
-    """The most memory that a device held over some steps, where the backend tells; in a process of its own."""
-    command = [*SELF, "--peak-of", kind, "--devices", str(devices), *size.given]
+    """Peak memory of a device over some steps, if the backend reports it; measured in a new process."""
+    command = [*SELF, "--peak-of", kind, "--devices", str(devices), *size.forwarded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
 def table(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
-    """Each number of devices in a process of its own: more devices than are used are more threads than are used."""
+    """Measures each number of devices in a new process: unused devices would mean unused threads."""
     yield (
         "| devices | step | median ms | spread ms | CPU ms | time / fast | CPU / fast | time / elastic | CPU / elastic "
         "| temporary MiB | planned MiB | peak MiB | sent MiB | of a ring's |"
     )
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for devices in counts:
-        command = [*SELF, "--rows-of", str(devices), *size.given]
+        command = [*SELF, "--rows-of", str(devices), *size.forwarded]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         yield from done.stdout.splitlines()
 
 
 def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
-    """The lines of the table for some devices."""
+    """The table rows for a number of devices."""
     import jax
 
     with_peak = jax.devices()[0].memory_stats() is not None
     costs = measure(devices, size)
     ring = 2 * (devices - 1) / devices * parameter_bytes(size)
     for kind, cost in costs.items():
-        # What computes again is compared with what does.
-        others = [costs.get(other + RECOMPUTING * kind.endswith(RECOMPUTING)) for other in ("fast", "elastic")]
+        # Recomputing kinds are compared with recomputing kinds.
+        baselines = [costs.get(baseline + RECOMPUTING * kind.endswith(RECOMPUTING)) for baseline in ("fast", "elastic")]
         ratios = " | ".join(
-            f"{against(cost.seconds, other.seconds)} | {against(cost.cpu, other.cpu)}" if other else "- | -"
-            for other in others
+            f"{against(cost.seconds, baseline.seconds)} | {against(cost.cpu, baseline.cpu)}" if baseline else "- | -"
+            for baseline in baselines
         )
         low, _, high = statistics.quantiles(cost.seconds, n=4)
         sent = sum(cost.sent.values())
@@ -207,13 +209,13 @@ def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def against(values: Sequence[float], others: Sequence[float]) -> str:
-    """The median over the turns of a value by the other one of the same turn."""
-    return f"{statistics.median(a / b for a, b in zip(values, others, strict=True)):.3f}"
+def against(values: Sequence[float], baseline: Sequence[float]) -> str:
+    """Median over the turns of the ratio of a value to the baseline in the same turn."""
+    return f"{statistics.median(a / b for a, b in zip(values, baseline, strict=True)):.3f}"
 
 
 def parameter_bytes(size: argparse.Namespace) -> float:
-    """Bytes of all parameters in the dtype in which devices send them."""
+    """Bytes of all parameters in the dtype used for communication."""
     shapes = plan(size.kinds[0], 1, size).model.shapes.values()
     return float(sum(x.size * x.dtype.itemsize for x in shapes))
 
@@ -227,7 +229,7 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax"))
     yield "# What elastic determinism costs"
     yield ""
-    yield f"`{shlex.join(['python', '-m', *SELF[2:], *size.given])}` on {device.device_kind} ({device.platform}),"
+    yield f"`{shlex.join(['python', '-m', *SELF[2:], *size.forwarded])}` on {device.device_kind} ({device.platform}),"
     yield f"{platform.platform()}, {available_cores()} CPU cores; Python {platform.python_version()}, {packages}."
     yield f"Commit {commit()}. {shape_of(size).describe()}; {size.mp}, with"
     yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.pairs} steps of each kind in turn."
@@ -246,32 +248,32 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
 
 
 def commit() -> str:
-    here, command = Path(__file__).parent, ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    directory, command = Path(__file__).parent, ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--devices", type=int, nargs="*", help="how many; by default 1, 2, 4, 8 as far as there are any"
+        "--devices", type=int, nargs="*", help="numbers of devices; by default 1, 2, 4, 8 up to the available ones"
     )
     parser.add_argument("--pairs", type=int, default=12, help="steps of each kind")
     parser.add_argument("--batch", type=int, default=32, help="rows in the global batch, a multiple of 8")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--shape", choices=list(SHAPES), help="one of benchmarks/peers, in place of these two")
+    parser.add_argument("--shape", choices=list(SHAPES), help="one of benchmarks/peers, instead of these two")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--mp", default="f32", help="as trainer.mp")
-    parser.add_argument("--results", type=Path, help="write the report to this file as well")
+    parser.add_argument("--results", type=Path, help="write the report to this file too")
     parser.add_argument("--rows-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--peak-of", choices=list(KINDS), help=argparse.SUPPRESS)
     size = parser.parse_args()
     model = ("shape",) if size.shape else ("hidden", "layers")
     names = ("pairs", "batch", "seq_len", *model, "mp")
-    size.given = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(size, name)))]
-    size.given += ["--kinds", *size.kinds]
+    size.forwarded = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(size, name)))]
+    size.forwarded += ["--kinds", *size.kinds]
 
     from lm_trainer.core.runtime import prepare_process
 

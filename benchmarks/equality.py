@@ -1,10 +1,10 @@
-"""Checks that runs are equal bit for bit on any devices and processes: a table of hashes, and runs drawn at random.
+"""Checks that runs are bit-identical on any devices and processes: a table of hashes, and random runs.
 
 The table trains one tiny model for 50 steps on each division into processes and devices, by `lmt launch local`, and
-compares the loss of every step and all weights at the end. With `--killed` its last row is a run whose processes are
-killed every few steps, and which goes on with other processes and devices each time. The random runs are those of
-tests/step/random_runs.py, each on one device and on another mesh. Results are kept as they come, and a second start
-goes on after them.
+compares the loss of every step and all final weights. With `--killed` its last row is a run whose processes are killed
+every few steps, and which resumes with other processes and devices each time. The random runs come from
+tests/step/random_runs.py, each on one device and on another mesh. Results are saved one by one, and a second start
+continues after them.
 
     python benchmarks/equality.py --out benchmarks/results/equality.md
     python benchmarks/equality.py --killed --determinism layerwise --out ...
@@ -35,7 +35,7 @@ KINDS = {
     "layerwise": "language models that are computed layer by layer",
     "uneven": "language models on 3, 5, 6 and 7 devices, every second one layer by layer",
 }
-"""Kinds of runs drawn at random."""
+"""Kinds of random runs."""
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 50
 
@@ -44,7 +44,7 @@ RUN: dict[str, Any] = {
     "data": {"tokenizer": "bytes", "num_workers": 0},
     "trainer": {
         "id": "run",
-        # On a CPU, XLA cuts sums by its number of threads: every division computes with the same one.
+        # On a CPU, XLA splits sums by its number of threads: every division uses the same number.
         "cpu_threads": DEVICES,
         "train_batch_size": 16,
         "num_train_steps": STEPS,
@@ -55,7 +55,7 @@ RUN: dict[str, Any] = {
     },
     "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
 }
-"""With dropout, mixed precision and recomputation."""
+"""Uses dropout, mixed precision and recomputation."""
 RUN["model"] |= {"resid_pdrop": 0.1, "embed_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True}
 RUN["trainer"] |= {"mp": "p=f32,c=bfloat16", "determinism": "elastic"}
 
@@ -73,12 +73,12 @@ DIVISIONS: list[tuple[int, int, tuple[str, ...]]] = [
     (1, 7, ()),
     (3, 2, ()),
 ]
-"""Processes, devices in each, and how the state lies on them."""
+"""Processes, devices per process, and overrides for the sharding of the state."""
 
 CHANGES = [(1, 1), (1, 3), (2, 2), (1, 6), (4, 1), (1, 7), (2, 4)]
-"""Processes and devices in each, one after the other, of the run that is killed."""
-KEPT = 3
-"""Steps between its checkpoints."""
+"""Successive processes and devices per process of the killed run."""
+SAVE_EVERY = 3
+"""Steps between checkpoints of the killed run."""
 
 
 def write_run(directory: Path) -> Path:
@@ -92,7 +92,7 @@ def write_run(directory: Path) -> Path:
 
 
 def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]) -> dict[str, str]:
-    """One run in a directory of its own, and the hashes of what came out."""
+    """Trains one run in a new directory; returns the hashes of its results."""
     directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
     directory.mkdir()
     finish(launch(config, directory, processes, devices, overrides))
@@ -100,11 +100,11 @@ def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]
 
 
 def train_killed(config: Path) -> dict[str, str]:
-    """One run that is killed on one division into processes and devices after the other."""
+    """Trains one run, killed on each division into processes and devices but the last."""
     directory = config.parent / "killed"
     directory.mkdir()
     metrics, began = directory / "logs" / "run" / "metrics.jsonl", []
-    keep = (f"trainer.checkpointer.keep=[{{every: {KEPT}}}]",)
+    keep = (f"trainer.checkpointer.keep=[{{every: {SAVE_EVERY}}}]",)
     for number, (processes, devices) in enumerate(CHANGES):
         began.append(f"{processes} x {devices} from {newest_checkpoint(directory)}")
         launcher = launch(config, directory, processes, devices, keep)
@@ -112,10 +112,12 @@ def train_killed(config: Path) -> dict[str, str]:
             finish(launcher)
             return {"state": f"killed: {', '.join(began)}", **hashes_of(directory)}
         target = STEPS * (number + 1) // len(CHANGES)
-        while launcher.poll() is None and not (last_step(metrics) >= target <= newest_checkpoint(directory) + KEPT):
+        while launcher.poll() is None and not (
+            last_step(metrics) >= target <= newest_checkpoint(directory) + SAVE_EVERY
+        ):
             time.sleep(0.005)
         if launcher.poll() is None:
-            # The launcher would ask them to stop, and they would save.
+            # Kill the processes directly: the launcher would ask them to stop, and they would save.
             for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)
         output = launcher.communicate()[0]
@@ -150,21 +152,21 @@ def newest_checkpoint(directory: Path) -> int:
 
 def last_step(metrics: Path) -> int:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
-    # The last line may be half written.
+    # The last line may be incomplete.
     steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
     return steps[-1] if steps else 0
 
 
 def hashes_of(directory: Path) -> dict[str, str]:
-    """The hashes of what a finished run has written."""
+    """The hashes of a finished run's results."""
     from lm_trainer.core.tree import named_leaves
     from lm_trainer.run.weights.saved_model import load_model
 
     log = directory / "logs" / "run"
-    # Numbers stay text, so that the hash is that of the digits in the file.
+    # Numbers stay text, to hash the digits in the file.
     lines = [json.loads(line, parse_float=str) for line in (log / "metrics.jsonl").read_text().splitlines()]
     keys = ("train/loss", "optim/grad_norm", "eval/loss")
-    # A run that saves more often has more lines, of fingerprints.
+    # A run with more checkpoints has more fingerprint lines.
     series = [[line["step"], *(line.get(key) for key in keys)] for line in lines if any(key in line for key in keys)]
     weights = hashlib.sha256()
     for name, x in sorted(named_leaves(load_model(directory / "checkpoints" / "run").params).items()):
@@ -177,8 +179,8 @@ def hashes_of(directory: Path) -> dict[str, str]:
     }
 
 
-def random_runs(kind: str, count: int, steps: int, write: Callable[[str, Any], None], known: dict[str, Any]) -> None:
-    """Compares the runs of one kind that are not known yet, each over so many steps."""
+def random_runs(kind: str, count: int, steps: int, write: Callable[[str, Any], None], results: dict[str, Any]) -> None:
+    """Compares the missing runs of one kind, each over a number of steps."""
     from tests.step import random_runs
 
     random_runs.STEPS = steps
@@ -192,11 +194,11 @@ def random_runs(kind: str, count: int, steps: int, write: Callable[[str, Any], N
     for number in range(count):
         run = draws[kind](number)
         key = f"{kind}/{number}/{hashlib.sha256(repr(run).encode()).hexdigest()[:8]}"
-        if key not in known:
+        if key not in results:
             write(key, {"run": str(run), "steps": steps, "difference": random_runs.difference(run)})
 
 
-def report(known: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     import jax
 
     git = subprocess.run(
@@ -208,20 +210,20 @@ def report(known: dict[str, Any]) -> str:
         f"Written by `benchmarks/equality.py`: commit {git.stdout.strip()}, jax {jax.__version__}, Python "
         f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU cores; devices are emulated.",
     ]
-    if table := [known[key] for key in known if key.startswith("table/")]:
+    if table := [results[key] for key in results if key.startswith("table/")]:
         lines += _table(table)
     for kind in KINDS:
-        found = {key: value for key, value in known.items() if key.startswith(f"{kind}/")}
-        parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
-        if found:
+        runs = {key: value for key, value in results.items() if key.startswith(f"{kind}/")}
+        unequal = [f"- {value['run']}: {value['difference']}" for value in runs.values() if value["difference"]]
+        if runs:
             lines += ["", f"## Runs drawn at random: {KINDS[kind]}", ""]
-            steps = ", ".join(sorted({str(value.get("steps", 4)) for value in found.values()}))
-            equal = len(found) - len(parted)
+            steps = ", ".join(sorted({str(value.get("steps", 4)) for value in runs.values()}))
+            equal = len(runs) - len(unequal)
             lines += [
-                f"{len(found)} runs of {steps} steps on one device and on another mesh, {equal} equal.",
-                *parted,
+                f"{len(runs)} runs of {steps} steps on one device and on another mesh, {equal} equal.",
+                *unequal,
             ]
-            lines += ["", *(f"- {value['run']}" for value in found.values())]
+            lines += ["", *(f"- {value['run']}" for value in runs.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -251,43 +253,45 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for kind, drawn in KINDS.items():
         parser.add_argument(f"--{kind}", type=int, default=0, help=f"number of runs of {drawn}")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run drawn at random")
-    parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
-    parser.add_argument("--killed", action="store_true", help="of the table one device, and the run that is killed")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each random run")
+    parser.add_argument("--no-table", action="store_true", help="skip the table of processes and devices")
+    parser.add_argument("--killed", action="store_true", help="in the table, only one device and the killed run")
     parser.add_argument("--determinism", choices=("elastic", "layerwise"), default="elastic", help="of the table")
-    parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
+    parser.add_argument("--out", type=Path, required=True, help="the report; its data are saved next to it as .json")
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
     sys.path.insert(0, str(ROOT))
-    kept = arguments.out.with_suffix(".json")
-    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    data_file = arguments.out.with_suffix(".json")
+    results: dict[str, Any] = json.loads(data_file.read_text()) if data_file.exists() else {}
 
     def write(key: str, value: Any) -> None:
-        known[key] = value
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(known, indent=1) + "\n")
-        arguments.out.write_text(report(known))
+        results[key] = value
+        data_file.parent.mkdir(parents=True, exist_ok=True)
+        data_file.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.out.write_text(report(results))
         print(key, value, flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
         RUN["trainer"]["determinism"] = arguments.determinism
         config = write_run(Path(scratch))
-        turns = [(2, 2, ("trainer.microbatches_per_gather=1",))] if arguments.determinism == "layerwise" else []
-        divisions = DIVISIONS[:1] if arguments.killed else [*DIVISIONS, *turns]
+        group_divisions = (
+            [(2, 2, ("trainer.microbatches_per_gather=1",))] if arguments.determinism == "layerwise" else []
+        )
+        divisions = DIVISIONS[:1] if arguments.killed else [*DIVISIONS, *group_divisions]
         for processes, devices, state in () if arguments.no_table else divisions:
             key = f"table/{processes}x{devices} {' '.join(state)}"
-            if key not in known:
+            if key not in results:
                 hashes = train(config, processes, devices, state)
                 write(key, {"processes": processes, "devices": devices, "state": " ".join(state), **hashes})
-        if arguments.killed and "table/killed" not in known:
+        if arguments.killed and "table/killed" not in results:
             write("table/killed", {"processes": "several", "devices": "several", **train_killed(config)})
     for kind in KINDS:
-        random_runs(kind, getattr(arguments, kind), arguments.steps, write, known)
-    arguments.out.write_text(report(known))
-    parted = [key for key, value in known.items() if value.get("difference")]
-    rows = {(value["losses"], value["weights"]) for key, value in known.items() if key.startswith("table/")}
-    sys.exit(1 if parted or len(rows) > 1 else 0)
+        random_runs(kind, getattr(arguments, kind), arguments.steps, write, results)
+    arguments.out.write_text(report(results))
+    unequal = [key for key, value in results.items() if value.get("difference")]
+    rows = {(value["losses"], value["weights"]) for key, value in results.items() if key.startswith("table/")}
+    sys.exit(1 if unequal or len(rows) > 1 else 0)
 
 
 if __name__ == "__main__":

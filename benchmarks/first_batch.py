@@ -2,10 +2,10 @@
 
     python -m benchmarks.first_batch
 
-The text is the embedded corpus several times over as JSON lines, so that building the whole cache takes much longer
-than the first batch. Each round is a process of its own that tokenises with a tokenizer trained beforehand. Times are
-those of a clock from the start of `open_data`, and the processor seconds that this process and its workers had taken by
-then; where these are far apart, the machine was busy with something else.
+The text is the embedded corpus repeated several times as JSON lines, so that building the complete cache takes much
+longer than the first batch. Each round is a new process that tokenises with a previously trained tokenizer. Times are
+wall time from the start of `open_data`, and processor seconds of this process and its workers since then; if these are
+far apart, the machine was busy with other work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARKS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--copies", type=int, default=6, help="how often the corpus of 12 MB is repeated")
+    parser.add_argument("--copies", type=int, default=6, help="number of copies of the 12 MB corpus")
     parser.add_argument("--shuffle", default="era", choices=["era", "none", "full"])
     parser.add_argument("--backend", default="tokenizers", choices=["tokenizers", "fastokens"])
     parser.add_argument("--json", action="store_true")
@@ -66,15 +66,15 @@ def report(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> str:
     for name, label in MARKS.items():
         values = [result[name] for result in rounds]
         rows.append([label, f"{statistics.median(values):,}", ", ".join(f"{value:,}" for value in values)])
-    what = f"{12 * options.copies} MB of JSON lines, shuffle: {options.shuffle}, backend: {options.backend}."
+    description = f"{12 * options.copies} MB of JSON lines, shuffle: {options.shuffle}, backend: {options.backend}."
     versions = setting("jax", "grain", "tokenizers", "fastokens")
-    return f"# From an empty cache to the first batch\n\n{versions} {what} {load()}\n\n" + table(
+    return f"# From an empty cache to the first batch\n\n{versions} {description} {load()}\n\n" + table(
         ["", "median", "all"], rows
     )
 
 
 def write_corpus(directory: Path, copies: int) -> None:
-    """`copies` files of some 12 MB each, and a tokenizer."""
+    """Writes `copies` files of about 12 MB each, and a tokenizer."""
     from lm_trainer.data.sources import Row
     from lm_trainer.data.sources.embedded import Embedded
     from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
@@ -106,28 +106,28 @@ def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
     )
     marks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
-        before = (time.monotonic(), cpu_seconds())
+        start = (time.monotonic(), cpu_seconds())
         data = open_data(config.data.model_copy(update={"cache_dir": cache}), seq_len=256, seed=0, background=True)
-        marks |= since(before, "open")
+        marks |= since(start, "open")
         batch = next(data.train(16, rows=range(16), num_steps=1))
-        marks |= since(before, "first_batch")
+        marks |= since(start, "first_batch")
         marks |= {"tokens_at_first_batch": data.num_train_tokens, "complete_at_first_batch": int(data.complete)}
         setup = build_setup(config, data.tokenizer.vocab_size)
         setup.step.compile(batch)
         _, metrics = setup.step(setup.init(), setup.step.put(batch), 1e-3)
         assert float(metrics["loss"]) > 0
-        marks |= since(before, "first_step")
+        marks |= since(start, "first_step")
         data.close()
     return marks
 
 
-def since(before: tuple[float, float], name: str) -> dict[str, float]:
-    wall, cpu = time.monotonic() - before[0], cpu_seconds() - before[1]
+def since(start: tuple[float, float], name: str) -> dict[str, float]:
+    wall, cpu = time.monotonic() - start[0], cpu_seconds() - start[1]
     return {f"{name}_s": round(wall, 2), f"{name}_cpu_s": round(cpu, 2)}
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its workers, on Linux also of those that have not ended."""
+    """CPU seconds of this process and of its workers; on Linux including running workers."""
     total = sum(os.times()[:4])
     for worker in multiprocessing.active_children():
         stat = Path(f"/proc/{worker.pid}/stat")

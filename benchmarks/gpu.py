@@ -1,11 +1,11 @@
-"""Everything that only a GPU shows, one after another, in under 25 minutes of its time.
+"""Runs all GPU-only measurements, one after another, in under 25 minutes of GPU time.
 
     python -m benchmarks.gpu --results benchmarks/results/1xH100
     python -m benchmarks.gpu --only mfu determinism
-    python -m benchmarks.gpu --small               # the same on small shapes, where there is no GPU
+    python -m benchmarks.gpu --small               # the same on small shapes, without a GPU
 
-Every part is a command of its own with a limit of time, and what it prints goes to a file of its own in `--results`. A
-part that fails is named at the end, and the others go on.
+Every part is a separate command with a time limit, and its output goes to a file in `--results`. A failed part is named
+at the end, and the others continue.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _SMALL_LLAMA = ["model.num_kv_heads=1", "model.intermediate_dim=64"]
 
 @dataclass(frozen=True)
 class Part:
-    """One command, or several, each of which must succeed."""
+    """One or several commands, which all must succeed."""
 
     name: str
-    what: str
+    description: str
     commands: tuple[list[str], ...]
     minutes: float
-    """After which it is given up."""
+    """Time limit."""
 
 
 def parts(small: bool, directory: Path) -> Iterator[Part]:
-    """All parts in their order: what matters most comes first."""
+    """All parts in order of importance."""
     gpt2, llama = (_workload(name, small) for name in ("gpt2_124m", "llama_1b"))
     repeats = ["--repeats", "2"] if small else []
     mfu = [[*LMT, "bench", "mfu", *of, "--roofline"] for of in (gpt2, llama)]
@@ -57,7 +57,7 @@ def parts(small: bool, directory: Path) -> Iterator[Part]:
     shapes = ("tiny", "llama-tiny") if small else ("124m-gpu", "llama-1b")
     turns = ["--turns", "1" if small else "9"]
     yield Part("peers_gpt2", "GPT-2 beside PyTorch and plain JAX", (_peers(shapes[0], turns),), 5)
-    # Each of these holds 20 GB of weights and moments, so two go at a time.
+    # Each of these holds 20 GB of weights and moments, so only two run at a time.
     pairs = [["lmt", "torch compile"], ["lmt", "lmt fast"], ["lmt", "jax twin"]]
     yield Part("peers_llama", "Llama beside each", tuple(_peers(shapes[1], [*turns, "--kinds", *p]) for p in pairs), 6)
     yield Part("elastic_cost", "what elastic determinism costs", (_elastic_cost(small),), 3)
@@ -87,25 +87,25 @@ def _elastic_cost(small: bool) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, help="a directory for what each part prints")
+    parser.add_argument("--results", type=Path, help="a directory for the output of each part")
     parser.add_argument("--only", nargs="+", metavar="PART", help="some parts by name; an unknown name lists them")
     parser.add_argument("--small", action="store_true", help="small shapes, to try this script")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        found = {part.name: part for part in parts(options.small, directory)}
-        if unknown := set(options.only or ()) - set(found):
-            sys.exit(f"--only {' '.join(sorted(unknown))}: there are {', '.join(found)}")
-        chosen = [part for part in found.values() if not options.only or part.name in options.only]
+        by_name = {part.name: part for part in parts(options.small, directory)}
+        if unknown := set(options.only or ()) - set(by_name):
+            sys.exit(f"--only {' '.join(sorted(unknown))}: there are {', '.join(by_name)}")
+        chosen = [part for part in by_name.values() if not options.only or part.name in options.only]
         failed = [part.name for part in chosen if not run(part, directory, options.results)]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
 def run(part: Part, directory: Path, results: Path | None) -> bool:
-    """True if all commands of a part succeeded; their output is shown as well."""
-    print(f"\n# {part.name}: {part.what}\n", flush=True)
-    started, text = time.monotonic(), [f"{part.what}: {setting('jax', 'jaxlib', 'torch')}\n"]
+    """Runs a part and shows its output; True if all its commands succeeded."""
+    print(f"\n# {part.name}: {part.description}\n", flush=True)
+    started, text = time.monotonic(), [f"{part.description}: {setting('jax', 'jaxlib', 'torch')}\n"]
     good = True
     for command in part.commands:
         left = 60 * part.minutes - (time.monotonic() - started)
@@ -136,8 +136,8 @@ def _output(command: list[str], directory: Path, seconds: float) -> tuple[bool, 
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        return False, f"{said}\ngiven up after {seconds:.0f} s"
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        return False, f"{output}\ngiven up after {seconds:.0f} s"
     return done.returncode == 0, done.stdout
 
 

@@ -1,8 +1,8 @@
-"""Looks for what grows: a long run with many saves, and many runs in one process and one directory.
+"""Checks for leaks: a long run with many saves, and many runs in one process and one directory.
 
     python -m benchmarks.growth --table benchmarks/results/2-core-epyc/growth.md
 
-Memory, open files and threads are read from /proc (Linux), once compiling is done and again until the end.
+Memory, open files and threads are read from /proc (Linux), from the end of compilation to the end of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
 
 
 class Usage(NamedTuple):
-    """Resources that a process holds."""
+    """Resources held by a process."""
 
     memory_mb: float
     """Resident memory."""
@@ -35,7 +35,7 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        """Reads it of a process that runs."""
+        """Reads the usage of a running process."""
         process = Path(f"/proc/{pid}")
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         kilobytes = int(status["VmRSS"].split()[0])
@@ -46,7 +46,7 @@ class Usage(NamedTuple):
 
 
 def write_config(directory: Path, steps: int, save_every: int) -> Path:
-    """A tiny model on the language reference that Python carries; JSON is YAML."""
+    """Configures a tiny model on the language reference included with Python; JSON is YAML."""
     (directory / "train.txt").write_text("\n".join(pydoc_data.topics.topics.values()), encoding="utf-8")
     model = {"type": "gpt2", "seq_len": 32, "hidden_dim": 32, "num_layers": 1, "num_heads": 2}
     checkpointer = {"save_interval": "1h", "keep": [{"every": save_every}]}
@@ -60,19 +60,25 @@ def write_config(directory: Path, steps: int, save_every: int) -> Path:
 
 
 def long_run(directory: Path, steps: int) -> list[list[str]]:
-    """Trains one run in a process of its own; returns a row for every sixth of its steps."""
+    """Trains one run in a new process; returns a row for every sixth of its steps."""
     config = write_config(directory, steps, SAVE_EVERY)
     metrics, rows = directory / "logs/run/metrics.jsonl", []
     marks = [steps * part // 6 for part in range(1, 6)]
     with (directory / "out.txt").open("wb") as output:
         process = subprocess.Popen([*LMT, "train", str(config)], cwd=directory, stdout=output, stderr=output)
-        before = time.monotonic(), 0
+        previous = time.monotonic(), 0
         while process.poll() is None:
             step = last_logged(metrics)[0]
             if marks and step >= marks[0]:
-                usage, now = Usage.of(process.pid), time.monotonic()
-                rows.append([f"step {step}", *usage.cells(), f"{1000 * (now - before[0]) / (step - before[1]):.1f} ms"])
-                before = now, step
+                usage, timestamp = Usage.of(process.pid), time.monotonic()
+                rows.append(
+                    [
+                        f"step {step}",
+                        *usage.cells(),
+                        f"{1000 * (timestamp - previous[0]) / (step - previous[1]):.1f} ms",
+                    ]
+                )
+                previous = timestamp, step
                 while marks and step >= marks[0]:
                     marks.pop(0)
             time.sleep(0.1)
@@ -89,7 +95,7 @@ def many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
 
     rows = []
     marks = sorted({2, count // 30, count // 6, count // 3, 2 * count // 3, count})
-    before = os.getcwd()
+    original_directory = os.getcwd()
     os.chdir(directory)
     try:
         for number in range(1, count + 1):
@@ -101,12 +107,12 @@ def many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
             if number in marks:
                 rows.append([f"run {number}", *Usage.of(os.getpid()).cells(), f"{seconds:.2f} s"])
     finally:
-        os.chdir(before)
+        os.chdir(original_directory)
     return rows
 
 
 def start_seconds(directory: Path, name: str) -> float:
-    """The time of a run of two steps in a new process, from the command to its end."""
+    """Duration of a two-step run in a new process, from the command to its end."""
     began = time.perf_counter()
     command = [*LMT, "train", str(directory / "run.yaml"), f"trainer.id={name}"]
     subprocess.run(command, cwd=directory, check=True, capture_output=True)

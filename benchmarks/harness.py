@@ -1,4 +1,4 @@
-"""Time of lm-evaluation-harness with the model of this package beside its own for transformers, on the same weights.
+"""Times lm-evaluation-harness with the model of this package and with its own transformers model, on the same weights.
 
 Needs the extras `eval` and `test`. Prints a table; `--out FILE` writes it.
 
@@ -49,22 +49,22 @@ def measure(scratch: Path, repeats: int) -> list[str]:
 
     model, tasks = _model(scratch / "model"), _tasks(scratch)
     read = read_hf(model)
-    ours = HarnessModel(read.build(), read.tokenizer)  # pyright: ignore[reportArgumentType]
+    lmt_model = HarnessModel(read.build(), read.tokenizer)  # pyright: ignore[reportArgumentType]
     peer: Any = huggingface.HFLM
     simple_evaluate: Any = evaluator.simple_evaluate
-    theirs = peer(pretrained=str(model), batch_size=8, dtype="float32", device="cpu")
+    hf_model = peer(pretrained=str(model), batch_size=8, dtype="float32", device="cpu")
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     rows = []
     for name in NAMES:
-        asked = Tasks(HarnessConfig(task_spec=(name,), include_path=str(tasks), bootstrap_iters=0))
+        harness_tasks = Tasks(HarnessConfig(task_spec=(name,), include_path=str(tasks), bootstrap_iters=0))
         runs: dict[str, Callable[[], Any]] = {
-            "lmt": lambda asked=asked: asked.ask(ours),
+            "lmt": lambda harness_tasks=harness_tasks: harness_tasks.ask(lmt_model),
             "transformers": lambda name=name: simple_evaluate(
-                theirs, tasks=[name], task_manager=manager, bootstrap_iters=0
+                hf_model, tasks=[name], task_manager=manager, bootstrap_iters=0
             ),
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in runs}
-        # Once untimed, since the first call compiles.
+        # One untimed turn first, since the first call compiles.
         for turn in range(repeats + 1):
             for kind, run in runs.items():
                 start = time.perf_counter()

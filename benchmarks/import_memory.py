@@ -1,11 +1,11 @@
-"""The host memory that a start from a large Hugging Face checkpoint takes.
+"""Host memory needed to start from a large Hugging Face checkpoint.
 
     python benchmarks/import_memory.py [--gigabytes 1.5] [--devices 8]
 
-Makes a random Llama checkpoint of that size in bfloat16, in several files, reads it in a process of its own to emulated
-CPU devices, with float32 parameters cut over them, and prints what the process took at most beyond what it had before.
-On CPUs the parameters themselves lie in host memory: they are the local share, which is subtracted. What is left must
-stay below 1.5 times the largest file.
+Makes a random Llama checkpoint of this size in bfloat16, in several files, reads it in a new process to emulated CPU
+devices, with sharded float32 parameters, and prints the peak memory of the process beyond its memory before. On CPUs
+the parameters themselves are in host memory: this local share is subtracted. The remainder must stay below 1.5 times
+the largest file.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         largest = write_checkpoint(Path(scratch), arguments.gigabytes)
-        found = json.loads(_in_own_process(Path(scratch), arguments.devices))
-    beyond = found["peak"] - found["before"] - found["share"]
-    found |= {"devices": arguments.devices, "largest_file": largest, "beyond_share": beyond}
-    print(json.dumps({name: round(value / 1e6) if value > 1e5 else value for name, value in found.items()}))
+        measured = json.loads(_in_own_process(Path(scratch), arguments.devices))
+    beyond = measured["peak"] - measured["before"] - measured["share"]
+    measured |= {"devices": arguments.devices, "largest_file": largest, "beyond_share": beyond}
+    print(json.dumps({name: round(value / 1e6) if value > 1e5 else value for name, value in measured.items()}))
     print(f"beyond the local share: {beyond / largest:.2f} of the largest file (at most 1.50)")
     if beyond > 1.5 * largest:
         sys.exit("too much")
@@ -50,7 +50,7 @@ def _in_own_process(directory: Path, devices: int) -> str:
 
 
 def write_checkpoint(directory: Path, gigabytes: float) -> int:
-    """Writes the checkpoint, a few layers a file; returns the bytes of the largest file."""
+    """Writes the checkpoint, a few layers per file; returns the bytes of the largest file."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -73,7 +73,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     size = 0
     for name in sorted(shapes):
         size += 2 * int(np.prod(shapes[name]))
-        # About five files, so that the largest is much smaller than the checkpoint.
+        # About five files, to make the largest much smaller than the checkpoint.
         if size > gigabytes * 1e9 / 5:
             files.append([])
             size = 0
@@ -91,7 +91,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
 
 
 def measure(directory: Path) -> dict[str, int]:
-    """Bytes before, at most during and after reading, and of the parameters that lie in this process."""
+    """Bytes before, at the peak of and after reading, and bytes of the parameters in this process."""
     import jax
     import jax.numpy as jnp
 
@@ -103,14 +103,14 @@ def measure(directory: Path) -> dict[str, int]:
     source = HfCheckpoint.open(config)
     config = config.model_copy(update={"model": source.config})
     setup = build_setup(config, source.vocab_size)
-    # The first computation starts threads and pools of XLA, whose memory is no part of the reading.
+    # The first computation starts threads and pools of XLA, whose memory must not be counted.
     jax.block_until_ready(jnp.zeros(8) + 1)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+    baseline = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     params = source.load(source.config, setup.model.shapes, setup.sharding.storage)
     jax.block_until_ready(params)
     share = sum(shard.data.nbytes for x in params.values() for shard in x.addressable_shards)
-    return {"before": before, "peak": _status("VmHWM"), "after": _status("VmRSS"), "share": share}
+    return {"before": baseline, "peak": _status("VmHWM"), "after": _status("VmRSS"), "share": share}
 
 
 def _status(key: str) -> int:

@@ -1,10 +1,10 @@
-"""A model that trains layer by layer where it would not fit as a whole: planned peaks of both, and the measured one.
+"""Trains a model layer by layer too large to train as one program: planned peaks of both, and the measured peak.
 
     python -m benchmarks.layerwise_size --layers 14 --limit-gib 13
 
-Llama that computes in bfloat16, with weights and the state of AdamW in float32, on 8 emulated CPU devices that share
-the memory of one process: a figure of the process is about 8 times that of a device. `elastic` is planned alone. The
-process ends itself before it takes more than the limit.
+A Llama with bfloat16 computation, and weights and AdamW state in float32, on 8 emulated CPU devices in the memory of
+one process: figures of the process are about 8 times the figures of a device. `elastic` is only planned. The process
+ends itself before exceeding the limit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def config_of(determinism: str, size: argparse.Namespace) -> Any:
 
 
 def planned(determinism: str, size: argparse.Namespace) -> Any:
-    """The phase that takes most, of a device."""
+    """The phase with the highest peak on a device."""
     import jax
 
     from lm_trainer.plan.memory import StepMemory
@@ -61,7 +61,7 @@ def planned(determinism: str, size: argparse.Namespace) -> Any:
 
 
 def train(size: argparse.Namespace) -> None:
-    """Some steps on random tokens, the same in each."""
+    """Trains some steps on random tokens, the same in each."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
@@ -80,12 +80,12 @@ def train(size: argparse.Namespace) -> None:
 
 
 def peak_gib() -> float:
-    """The most memory that the process has held."""
+    """Peak memory of the process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def guard(limit_gib: float) -> None:
-    """Ends the process at once when it holds more than the limit."""
+    """Ends the process immediately if it exceeds the limit."""
 
     def watch() -> None:
         while True:
@@ -111,7 +111,7 @@ def main() -> None:
 
     from lm_trainer.core.runtime import set_cpu_threads
 
-    # The allocator is left alone: memory that is freed goes back, and the peak is that of what is held.
+    # Keep the default allocator settings: freed memory is returned, so the peak is memory really in use.
     set_cpu_threads(DEVICES)
 
     import jax
@@ -125,7 +125,7 @@ def main() -> None:
     print(f"{count:,} parameters, {ROWS} rows of {LENGTH} tokens, {DEVICES} devices")
     for determinism in ("layerwise", "elastic"):
         peak = planned(determinism, size)
-        parts = ", ".join(f"{name} {DEVICES * each / 2**30:.2f}" for name, each in peak.parts.items())
+        parts = ", ".join(f"{name} {DEVICES * size_in_bytes / 2**30:.2f}" for name, size_in_bytes in peak.parts.items())
         print(f"{determinism}: planned {DEVICES * peak.bytes / 2**30:.1f} GiB on all devices, in {peak.name}: {parts}")
     if not size.plan_only:
         train(size)

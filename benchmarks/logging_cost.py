@@ -1,9 +1,9 @@
-"""The cost of recording every step: a run that logs each of its steps beside one that logs none, in turn.
+"""The cost of logging every step: a run that logs all of its steps next to one that logs none, alternating.
 
     python -m benchmarks.logging_cost
 
-Both are whole runs of `Trainer` with the default trackers, in one process, on the same random batches. They take turns
-of some steps; a turn ends when its last step is done.
+Both are complete runs of `Trainer` with the default trackers, in one process, on the same random batches. They
+alternate every few steps; a turn ends when its last step is finished.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NEVER = 10**9
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shape", default="nano", help="of benchmarks.peers")
+    parser.add_argument("--shape", default="nano", help="a shape of benchmarks.peers")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10, help="of each run in a turn")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run per turn")
     options = parser.parse_args()
     prepare_process()
     seconds: dict[str, list[float]] = {"every step": [], "never": []}
@@ -42,7 +42,7 @@ def main() -> None:
         for turn in range(options.turns + 1):
             for name, run in runs.items() if turn % 2 else reversed(runs.items()):
                 took = run(options.steps)
-                if turn:  # the first compiles
+                if turn:  # the first turn compiles
                     seconds[name].append(took / options.steps)
     ratios = sorted(a / b - 1 for a, b in zip(seconds["every step"], seconds["never"], strict=True))
     rows = [[name, f"{1e3 * statistics.median(of):.1f}"] for name, of in seconds.items()]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack) -> Callable[[int], float]:
-    """A function that goes on with a run for so many steps, and returns how many seconds they took."""
+    """A function that continues a run for a number of steps, and returns their duration in seconds."""
     import jax
 
     from benchmarks.peers.lmt_step import run_config
@@ -66,10 +66,10 @@ def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack)
     from lm_trainer.run.trainer import Trainer
     from lm_trainer.trackers import Progress
 
-    of = SHAPES[shape]
-    config = run_config(of, "elastic")
+    workload = SHAPES[shape]
+    config = run_config(workload, "elastic")
     changes: dict[str, Any] = {
-        "num_train_steps": steps + 1,  # the last step saves a checkpoint, and is never taken
+        "num_train_steps": steps + 1,  # the last step saves a checkpoint, and is never reached
         "steps_per_log": every,
         "log_dir": str(directory / "logs"),
         "checkpointer": {"base_path": str(directory / "checkpoints"), "save_interval": "1000h"},
@@ -79,8 +79,8 @@ def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack)
     trainer_config = TrainerConfig.model_validate({**config.trainer.model_dump(exclude_unset=True), **changes})
     progress = Progress(steps, stream=io.StringIO(), live=False, line_steps=every)
     trainer = stack.enter_context(Trainer(trainer_config, config.optimizer, loss_function(config), progress=progress))
-    state = trainer.initial_state(model_init=trace_model(config, of.vocab))
-    batch = random_batch(of.rows, of.seq_len, of.vocab)
+    state = trainer.initial_state(model_init=trace_model(config, workload.vocab))
+    batch = random_batch(workload.rows, workload.seq_len, workload.vocab)
     running = trainer.training_steps(state, [batch] * steps)
 
     def run(count: int) -> float:

@@ -1,8 +1,8 @@
-"""Trains the model of a GPT-2 configuration plainly, with transformers on torch, and compares the losses with a run.
+"""Trains a GPT-2 configuration with transformers and plain PyTorch, and compares the losses with a run.
 
-The plain loop gets what `lmt train` has at step 0: the same initial weights, batches in the same order, the same
-schedule. Everything after that is torch's own: model, autograd, clipping, AdamW. Losses agree until rounding has grown
-through the steps; the validation losses at the end say whether anything but rounding differs.
+The plain loop starts from the same state as `lmt train`: the same initial weights, batches in the same order, the same
+schedule. Everything else is PyTorch's own: model, autograd, clipping, AdamW. Losses agree until rounding differences
+have grown over the steps; the validation losses at the end show whether more than rounding differs.
 
     lmt train configs/gpt2_nano.yaml trainer.id=nano
     python benchmarks/plain_reference.py configs/gpt2_nano.yaml logs/nano
@@ -31,9 +31,9 @@ from lm_trainer.step.state.train_state import to_host
 
 
 def attention_mask(segments: np.ndarray) -> torch.Tensor:
-    """[B, 1, S, S] for transformers: 0 where a position may look, the least number elsewhere."""
-    at = np.arange(segments.shape[1])
-    allowed = (at[:, None] >= at[None, :]) & (segments[:, :, None] == segments[:, None, :])
+    """[B, 1, S, S] for transformers: 0 for visible positions, the smallest number for all others."""
+    positions = np.arange(segments.shape[1])
+    allowed = (positions[:, None] >= positions[None, :]) & (segments[:, :, None] == segments[:, None, :])
     return torch.where(torch.tensor(allowed), 0.0, torch.finfo(torch.float32).min)[:, None]
 
 
@@ -60,12 +60,12 @@ def torch_model(config: RunConfig, setup: Any, eos_id: int) -> tuple[Any, torch.
     missing = model.load_state_dict({k: torch.tensor(v) for k, v in tensors.items()}, strict=False).missing_keys
     assert missing == ["lm_head.weight"], missing
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "wte" not in n and "wpe" not in n]
-    known = {n: Param(n, x.shape, setup.model.axes[n]) for n, x in params.items()}
-    decaying = sum(params[n].size for n, decays in config.optimizer.decay_mask(known).items() if decays)
+    param_infos = {n: Param(n, x.shape, setup.model.axes[n]) for n, x in params.items()}
+    decaying = sum(params[n].size for n, decays in config.optimizer.decay_mask(param_infos).items() if decays)
     assert sum(p.numel() for p in matrices) == decaying
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    remaining = [p for p in model.parameters() if not any(p is m for m in matrices)]
     o: Any = config.optimizer
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": remaining, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=0.0, betas=(o.beta1, o.beta2), eps=o.epsilon)
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     setup = build_setup(config, data.tokenizer.vocab_size)
     model, optimizer = torch_model(config, setup, data.tokenizer.eos_id)
     rows = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
-    ours = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
+    logged = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
 
     worst, started, batch_size = 0.0, time.perf_counter(), trainer.batch_schedule.at(0)
     batches = data.train(batch_size, rows=range(batch_size), num_steps=trainer.num_train_steps)
@@ -94,10 +94,10 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
         optimizer.step()
         plain = float(total.detach()) / weight
-        worst = max(worst, abs(plain - ours[step + 1]))
+        worst = max(worst, abs(plain - logged[step + 1]))
         if (step + 1) in (1, 2, 5, 10, 20, 50) or (step + 1) % 100 == 0 or step + 1 == trainer.num_train_steps:
             print(
-                f"step {step + 1}: plain {plain:.6f}, lmt {ours[step + 1]:.6f}, largest difference so far {worst:.2e}"
+                f"step {step + 1}: plain {plain:.6f}, lmt {logged[step + 1]:.6f}, largest difference so far {worst:.2e}"
             )
     seconds = time.perf_counter() - started
 

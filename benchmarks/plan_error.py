@@ -1,15 +1,15 @@
-"""The error of `lmt plan` against the memory that training takes.
+"""The error of `lmt plan` against the memory used in training.
 
     python benchmarks/plan_error.py [--results FILE] [SHAPE ...]
 
-Every shape is trained for some steps in a process of its own, and its peak is measured in two ways that know nothing of
-the phases that the plan adds up:
+Every shape is trained for some steps in a new process, and its peak is measured in two ways, both independent of the
+plan's phases:
 
-- live: whenever a program is called, the bytes of all arrays that exist on the first device, each buffer once, and what
-  XLA says that this program adds. It counts what the Python code really keeps alive.
-- kernel: the resident memory of the process at its highest, as Linux counts it, less what is left once the state is
-  gone. The allocator is told to return large blocks at once, so that this follows what is allocated. One device only:
-  emulated ones reach their peaks at different times.
+- live: at each call of a program, the bytes of all arrays on the first device, each buffer once, plus the memory that
+  the program adds according to XLA. It counts everything that the Python code keeps alive.
+- kernel: the peak resident memory of the process according to Linux, minus the remainder after deleting the state. The
+  allocator is configured to return large blocks immediately, so resident memory follows allocations. One device only:
+  emulated devices reach their peaks at different times.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def config_of(shape: dict[str, Any]) -> Any:
     """The configuration of a shape."""
     from lm_trainer.run.config.run_config import RunConfig
 
-    rest = {name: value for name, value in shape.items() if name != "devices"}
-    return RunConfig.model_validate({"data": {"tokenizer": "bytes"}, "optimizer": _ADAM, **rest})
+    sections = {name: value for name, value in shape.items() if name != "devices"}
+    return RunConfig.model_validate({"data": {"tokenizer": "bytes"}, "optimizer": _ADAM, **sections})
 
 
 def live_bytes(device: Any) -> int:
-    """Bytes of all arrays that exist on a device; arrays that share a buffer count once."""
+    """Bytes of all arrays on a device; arrays with a shared buffer count once."""
     import jax
 
     buffers = {}
@@ -104,18 +104,18 @@ def live_bytes(device: Any) -> int:
 
 @contextmanager
 def watched(device: Any) -> Iterator[list[int]]:
-    """A list that gets, for every program that a step runs on `device`, the bytes there while it runs."""
+    """Collects the bytes in use on `device` during every program of a step."""
     import jax
 
     from lm_trainer.parallel.tree_sum import Shares
     from lm_trainer.step.dispatch.program import Program
 
-    found: list[int] = []
+    byte_counts: list[int] = []
     compiled, call = dict[Any, Any](), Program.__call__
 
     def counted(self: Program, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        # What a function is compiled for is no argument of its program.
+        # Static arguments of a function are not arguments of its program.
         arrays = [x for x in leaves if not isinstance(x, Shares)]
         key = self, structure, tuple((x.shape, x.dtype, x.sharding) for x in arrays)
         if key not in compiled:
@@ -124,18 +124,18 @@ def watched(device: Any) -> Iterator[list[int]]:
         if any(device in s.device_set for s in jax.tree.leaves(executable.input_shardings)):
             memory = executable.memory_analysis()
             added = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-            found.append(live_bytes(device) + added)
+            byte_counts.append(live_bytes(device) + added)
         return executable(*(x for x in args if not isinstance(x, Shares)))
 
     Program.__call__ = counted
     try:
-        yield found
+        yield byte_counts
     finally:
         Program.__call__ = call
 
 
 def train(setup: Any, config: Any, steps: int = STEPS) -> Any:
-    """Some steps on random tokens; returns the last state."""
+    """Trains some steps on random tokens; returns the last state."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
@@ -150,22 +150,22 @@ def train(setup: Any, config: Any, steps: int = STEPS) -> Any:
 
 
 def measure_live(config: Any, devices: list[Any]) -> int:
-    """The peak of some steps on the first device, in bytes, beyond the arrays that are there before."""
+    """The peak of some steps on the first device, in bytes, beyond the existing arrays."""
     import jax
 
     from lm_trainer.run.build.setup import build_setup
 
-    others = jax.live_arrays()  # held, so that none of them goes while the steps are measured
-    before = live_bytes(devices[0])
+    existing = jax.live_arrays()  # held, to keep all of them alive during the measurement
+    baseline = live_bytes(devices[0])
     setup = build_setup(config, VOCAB, devices)
-    with watched(devices[0]) as found:
+    with watched(devices[0]) as byte_counts:
         train(setup, config)
-    del others
-    return max(found) - before
+    del existing
+    return max(byte_counts) - baseline
 
 
 def measure_kernel(config: Any, devices: list[Any]) -> int:
-    """The peak of the process over some steps beyond what it keeps without a state, in bytes."""
+    """The peak of the process over some steps, minus its memory without a state, in bytes."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
@@ -175,7 +175,7 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
     state = train(setup, config, 2)
     batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, VOCAB)
     _release()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for _ in range(STEPS):
         state, metrics = setup.step(state, setup.step.put(batch, state.step), 1e-3)
         jax.block_until_ready((state.params, metrics))
@@ -186,7 +186,7 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
 
 
 def _release() -> None:
-    """Returns to the system whatever the process has no use for."""
+    """Returns unused memory of the process to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
@@ -197,7 +197,7 @@ def _status(name: str) -> int:
 
 
 def report(name: str, kind: str) -> dict[str, Any]:
-    """Figures of a shape: the plan beside `live`, or `kernel` alone."""
+    """Figures of a shape: the plan and `live`, or only `kernel`."""
     import jax
 
     from lm_trainer.plan.memory import StepMemory
@@ -207,16 +207,16 @@ def report(name: str, kind: str) -> dict[str, Any]:
     config, devices = config_of(shape), jax.devices()
     if kind == "kernel":
         return {"kernel": measure_kernel(config, devices)}
-    found: dict[str, Any] = {"live": measure_live(config, devices)}
+    figures: dict[str, Any] = {"live": measure_live(config, devices)}
     for name, platform in (("plan", "gpu"), ("plan here", "cpu")):
         memory = StepMemory(config, VOCAB, devices, platform)
         peak = memory.plan().peak
-        found |= {name: peak.bytes, "phase": peak.name}
-    return found
+        figures |= {name: peak.bytes, "phase": peak.name}
+    return figures
 
 
 def in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
-    """As `report`; `cache` is a directory for compiled programs."""
+    """Runs `report` in a new process; `cache` is a directory for compiled programs."""
     command = [sys.executable, "-m", "benchmarks.plan_error", name, "--figure", kind]
     threshold = str(64 * 1024)
     allocator = {"MALLOC_MMAP_THRESHOLD_": threshold, "MALLOC_TRIM_THRESHOLD_": threshold}
@@ -227,14 +227,14 @@ def in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
 
 
 def row(name: str) -> list[str]:
-    """The line of a shape."""
+    """The table row of a shape."""
     count = SHAPES[name].get("devices", 1)
     with tempfile.TemporaryDirectory() as cache:
-        found = in_own_process(name, "live", cache)
+        figures = in_own_process(name, "live", cache)
         if count == 1:
-            found |= in_own_process(name, "kernel", cache)
-    cells = [name, str(count), found["phase"]]
-    for plan, measured in ((found["plan"], found["live"]), (found["plan here"], found.get("kernel"))):
+            figures |= in_own_process(name, "kernel", cache)
+    cells = [name, str(count), figures["phase"]]
+    for plan, measured in ((figures["plan"], figures["live"]), (figures["plan here"], figures.get("kernel"))):
         megabytes = [f"{x / 2**20:.1f}" for x in (plan, measured or math.nan)]
         cells += [*megabytes, f"{plan / measured - 1:+.1%}"] if measured else [""] * 3
     return cells
@@ -243,7 +243,7 @@ def row(name: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of: {'; '.join(SHAPES)}. Default: all.")
-    parser.add_argument("--results", type=Path, help="write the report to this file as well")
+    parser.add_argument("--results", type=Path, help="write the report to this file too")
     parser.add_argument("--figure", choices=("live", "kernel"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.figure:

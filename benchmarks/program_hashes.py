@@ -1,9 +1,9 @@
-"""Hashes of the programs that no mesh may change, on TPU slices, as the TPU's own compiler has them.
+"""Hashes of the programs that must not depend on the mesh, on TPU slices, as compiled by the TPU compiler.
 
     python -m benchmarks.program_hashes --out benchmarks/results/compiled/hashes.md
 
-`determinism: elastic` and `layerwise` rest on their being equal on every slice of a generation. Needs the package
-libtpu and no TPU; some ten minutes of processor time.
+`determinism: elastic` and `layerwise` require these programs to be equal on every slice of a generation. Needs the
+package libtpu but no TPU, and about ten minutes of processor time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on the devices that are compiled for
+os.environ["JAX_PLATFORMS"] = "cpu"  # the target devices are only compiled for
 
 import jax
 
@@ -31,12 +31,12 @@ from lm_trainer.step.dispatch.executable import Executable
 
 SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "v4:2x2x1", "v4:2x2x2")
 COUNTS = (1, 4, 16)
-"""Chips of the meshes, as far as the slice has them: its first ones. Alone also the last one of the first host."""
+"""Numbers of chips in the meshes, up to the slice's: its first chips. A one-chip mesh also uses the last of host 0."""
 PROGRAMS = {
     "elastic": ("microbatch",),
     "layerwise": ("enter", "layer 0", "leave gradient", "layer 0 gradient", "enter gradient"),
 }
-"""Determinism -> its programs that compute, and not only move or add over devices."""
+"""Determinism -> its programs with computation, without programs that only move or add data over devices."""
 LENGTH = 256
 MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": 128, "intermediate_dim": 256, "num_layers": 2,
          "num_heads": 2, "num_kv_heads": 2, "scan_layers": True, "gradient_checkpointing": True}  # fmt: skip
@@ -46,7 +46,7 @@ Hashes = dict[str, set[str]]
 
 
 class Warnings(logging.Handler):
-    """Collects what is logged when the devices of one mesh have different programs."""
+    """Collects warnings about meshes whose devices have different programs."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -57,8 +57,8 @@ class Warnings(logging.Handler):
 
 
 def meshes(devices: list[Any]) -> Iterator[list[Any]]:
-    """The chips of each mesh that is compiled for."""
-    # A process compiles for the chips of its own host alone.
+    """The chips of each mesh to compile for."""
+    # A process compiles only for its host's chips.
     yield [device for device in devices if device.process_index == devices[0].process_index][-1:]
     for count in COUNTS:
         if count <= len(devices):
@@ -78,17 +78,17 @@ def program_hashes(determinism: str, devices: list[Any]) -> Iterator[tuple[str, 
 
 
 def hashes_of(topology: str) -> Hashes:
-    found: Hashes = defaultdict(set)
+    hashes: Hashes = defaultdict(set)
     devices = list(target_devices(parse_devices(topology)))
     for mesh in meshes(devices):
         for determinism in PROGRAMS:
             for name, program in program_hashes(determinism, mesh):
-                found[name].add(program)
-    return found
+                hashes[name].add(program)
+    return hashes
 
 
-def report(found: Mapping[str, Hashes], warned: list[str]) -> Iterator[str]:
-    names = [name for of in PROGRAMS.values() for name in of]
+def report(hashes_by_slice: Mapping[str, Hashes], warned: list[str]) -> Iterator[str]:
+    names = [name for of_generation in PROGRAMS.values() for name in of_generation]
     yield "# Hashes of programs that no mesh may change, by the TPU's own compiler"
     yield ""
     yield f"libtpu {version('libtpu')}, jax {jax.__version__}: `python -m benchmarks.program_hashes --out FILE`."
@@ -99,12 +99,14 @@ def report(found: Mapping[str, Hashes], warned: list[str]) -> Iterator[str]:
     yield ""
     yield f"| slice | {' | '.join(names)} |"
     yield "|---|" + "---|" * len(names)
-    for topology, hashes in found.items():
+    for topology, hashes in hashes_by_slice.items():
         yield f"| {topology} | {' | '.join(', '.join(sorted(hashes[name])) for name in names)} |"
     yield ""
-    for generation in dict.fromkeys(topology.split(":")[0] for topology in found):
-        of = [hashes for topology, hashes in found.items() if topology.startswith(f"{generation}:")]
-        differ = [name for name in names if len(set[str]().union(*(hashes[name] for hashes in of))) > 1]
+    for generation in dict.fromkeys(topology.split(":")[0] for topology in hashes_by_slice):
+        of_generation = [
+            hashes for topology, hashes in hashes_by_slice.items() if topology.startswith(f"{generation}:")
+        ]
+        differ = [name for name in names if len(set[str]().union(*(hashes[name] for hashes in of_generation))) > 1]
         yield f"- {generation}: " + (f"{', '.join(differ)} differ" if differ else "each program is one on all slices")
     yield ""
     yield f"Meshes with several programs for one computation: {len(warned) or 'none'}."
@@ -113,15 +115,15 @@ def report(found: Mapping[str, Hashes], warned: list[str]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the report")
-    given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     warnings = Warnings()
     logging.getLogger("lm_trainer.step.dispatch.executable").addHandler(warnings)
-    found: dict[str, Hashes] = {}
+    hashes_by_slice: dict[str, Hashes] = {}
     for topology in SLICES:
-        found[topology] = hashes_of(topology)
-        given.out.write_text("\n".join(report(found, warnings.texts)) + "\n")
-        print(topology, dict(found[topology]), flush=True)
+        hashes_by_slice[topology] = hashes_of(topology)
+        options.out.write_text("\n".join(report(hashes_by_slice, warnings.texts)) + "\n")
+        print(topology, dict(hashes_by_slice[topology]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The head of a table of results: kind of machine and versions; never the machine's name."""
+"""Header of a table of results: kind of machine and versions; never the machine's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from lm_trainer.core.runtime import available_cores
 
 LMT = [sys.executable, "-c", "from cli.main import main; main()"]
-"""The command `lmt` of the checkout that is on the path."""
+"""The command `lmt` of the checkout on the Python path."""
 
 
 def setting(*packages: str) -> str:
@@ -26,7 +26,7 @@ def load(when: str = "at the end") -> str:
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds of all processes and of the system since it started; None where the system does not tell."""
+    """CPU seconds of all processes since the system started; None if the system does not report them."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
     except OSError:
@@ -37,7 +37,7 @@ def busy_seconds() -> float | None:
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Markdown, all columns but the first aligned to the right."""
+    """A Markdown table with all columns but the first aligned to the right."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -60,5 +60,5 @@ def _version(package: str) -> str:
 
 def _commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"

@@ -1,13 +1,13 @@
-"""Interrupts a run again and again, and compares what it comes to with a run that nothing happened to.
+"""Interrupts a run repeatedly, and compares its result with an undisturbed run.
 
     python benchmarks/soak.py --tier ci --out DIR
     python benchmarks/soak.py --tier release --out DIR --table benchmarks/results/soak.md
 
-Moments are lines of metrics.jsonl or what lies in the checkpoint directory, never times, so a slow machine is hit in
-the same places. A soak that is itself interrupted goes on with the same command. Exit code 0: every lap ended with the
-same losses and weights, bit for bit, and every fault gave the promised exit code and message.
+Moments are defined by lines of metrics.jsonl or entries of the checkpoint directory, never by times, so a slow machine
+is interrupted at the same points. An interrupted soak resumes with the same command. Exit code 0: every lap ended with
+the same losses and weights, bit for bit, and every fault gave the promised exit code and message.
 
-`soak_faults.py` holds the faults.
+The faults are in `soak_faults.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from soak_faults import CI, FATAL, KEPT, MILD, Lap, WarmLmt, environment
+from soak_faults import CI, FATAL, MILD, SAVE_EVERY, Lap, WarmLmt, environment
 
 TIERS: dict[str, dict[str, Any]] = {
     "ci": {"steps": 120, "interruptions": len(CI), "devices": (1, 2), "rows": 4},
@@ -34,7 +34,7 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
-    """A tiny model with dropout, on the language reference that Python carries; JSON is YAML."""
+    """A tiny model with dropout, on the language reference included with Python; JSON is YAML."""
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     files = directory / "train.txt", directory / "validation.txt"
     for file, part in zip(files, (topics[:-8], topics[-8:]), strict=True):
@@ -67,26 +67,26 @@ def config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
             "tracker": [],
             "log_jaxprs": False,
             "log_xla_hlo": False,
-            "checkpointer": {"save_interval": "500ms", "keep": [{"every": KEPT}]},
+            "checkpointer": {"save_interval": "500ms", "keep": [{"every": SAVE_EVERY}]},
         },
         "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
     }
 
 
 class Soak:
-    """The state of a soak, written after every interruption."""
+    """The state of a soak, saved after every interruption."""
 
     def __init__(self, out: Path, tier: str, seed: int, interruptions: int | None):
         self.out = out.absolute()
         self.file = self.out / "soak.json"
         self.out.mkdir(parents=True, exist_ok=True)
-        chosen = TIERS[tier]
-        self.devices, self.tier, self.seed = chosen["devices"], tier, seed
-        self.wanted = chosen["interruptions"] if interruptions is None else interruptions
+        settings = TIERS[tier]
+        self.devices, self.tier, self.seed = settings["devices"], tier, seed
+        self.target = settings["interruptions"] if interruptions is None else interruptions
         self.config = self.out / "run.yaml"
         self.server = WarmLmt(environment(1, self.out / "compiled"))
         if not self.config.exists():
-            self.config.write_text(json.dumps(config(self.out, chosen["steps"], chosen["rows"]), indent=1))
+            self.config.write_text(json.dumps(config(self.out, settings["steps"], settings["rows"]), indent=1))
         self.state: dict[str, Any] = {"tier": tier, "seed": seed, "lap": 1, "interruptions": [], "laps": []}
         if self.file.exists():
             self.state = json.loads(self.file.read_text())
@@ -116,7 +116,7 @@ class Soak:
         done = len(self.state["interruptions"])
         if self.tier == "ci":
             return CI[done % len(CI)]
-        # Every fault once, in an order drawn anew for each round.
+        # Every fault once, in a new random order for each round.
         deck = sorted({**FATAL, **MILD})
         turn = random.Random(f"{self.seed}/{done // len(deck)}")
         return turn.sample(deck, len(deck))[done % len(deck)]
@@ -153,7 +153,7 @@ class Soak:
         print(json.dumps(entry), flush=True)
 
     def finish_lap(self, devices: int) -> None:
-        """Runs to the end undisturbed, once more for the answer that there is nothing left to do, and compares."""
+        """Runs to the end undisturbed, starts the finished run once more, and compares the result."""
         lap, reference = self.lap(), self.reference()
         problems, computed = [], 0
         for expected in ("done: step", "was complete already"):
@@ -162,21 +162,23 @@ class Soak:
             computed += attempt.measured()["computed"]
             if code != 0 or (expected not in attempt.text() and "complete already" not in attempt.text()):
                 problems.append(f"the last attempt failed:\n{attempt.text()[-2000:]}")
-        found, disk = lap.result(), lap.disk()
-        problems += [f"{key} differs from the undisturbed run" for key in found if found[key] != reference[key]]
-        problems += lap.left_over()
+        lap_result, disk = lap.result(), lap.disk()
+        problems += [
+            f"{key} differs from the undisturbed run" for key in lap_result if lap_result[key] != reference[key]
+        ]
+        problems += lap.unexpected_files()
         measured = {"devices": devices, "disk": disk, "computed": computed}
-        self.state["laps"].append({"lap": self.state["lap"], "problems": problems, **measured, **found})
+        self.state["laps"].append({"lap": self.state["lap"], "problems": problems, **measured, **lap_result})
         self.state["lap"] += 1
         if not problems:
             shutil.rmtree(lap.directory)
         self.save()
 
     def run(self) -> list[str]:
-        """Everything that was not as promised."""
+        """Runs the soak; returns all broken promises."""
         self.reference()
         began = time.monotonic()
-        while len(self.state["interruptions"]) < self.wanted:
+        while len(self.state["interruptions"]) < self.target:
             self.interrupt()
             self.state["wall"] = self.state.get("wall", 0.0) + time.monotonic() - began
             began = time.monotonic()
@@ -203,10 +205,10 @@ def table(state: dict[str, Any]) -> str:
         good = sum(not entry["problems"] for entry in entries)
         rows.append(f"| {name} | {len(entries)} | {codes} | {devices} | {good} |")
     equal = sum(not lap["problems"] for lap in laps)
-    kept = sum(lap["steps"] for lap in laps)
+    saved = sum(lap["steps"] for lap in laps)
     computed = sum(entry["computed"] for entry in done) + sum(lap.get("computed", 0) for lap in laps)
     memory, files = (reference.get(key, (0, 0)) for key in ("memory", "open_files"))
-    productive = kept * reference["seconds_per_step"] / state["wall"]
+    productive = saved * reference["seconds_per_step"] / state["wall"]
     size = max(entry["disk"] for entry in done)
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "orbax-checkpoint"))
     return "\n".join(
@@ -224,7 +226,7 @@ def table(state: dict[str, Any]) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"- Of {computed} steps that were computed, {kept} were kept ({kept / computed:.0%}); at the pace of the "
+            f"- Of {computed} steps that were computed, {saved} were kept ({saved / computed:.0%}); at the pace of the "
             f"undisturbed run they are {productive:.0%} of the wall time of {state['wall'] / 60:.0f} minutes: the rest "
             f"is starting, compiling and saving.",
             f"- An undisturbed run in its second and in its last quarter: {memory[0] / 1e6:.0f} and "
@@ -242,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interruptions", type=int, default=None, help="instead of the tier's number")
-    parser.add_argument("--table", type=Path, default=None, help="where to write the results as Markdown")
+    parser.add_argument("--table", type=Path, default=None, help="Markdown file for the results")
     chosen = parser.parse_args(arguments)
     soak = Soak(chosen.out, chosen.tier, chosen.seed, chosen.interruptions)
     problems = soak.run()

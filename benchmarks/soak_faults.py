@@ -1,7 +1,7 @@
-"""The faults of `soak.py`: what is done to a run, at what moment, and what it promised for that case.
+"""Faults for `soak.py`: each disturbs a run at some moment, and checks the behaviour promised for this case.
 
-A fault is a function of the run's directories, its running attempt and a random generator. It returns how the attempt
-ended (0 where the run came to its end before the moment was there), and asserts what was promised.
+A fault is a function of the run's directories, its running attempt and a random generator. It returns the exit code of
+the attempt (0 if the run finished before the moment), and asserts the promises.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ sys.path.insert(0, str(ROOT))
 from tests.warm_lmt import WarmLmt  # noqa: E402
 
 PATIENCE = 900.0
-"""Seconds after which an attempt that neither ends nor comes to the moment is a failure."""
-KEPT = 40
+"""Seconds after which an attempt that neither ends nor reaches the moment is a failure."""
+SAVE_EVERY = 40
 """Steps between permanent checkpoints."""
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 
 
 def environment(devices: int, compiled: Path) -> dict[str, str]:
-    """The variables of a process.
+    """The environment variables of a process.
 
     Args:
-        devices: emulated ones.
-        compiled: the directory of compiled programs, where the environment names none.
+        devices: number of emulated devices.
+        compiled: directory of compiled programs, unless the environment sets one.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {
@@ -54,9 +54,9 @@ def environment(devices: int, compiled: Path) -> dict[str, str]:
 
 
 class Attempt:
-    """One process that trains: a fork of one that has imported JAX."""
+    """A training process, forked from a server process with JAX already imported."""
 
-    def __init__(self, lap: Lap, devices: int, most_bytes: int | None):
+    def __init__(self, lap: Lap, devices: int, max_file_bytes: int | None):
         self.lap = lap
         self.output = lap.directory / f"output-{time.time_ns()}.txt"
         with self.output.open("wb") as stream:
@@ -67,8 +67,8 @@ class Attempt:
                 stdout=stream,
                 stderr=stream,
             )
-        if most_bytes is not None:
-            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        if max_file_bytes is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
         self._began_at: int | None = None
         self._first_step = 0
         self._samples: list[tuple[int, int, int]] = []
@@ -78,7 +78,7 @@ class Attempt:
 
     @property
     def training(self) -> bool:
-        """True if the record has been cut back to the checkpoint from which the attempt goes on."""
+        """True once the log has been truncated to the checkpoint from which the attempt resumes."""
         if self._began_at is None and b"compiling the training step" in self.output.read_bytes():
             self._began_at, self._first_step = self.lap.lines(), self.lap.last_step()
         return self._began_at is not None
@@ -87,15 +87,15 @@ class Attempt:
         return self.lap.lines() - (self._began_at or 0) if self.training else 0
 
     def until(self, moment: Callable[[], bool]) -> bool:
-        """Waits for it; False when the run ended before."""
+        """Waits for the moment; False if the run ended before."""
         start, sampled = time.monotonic(), 0.0
         while self.process.poll() is None:
             if moment():
                 return True
-            now = time.monotonic()
-            assert now - start < PATIENCE, f"nothing came of it in {PATIENCE:.0f} s:\n{self.text()[-2000:]}"
-            if now - sampled > 0.1:
-                sampled = now
+            timestamp = time.monotonic()
+            assert timestamp - start < PATIENCE, f"nothing came of it in {PATIENCE:.0f} s:\n{self.text()[-2000:]}"
+            if timestamp - sampled > 0.1:
+                sampled = timestamp
                 self._sample()
             time.sleep(0.0005)
         return False
@@ -123,7 +123,7 @@ class Attempt:
                 self._samples.append((self.new_lines(), pages * os.sysconf("SC_PAGE_SIZE"), files))
 
     def measured(self) -> dict[str, Any]:
-        """The memory of the process: in the second quarter of its steps, when all is compiled, and in the last."""
+        """Memory of the process in the second quarter of its steps, after compilation, and in the last quarter."""
         computed = self.lap.last_step() - self._first_step if self.training else 0
         measured: dict[str, Any] = {"computed": max(0, computed)}
         quarter = (self._samples[-1][0] if self._samples else 0) / 4
@@ -136,7 +136,7 @@ class Attempt:
 
 
 class Lap:
-    """A run from its first step to its last, however many attempts that takes."""
+    """A run from its first step to its last, over any number of attempts."""
 
     def __init__(self, directory: Path, config: Path, server: WarmLmt):
         self.directory, self.config, self.server = directory, config, server
@@ -145,13 +145,13 @@ class Lap:
 
     def start(self, *, devices: int, fault: str = "", rng: random.Random | None = None) -> Attempt:
         self.directory.mkdir(exist_ok=True)
-        most = None
+        max_file_bytes = None
         if fault == "full disk at a checkpoint":
-            most = max([400_000, *(f.stat().st_size + 200_000 for f in self.logs.glob("*.json*"))])
+            max_file_bytes = max([400_000, *(f.stat().st_size + 200_000 for f in self.logs.glob("*.json*"))])
         elif fault == "full disk at a line of metrics":
             largest = max([0, *(f.stat().st_size for f in self.logs.glob("*.json*"))])
-            most = max(largest, 12_000) + (rng or random).randrange(2_000, 8_000)
-        return Attempt(self, devices, most)
+            max_file_bytes = max(largest, 12_000) + (rng or random).randrange(2_000, 8_000)
+        return Attempt(self, devices, max_file_bytes)
 
     def lines(self) -> int:
         return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
@@ -168,7 +168,7 @@ class Lap:
         return sorted(int(name) for name in self.entries() if name.isdigit())
 
     def disk(self) -> int:
-        """Bytes of the run, without what its attempts printed."""
+        """Bytes of the run, without the output of its attempts."""
         total = 0
         for part in (self.logs, self.checkpoints):
             for file in part.rglob("*"):
@@ -177,13 +177,13 @@ class Lap:
         return total
 
     def result(self) -> dict[str, Any]:
-        """The parts that must be equal: every number of the record as written, and the checksums of the last state."""
+        """Results that must be equal: all numbers in the log as written, and the checksums of the last state."""
         rows = [json.loads(line, parse_float=str) for line in self.metrics.read_text().splitlines()]
         series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
         last = self.checkpoints / str(self.steps()[-1]) / "_CHECKPOINT_METADATA"
         digests = json.loads(last.read_text())["custom_metadata"]["digests"]
         return {
-            "kept": [step for step in self.steps() if step % KEPT == 0],
+            "kept": [step for step in self.steps() if step % SAVE_EVERY == 0],
             "steps": sum("train/loss" in row for row in rows),
             "series": hashlib.sha256(repr(series).encode()).hexdigest()[:16],
             "weights": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16],
@@ -193,17 +193,17 @@ class Lap:
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
 
-    def left_over(self) -> list[str]:
+    def unexpected_files(self) -> list[str]:
         """Files that a complete run should not leave behind."""
         allowed = {"config.yaml", "tokenizer", "run", ".lock"}
         names = [name for name in self.entries() if not name.isdigit() and name not in allowed]
         return [f"{name} was left behind" for name in names if not name.endswith(".corrupt")]
 
 
-def after(attempt: Attempt, rng: random.Random, most: int = 25) -> bool:
-    """A few steps later."""
-    wanted = rng.randrange(1, most)
-    return attempt.until(lambda: attempt.new_lines() >= wanted)
+def wait_for_steps(attempt: Attempt, rng: random.Random, max_steps: int = 25) -> bool:
+    """Waits for a few more steps."""
+    target = rng.randrange(1, max_steps)
+    return attempt.until(lambda: attempt.new_lines() >= target)
 
 
 def kill_when(moment: Callable[[Lap, Attempt], bool]) -> Callable[..., int]:
@@ -216,12 +216,12 @@ def kill_when(moment: Callable[[Lap, Attempt], bool]) -> Callable[..., int]:
 
 
 def kill_in_a_step(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-    return attempt.send(signal.SIGKILL) if after(attempt, rng) else attempt.wait()
+    return attempt.send(signal.SIGKILL) if wait_for_steps(attempt, rng) else attempt.wait()
 
 
 def stop_by(number: signal.Signals) -> Callable[..., int]:
     def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-        if not after(attempt, rng):
+        if not wait_for_steps(attempt, rng):
             return attempt.wait()
         reached = lap.last_step()
         code = attempt.send(number)
@@ -232,21 +232,21 @@ def stop_by(number: signal.Signals) -> Callable[..., int]:
     return fault
 
 
-def damage(how: Callable[[Path, random.Random], None]) -> Callable[..., int]:
-    """Kills, spoils the newest checkpoint, and sees the one before it used and the spoilt one named."""
+def damage(spoil: Callable[[Path, random.Random], None]) -> Callable[..., int]:
+    """Kills the run, damages its newest checkpoint, and checks that a restart reports it and uses the previous one."""
 
     def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
         if not attempt.until(lambda: len(lap.steps()) > 1 and attempt.new_lines() > 2):
             return attempt.wait()
         attempt.send(signal.SIGKILL)
-        before, spoilt = lap.steps()[-2:]
-        how(lap.checkpoints / str(spoilt), rng)
-        again = lap.start(devices=1)
-        if again.until(lambda: again.training):
-            again.send(signal.SIGKILL)
-        said = again.text()
-        assert f"checkpoint {spoilt} cannot be used" in said, said[-2000:]
-        assert f"resumed at step {before} of" in said, said[-2000:]
+        previous, spoilt = lap.steps()[-2:]
+        spoil(lap.checkpoints / str(spoilt), rng)
+        restarted = lap.start(devices=1)
+        if restarted.until(lambda: restarted.training):
+            restarted.send(signal.SIGKILL)
+        output = restarted.text()
+        assert f"checkpoint {spoilt} cannot be used" in output, output[-2000:]
+        assert f"resumed at step {previous} of" in output, output[-2000:]
         shutil.rmtree(lap.checkpoints / f"{spoilt}.corrupt")
         return -signal.SIGKILL
 
@@ -260,7 +260,7 @@ def largest_file(step: Path) -> Path:
 def flip_a_bit(step: Path, rng: random.Random) -> None:
     file = largest_file(step)
     content = bytearray(file.read_bytes())
-    # In the middle are the numbers of large arrays; the ends hold tables, a flip in which can be harmless.
+    # The middle holds the numbers of large arrays; at the ends are tables, and a flipped bit in them can be harmless.
     content[rng.randrange(len(content) // 4, len(content) // 2)] ^= 1 << rng.randrange(8)
     file.write_bytes(content)
 
@@ -280,7 +280,7 @@ def spoil_the_metadata(step: Path, rng: random.Random) -> None:
 
 
 def tear_the_record(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-    """As a power cut can."""
+    """Leaves an incomplete line, as a power cut can."""
     code = kill_in_a_step(lap, attempt, rng)
     if code:
         with lap.metrics.open("ab") as file:
@@ -290,48 +290,50 @@ def tear_the_record(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
 
 def full_disk(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
     code = attempt.wait()
-    said = attempt.text()
+    output = attempt.text()
     if code:
-        assert code == 1, f"ended with {code}, promised was 1:\n{said[-2000:]}"
-        assert "Traceback" not in said, said[-3000:]
-        assert "cannot be written" in said or "could not be written" in said or "too large" in said, said[-2000:]
+        assert code == 1, f"ended with {code}, promised was 1:\n{output[-2000:]}"
+        assert "Traceback" not in output, output[-3000:]
+        assert "cannot be written" in output or "could not be written" in output or "too large" in output, output[
+            -2000:
+        ]
     return code
 
 
 @contextlib.contextmanager
 def read_only(directory: Path) -> Iterator[bool]:
-    """For root too, whom modes do not stop; False where the machine lets nobody mount."""
+    """Makes a directory read-only, for root too, who ignores modes; False if the machine does not allow mounts."""
     if os.geteuid():
         mode = directory.stat().st_mode
         directory.chmod(0o555)
         yield True
         directory.chmod(mode)
         return
-    place = str(directory)
-    if subprocess.run(["mount", "--bind", place, place], capture_output=True, check=False).returncode:
+    mount_point = str(directory)
+    if subprocess.run(["mount", "--bind", mount_point, mount_point], capture_output=True, check=False).returncode:
         yield False
         return
-    subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", mount_point], check=True)
     try:
         yield True
     finally:
-        subprocess.run(["umount", "-l", place], check=True)
+        subprocess.run(["umount", "-l", mount_point], check=True)
 
 
 def read_only_directory(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
     code = kill_in_a_step(lap, attempt, rng)
-    with read_only(lap.logs) as could:
-        if could:
-            again = lap.start(devices=1)
-            assert again.wait() == 2, again.text()[-2000:]
-            assert "cannot be written" in again.text(), again.text()[-2000:]
-            assert "Traceback" not in again.text(), again.text()[-2000:]
+    with read_only(lap.logs) as mounted:
+        if mounted:
+            restarted = lap.start(devices=1)
+            assert restarted.wait() == 2, restarted.text()[-2000:]
+            assert "cannot be written" in restarted.text(), restarted.text()[-2000:]
+            assert "Traceback" not in restarted.text(), restarted.text()[-2000:]
     return code
 
 
 def stop_and_continue(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
     for _ in range(3):
-        if not after(attempt, rng, 8):
+        if not wait_for_steps(attempt, rng, 8):
             return attempt.wait()
         attempt.process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
@@ -342,7 +344,7 @@ def stop_and_continue(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
 
 
 def second_process(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-    if not after(attempt, rng, 4):
+    if not wait_for_steps(attempt, rng, 4):
         return attempt.wait()
     attempt.process.send_signal(signal.SIGSTOP)
     second = lap.start(devices=1)

@@ -1,7 +1,7 @@
-"""The library that is preloaded by a process to meet faults of its file system and its clock.
+"""Injects faults of the file system and the clock into a process, with a preloaded library.
 
 library = build(directory)
-Fault("fail", call="rename", path="cache/*", at=3, error="ENOSPC").environment(below, log)
+Fault("fail", call="rename", path="cache/*", index=3, error="ENOSPC").environment(below, log)
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ ERRORS = {
     "unlink": ("EIO", "ESTALE", "EROFS", "EACCES"),
     "mkdir": ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "EACCES"),
 }
-"""Call -> errors that a file system gives there. `create` opens for writing, `open` for reading."""
+"""Call -> possible errors of a file system. `create` opens for writing, `open` for reading."""
 LASTING = ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE")
-"""Errors that can come at every call from some moment on."""
+"""Errors that can persist from some moment on."""
 
 
 class NoCompiler(Exception):
-    """There is no `cc` on this machine."""
+    """This machine has no C compiler."""
 
 
 def build(directory: Path) -> Path:
     """Compiles the library.
 
     Raises:
-        NoCompiler: there is no C compiler.
+        NoCompiler: without a C compiler.
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -58,31 +58,31 @@ class Fault:
 
     Attributes:
         action: `kill`, `tear` (write half, then kill), `shorten` (write half), `fail`, `fail-on` (this call and all
-            later ones that write, or read, as it does), `stop` (SIGSTOP), `vanish` (`victim` gets the name `to`),
-            `clock` (jumps by `seconds`).
+            later writes, or reads, depending on the call), `stop` (SIGSTOP), `vanish` (rename `victim` to `to`),
+            `clock` (jump by `seconds`).
         call: the kind of call: a key of `ERRORS`.
-        path: pattern of paths, relative to the directory that is watched.
-        at: which of these calls, from 1.
+        path: pattern of paths, relative to the watched directory.
+        index: index of the call among matching ones, from 1.
         error: name of the error of `fail` and `fail-on`.
     """
 
     action: str
     call: str = ""
     path: str = ""
-    at: int = 1
+    index: int = 1
     error: str = "EIO"
     victim: str = ""
     to: str = ""
     seconds: int = 0
 
     def environment(self, below: Path, log: Path) -> dict[str, str]:
-        """Variables for a process that has the library preloaded; calls that were met are written to `log`."""
+        """Variables for a process with the preloaded library, which logs calls with faults to `log`."""
         return {
             **watch(below, log),
             "WORLD_ACTION": self.action,
             "WORLD_CALL": self.call,
             "WORLD_PATH": self.path,
-            "WORLD_AT": str(self.at),
+            "WORLD_AT": str(self.index),
             "WORLD_ERRNO": str(getattr(errno, self.error)),
             "WORLD_VICTIM": self.victim,
             "WORLD_TO": self.to,
@@ -90,24 +90,24 @@ class Fault:
         }
 
     def __str__(self) -> str:
-        what = f" with {self.error}" if self.action.startswith("fail") else ""
-        where = f" at call {self.at} of {self.call or 'any'} on {self.path or 'any path'}"
-        more = f": {self.victim}" if self.victim else f" by {self.seconds // 86400} days" if self.seconds else ""
-        return f"{self.action}{what}{where}{more}"
+        error = f" with {self.error}" if self.action.startswith("fail") else ""
+        target = f" at call {self.index} of {self.call or 'any'} on {self.path or 'any path'}"
+        detail = f": {self.victim}" if self.victim else f" by {self.seconds // 86400} days" if self.seconds else ""
+        return f"{self.action}{error}{target}{detail}"
 
     @property
     def reason(self) -> str:
-        """The words of the system for the error."""
+        """The system's message for the error."""
         return os.strerror(getattr(errno, self.error))
 
 
 def watch(below: Path, log: Path) -> dict[str, str]:
-    """Variables for a process that writes every call to `log` and meets no fault."""
+    """Variables for a process that logs every call to `log`, without faults."""
     return {"WORLD_BELOW": str(below), "WORLD_LOG": str(log)}
 
 
 def groups(log: Path) -> dict[tuple[str, str], int]:
-    """Counts of each kind of call on each kind of file: {(call, pattern of paths): count}."""
+    """Counts each kind of call on each kind of file: {(call, pattern of paths): count}."""
     counts: dict[tuple[str, str], int] = {}
     for line in log.read_text().splitlines():
         call, _, path = line.partition("\t")
@@ -117,7 +117,7 @@ def groups(log: Path) -> dict[tuple[str, str], int]:
 
 
 def pattern(path: str) -> str:
-    """A pattern for a path and for those that differ in numbers and in random names."""
+    """A pattern for a path and all paths that differ only in numbers and random names."""
     path = re.sub(r"(?<=/d/)[0-9a-f]{8,}(\.__lock)?", "*", path)
     path = re.sub(r"[0-9a-f]{16,}|\d+", "*", path)
     return re.sub(r"\*[*]+", "*", path).replace("[", "?").replace("]", "?")

@@ -1,12 +1,12 @@
-"""Interrupts a run whose checkpoints are in object storage, and compares what it comes to with an undisturbed one.
+"""Interrupts a run with checkpoints in object storage, and compares its result with an undisturbed run.
 
     python benchmarks/soak_storage.py --out DIR --table benchmarks/results/soak_storage.md
 
-An S3 server (moto) runs on loopback, with a proxy in front that loses, delays, cuts and refuses a share of all
-requests. Each interruption comes at a request of the run: the n-th that writes arrays, the record of a step, the copy
-of the run directory or the lease, or that deletes a record or arrays. Every second attempt begins in an empty
-directory, as on another machine. Exit code 0: every lap ended with the numbers of the undisturbed run, nothing was left
-of saves and deletions that were cut off, and each ending had its promised exit code.
+An S3 server (moto) runs on loopback, behind a proxy that loses, delays, cuts and refuses a share of all requests. Each
+interruption is triggered by a request of the run: the n-th that writes arrays, the record of a step, the copy of the
+run directory or the lease, or that deletes a record or arrays. About every second attempt starts in an empty directory,
+as on another machine. Exit code 0: every lap ended with the numbers of the undisturbed run, interrupted saves and
+deletions left no files, and each ending had its promised exit code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 from tests.object_storage.proxy import PASSING, Proxy, proxied, refuse, sometimes  # noqa: E402
 from tests.object_storage.servers import BUCKET, environment, s3, using  # noqa: E402
 
-STEPS, KEPT = 40, 10
+STEPS, SAVE_EVERY = 40, 10
 PATIENCE = 300.0
-"""Seconds after which an attempt that neither ends nor comes to the moment is a failure."""
+"""Seconds after which an attempt that neither ends nor reaches the moment is a failure."""
 MOMENTS = {
     "arrays are written": ("PUT", "/arrays/", 120),
     "a step's record is written": ("PUT", "/steps/", 4),
@@ -45,12 +45,12 @@ MOMENTS = {
     "the lease is written": ("PUT", "/.lock", 1),
     "anything is read": ("GET", "/", 60),
 }
-"""Moment -> method, part of the path, and the largest number of the request."""
+"""Moment -> method, part of the path, and maximum index of the request."""
 ENDINGS = (*6 * ("kill -9",), *2 * ("SIGTERM",), "the server fails", "writing is denied")
 OUTAGE = 20.0
-"""Seconds after which an attempt whose server has failed is killed: reading goes on for two minutes."""
+"""Seconds after which an attempt with a failed server is killed: reads are retried for two minutes."""
 SHARES = (0.0, 0.03, 0.1)
-"""Parts of all requests that meet a fault that passes."""
+"""Fractions of requests with transient faults."""
 
 
 def configuration(directory: Path, base: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def configuration(directory: Path, base: str) -> dict[str, Any]:
             "cpu_threads": 1,
             "jax_compilation_cache_dir": str(directory / "compiled"),
             "jax_config": {"jax_persistent_cache_min_compile_time_secs": 0},
-            "checkpointer": {"base_path": base, "save_interval": "50ms", "keep": [{"every": KEPT}]},
+            "checkpointer": {"base_path": base, "save_interval": "50ms", "keep": [{"every": SAVE_EVERY}]},
         },
     }
 
@@ -92,31 +92,33 @@ class Soak:
         return f"s3://{BUCKET}/seed-{self.seed}/lap-{len(self.laps) + 1}"
 
     def start(self, machine: str, devices: int, base: str, *overrides: str) -> subprocess.Popen[str]:
-        here = self.out / machine
-        here.mkdir(exist_ok=True)
+        directory = self.out / machine
+        directory.mkdir(exist_ok=True)
         (self.out / "run.yaml").write_text(json.dumps(configuration(self.out, base)))
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = {**os.environ, **environment("s3", self.proxy.endpoint), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
         env |= {"LMT_PROGRESS": "plain", "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", "cli", "train", str(self.out / "run.yaml"), *overrides]
-        return subprocess.Popen(command, cwd=here, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
 
     def numbers(self, machine: str) -> list[dict[str, Any]]:
-        """Losses of all steps, and the fingerprints of those that are saved whatever the clock says."""
+        """Losses of all steps, and the fingerprints of steps whose saving does not depend on the clock."""
         lines = (self.out / machine / "logs/run/metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         return [
             {key: row[key] for key in ("step", "train/loss", "optim/grad_norm", "fingerprint") if key in row}
             for row in rows
-            if "train/loss" in row or row["step"] % KEPT == 0
+            if "train/loss" in row or row["step"] % SAVE_EVERY == 0
         ]
 
     def interrupt(self) -> None:
         number = len(self.entries)
         rng = random.Random(f"{self.seed}/{number}")
         moment, ending = list(MOMENTS)[number % len(MOMENTS)], rng.choice(ENDINGS)
-        method, part, most = MOMENTS[moment]
-        count, share, devices = rng.randint(1, most), rng.choice(SHARES), rng.choice((1, 1, 2, 4))
+        method, part, max_count = MOMENTS[moment]
+        count, share, devices = rng.randint(1, max_count), rng.choice(SHARES), rng.choice((1, 1, 2, 4))
         if rng.random() < 0.5:
             shutil.rmtree(self.out / self.machine(), ignore_errors=True)
             self.machines += 1
@@ -130,12 +132,12 @@ class Soak:
         if not over:
             self.end(process, ending)
         try:
-            said = process.communicate(timeout=PATIENCE if ending in ("kill -9", "SIGTERM") else OUTAGE)[0]
+            output = process.communicate(timeout=PATIENCE if ending in ("kill -9", "SIGTERM") else OUTAGE)[0]
         except subprocess.TimeoutExpired:
             process.kill()
-            said = process.communicate()[0]
+            output = process.communicate()[0]
         self.proxy.fault = None
-        problems = [] if over and process.returncode == 0 else self.broken_promises(process.returncode, ending, said)
+        problems = [] if over and process.returncode == 0 else self.broken_promises(process.returncode, ending, output)
         entry = {"moment": moment, "ending": "none: it was over" if over else ending, "code": process.returncode}
         entry |= {"share": share, "devices": devices, "problems": problems}
         print(json.dumps(entry), flush=True)
@@ -153,47 +155,47 @@ class Soak:
         fault = refuse(status)
         self.proxy.fault = lambda handler: handler.command in writes and fault(handler)
 
-    def broken_promises(self, code: int, ending: str, said: str) -> list[str]:
-        # A fault of the server may end an attempt before the moment; whoever starts is told in one line.
-        # Who is asked to stop in the last step is done; before the first one there is nothing to save.
+    def broken_promises(self, code: int, ending: str, output: str) -> list[str]:
+        # A server fault may end an attempt before the moment, with a one-line message.
+        # A run stopped in its last step is finished; one stopped before its first step has nothing to save.
         promised = {"kill -9": {-9}, "SIGTERM": {75, 0, -15}}.get(ending, {0, 1, 2, -9}) | {1, 2}
         problems = [] if code in promised else [f"exit code {code}"]
-        if "Traceback" in said:
-            problems.append(f"a traceback:\n{said[-3000:]}")
+        if "Traceback" in output:
+            problems.append(f"a traceback:\n{output[-3000:]}")
         return problems
 
     def machine(self) -> str:
         return f"machine-{self.machines}"
 
     def newly(self, method: str, part: str, count: int) -> Callable[[], bool]:
-        """True once so many requests of a kind have come from now on."""
+        """A function that is true after `count` more requests of a kind."""
         start = len(self.proxy.requests)
         return lambda: sum(m == method and part in path for m, path in self.proxy.requests[start:]) >= count
 
     def _undisturbed(self) -> list[dict[str, Any]]:
         shutil.rmtree(self.out / "undisturbed", ignore_errors=True)
         process = self.start("undisturbed", 1, str(self.out / "undisturbed" / "checkpoints"))
-        said = process.communicate()[0]
-        assert process.returncode == 0, said
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
         return self.numbers("undisturbed")
 
     def finish(self) -> None:
-        """Ends the lap in an empty directory, from the bucket alone, and compares."""
+        """Finishes the lap in an empty directory, using only the bucket, and compares."""
         machine = f"end-{len(self.laps)}"
         shutil.rmtree(self.out / machine, ignore_errors=True)
         process = self.start(machine, 1, self.base)
-        said = process.communicate()[0]
-        problems = [] if process.returncode == 0 else [f"the last attempt failed:\n{said[-3000:]}"]
+        output = process.communicate()[0]
+        problems = [] if process.returncode == 0 else [f"the last attempt failed:\n{output[-3000:]}"]
         if not problems and self.numbers(machine) != self.undisturbed:
             problems.append("numbers differ from the undisturbed run")
         with using("s3", self.proxy.endpoint):
             from lm_trainer.core.bucket import Bucket
 
             names = Bucket(f"{self.base}/run").list()
-        kept = {str(step) for step in range(KEPT, STEPS + 1, KEPT)}
-        left = {name.split("/")[1].split("-")[0] for name in names if name.startswith("arrays/")}
-        if left != kept:
-            problems.append(f"arrays of steps {sorted(left)} are there")
+        expected = {str(step) for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)}
+        remaining = {name.split("/")[1].split("-")[0] for name in names if name.startswith("arrays/")}
+        if remaining != expected:
+            problems.append(f"arrays of steps {sorted(remaining)} are there")
         if ".lock" in names:
             problems.append("the lease is there")
         self.laps.append({"problems": problems})
@@ -249,14 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interruptions", type=int, default=200)
-    parser.add_argument("--table", type=Path, default=None, help="where to write the results as Markdown")
+    parser.add_argument("--table", type=Path, default=None, help="Markdown file for the results")
     chosen = parser.parse_args(arguments)
     with s3() as endpoint, proxied(endpoint) as proxy:
         soak, requests = Soak(chosen.out, proxy, chosen.seed), 0
         while len(soak.entries) < chosen.interruptions:
-            before = len(proxy.requests)
+            requests_before = len(proxy.requests)
             soak.interrupt()
-            requests += max(len(proxy.requests) - before, 0)
+            requests += max(len(proxy.requests) - requests_before, 0)
         soak.finish()
     text = table(soak, requests)
     print(text)

@@ -1,11 +1,10 @@
-"""Disturbs runs by faults of the world around them, and compares what they come to with an undisturbed run.
+"""Disturbs runs by faults of their environment, and compares their results with an undisturbed run.
 
     python -m benchmarks.soak_world --out DIR --table benchmarks/results/2-core-epyc/soak_world.md
 
-Each lap has one fault, drawn from a seed: the n-th call of the file system killed, torn or failed by a preloaded
-library, a directory that vanishes, a clock that jumps, a damaged file, processes that meet, stop or die, object storage
-that lies. A soak that is interrupted goes on with the same command. It needs Linux and a C compiler. Exit code 0: every
-promise was kept.
+Each lap has one fault, drawn from a seed: the n-th file system call killed, torn or failed by a preloaded library, a
+vanishing directory, a clock jump, a damaged file, processes that meet, stop or die, object storage with wrong answers.
+An interrupted soak resumes with the same command. It needs Linux and a C compiler. Exit code 0: all promises were kept.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ LAPS = {
     "SIGSTOP for a minute": 6,
     "object storage lies": 16,
 }
-"""Kind of fault -> laps."""
+"""Kind of fault -> number of laps."""
 FEW = {"killed at a call": 1, "call fails once": 1, "clock jumps": 1, "damaged file": 2}
-"""The same, for a test."""
+"""A small number of laps, for a test."""
 
 
 class Soak:
-    """The state of a soak, written after every lap; workers take laps in turns, each with a world of its own."""
+    """The state of a soak, saved after every lap; workers take laps in turn, each with a separate world."""
 
     def __init__(self, out: Path, seed: int, workers: int):
         self.seed = seed
@@ -72,7 +71,8 @@ class Soak:
         draft.replace(self._file)
 
     def run(self, kinds: dict[str, int]) -> None:
-        """Runs the laps that are not done."""
+        """Runs the remaining laps."""
+        # Interleaved, so an interrupted soak has laps of every kind.
         # In turns, so that an interrupted soak has something of every kind.
         keys = [(kind, number) for number in range(max(kinds.values())) for kind in kinds if number < kinds[kind]]
         left = [key for key in keys if f"{key[0]}/{key[1]}" not in self.state["laps"]]
@@ -82,7 +82,7 @@ class Soak:
                 for work in working:
                     work.result()
             finally:
-                left.clear()  # after an error or Ctrl-C: no worker begins another
+                left.clear()  # after an error or Ctrl-C: workers start no more laps
 
     def _work(self, world: World, left: list[tuple[str, int]]) -> None:
         name = world.out.name
@@ -112,29 +112,32 @@ class Soak:
 
 
 def prepare(world: World) -> dict[str, Any]:
-    """Runs what laps are compared with, and begin from; the results and the calls of undisturbed commands."""
+    """Runs undisturbed commands as references and starting points; returns their results and calls."""
     calls = {}
     for name in ("data build", "train"):
-        world.place(None)
+        world.reset_lap(None)
         calls[name] = groups(world.counted(*soak_world_calls.COMMANDS[name][1]))
-    wanted = result(world.lap)
-    world.keep("whole")
+    expected = result(world.lap)
+    world.save_template("whole")
     calls["export-hf"] = groups(world.counted(*soak_world_calls.COMMANDS["export-hf"][1]))
-    world.place(None)
+    world.reset_lap(None)
     code, text = world.run("train", "CONFIG", fault=Fault("kill", "rename", "checkpoints/run/9"))
     assert code == -9, text
     assert steps(world.lap) == [3, 6], steps(world.lap)
-    world.keep("half")
+    world.save_template("half")
     calls["resume"] = groups(world.counted("train", "CONFIG"))
-    assert result(world.lap) == wanted, "an undisturbed resume differs"
-    return {"wanted": wanted, "calls": [[name, *key, n] for name, found in calls.items() for key, n in found.items()]}
+    assert result(world.lap) == expected, "an undisturbed resume differs"
+    return {
+        "wanted": expected,
+        "calls": [[name, *key, n] for name, counts in calls.items() for key, n in counts.items()],
+    }
 
 
-def run_lap(world: World, lap: Any, module: Any, wanted: dict[str, str]) -> dict[str, Any]:
-    """Runs a lap; what is written about it."""
+def run_lap(world: World, lap: Any, module: Any, expected: dict[str, str]) -> dict[str, Any]:
+    """Runs a lap; returns its entry in the state."""
     began, problem, happened = time.monotonic(), None, ""
     try:
-        happened = module.run(world, lap, wanted)
+        happened = module.run(world, lap, expected)
     except AssertionError as error:
         problem = str(error)
     except (OSError, ValueError, KeyError, IndexError) as error:
@@ -188,11 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the directory of the soak")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="laps at a time; 2")
-    parser.add_argument("--few", action="store_true", help="a few laps, as a test runs them")
-    parser.add_argument("--only", choices=sorted(LAPS), action="append", help="laps of these kinds alone")
-    parser.add_argument("--most", type=int, default=1000, help="the most laps of each kind")
-    parser.add_argument("--again", action="store_true", help="run the laps again that were not as promised")
+    parser.add_argument("--workers", type=int, default=2, help="simultaneous laps; 2")
+    parser.add_argument("--few", action="store_true", help="a few laps, as in the tests")
+    parser.add_argument("--only", choices=sorted(LAPS), action="append", help="only laps of these kinds")
+    parser.add_argument("--most", type=int, default=1000, help="maximum laps of each kind")
+    parser.add_argument("--again", action="store_true", help="rerun the laps that were not as promised")
     parser.add_argument("--table", type=Path, help="the Markdown file to write")
     chosen = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Laps of `soak_world`: a call of the file system is killed, torn or failed, a directory vanishes, the clock jumps."""
+"""Laps of `soak_world`: a file system call is killed, torn or failed, a directory vanishes, the clock jumps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.soak_shim import ERRORS, LASTING, READS, Fault
-from benchmarks.soak_world_runs import World, all_left_over, differences, result, steps
+from benchmarks.soak_world_runs import World, differences, draft_paths, result, steps
 
 COMMANDS = {
     "train": (None, ("train", "CONFIG")),
@@ -18,7 +18,7 @@ COMMANDS = {
     "data build": (None, ("data", "build", "CONFIG")),
     "export-hf": ("whole", ("export-hf", "run", "exported")),
 }
-"""Name -> the template that the command begins in, and its arguments."""
+"""Name -> the template that the command starts from, and its arguments."""
 _ANY = (*4 * ("train",), *4 * ("resume",), "data build", "export-hf")
 _SHORT = ("data build", "data build", "export-hf")
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
     "build or export, killed at a call": ("kill", _SHORT),
     "build or export, call fails once": ("fail", _SHORT),
 }
-"""Kind -> what happens, and the commands that it may happen to."""
+"""Kind -> fault action, and the commands to inject it into."""
 _GOES_ON = "the same command again comes to the same bits; nothing that was saved is lost"
 _IS_TOLD = "exit code 0 with the same bits, or 1 or 2 with the file and the reason, without a traceback; then as above"
 PROMISES = {
@@ -49,7 +49,7 @@ PROMISES = {
 
 
 class Lap(NamedTuple):
-    """A fault, where it comes."""
+    """A fault in a command."""
 
     kind: str
     command: str
@@ -64,34 +64,34 @@ def draw(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str
     rng = random.Random(f"{seed}/{kind}/{number}")
     action, commands = KINDS[kind]
     command = rng.choice(commands)
-    found = calls[command]
+    counts = calls[command]
     if action in ("tear", "shorten"):
-        found = {key: count for key, count in found.items() if key[0] == "write"}
-    (call, path), count = rng.choice(list(found.items()))
-    at = rng.randint(1, count)
+        counts = {key: count for key, count in counts.items() if key[0] == "write"}
+    (call, path), count = rng.choice(list(counts.items()))
+    index = rng.randint(1, count)
     if action == "fail":
-        return Lap(kind, command, Fault(action, call, path, at, rng.choice(ERRORS[call])))
+        return Lap(kind, command, Fault(action, call, path, index, rng.choice(ERRORS[call])))
     if action == "fail-on":
         errors = LASTING[3:] if call in READS else LASTING
-        return Lap(kind, command, Fault(action, call, path, at, rng.choice(errors)))
+        return Lap(kind, command, Fault(action, call, path, index, rng.choice(errors)))
     if action == "vanish":
         victim = rng.choice(("logs/run", "logs", "checkpoints/run", "checkpoints", "cache", "cache/train", "exports"))
-        return Lap(kind, command, Fault(action, call, path, at, victim=victim, to=f"gone/{Path(victim).name}"))
+        return Lap(kind, command, Fault(action, call, path, index, victim=victim, to=f"gone/{Path(victim).name}"))
     if action == "clock":
         days = rng.choice((-3650, -400, -1, 1, 400, 3650))
-        return Lap(kind, command, Fault(action, call, path, at, seconds=86400 * days))
-    return Lap(kind, command, Fault(action, call, path, at))
+        return Lap(kind, command, Fault(action, call, path, index, seconds=86400 * days))
+    return Lap(kind, command, Fault(action, call, path, index))
 
 
-def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
-    """Runs a lap; returns what happened.
+def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
+    """Runs a lap; returns a description of the outcome.
 
     Raises:
-        AssertionError: something was not as promised.
+        AssertionError: if a promise is broken.
     """
     template, command = COMMANDS[lap.command]
-    world.place(template)
-    before, fault = steps(world.lap), lap.fault
+    world.reset_lap(template)
+    steps_before, fault = steps(world.lap), lap.fault
     if fault.action == "vanish":
         (world.lap.parent / "gone").mkdir(exist_ok=True)
         shutil.rmtree(world.lap.parent / "gone")
@@ -108,20 +108,20 @@ def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
         happened = f"{hit}; exit code {code}; {_put_back(world, lap.fault)}"
     else:
         happened = f"{hit}; exit code {code}"
-    lost = set(before) - set(steps(world.lap))
-    aside = {int(path.name.partition(".")[0]) for path in world.lap.glob("checkpoints/run/*.corrupt*")}
-    assert not lost - aside, f"checkpoints {sorted(lost)} are lost"
-    happened += f"; set aside: {sorted(aside)}" if aside else ""
+    lost = set(steps_before) - set(steps(world.lap))
+    corrupt = {int(path.name.partition(".")[0]) for path in world.lap.glob("checkpoints/run/*.corrupt*")}
+    assert not lost - corrupt, f"checkpoints {sorted(lost)} are lost"
+    happened += f"; set aside: {sorted(corrupt)}" if corrupt else ""
     if code == 0:
-        parted = _differences(world, lap, wanted)
-        assert not parted, f"after exit code 0, other than undisturbed: {', '.join(parted)}"
+        differing = _differences(world, lap, expected)
+        assert not differing, f"after exit code 0, other than undisturbed: {', '.join(differing)}"
     if code or lap.fault.action == "vanish":
         _run_again(world, lap, command)
-        parted = _differences(world, lap, wanted)
-        assert not parted, f"after the same command again, other than undisturbed: {', '.join(parted)}"
-    # What has vanished is not tidied up before the next start.
-    left = all_left_over(world.lap)
-    assert not left, f"left over: {', '.join(left)}"
+        differing = _differences(world, lap, expected)
+        assert not differing, f"after the same command again, other than undisturbed: {', '.join(differing)}"
+    # Drafts in a vanished directory are cleaned up only at the next start.
+    drafts = draft_paths(world.lap)
+    assert not drafts, f"left over: {', '.join(drafts)}"
     return happened
 
 
@@ -141,7 +141,7 @@ def _check_end(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
 
 
 def names_of(path: str) -> Iterator[str]:
-    """A path and the directories above it, as messages may name them; of a draft what it is to become."""
+    """Yields a path and its parent directories, as in messages; for a draft, its final name."""
     path = re.sub(r"(^|/)\.([^/]+)\.(incomplete|tmp)(?=/|$)", r"\1\2", path)
     yield path
     for parent in Path(path).parents:
@@ -150,44 +150,44 @@ def names_of(path: str) -> Iterator[str]:
 
 
 def _put_back(world: World, fault: Fault) -> str:
-    """Puts a directory back that has vanished, together with what the run has written into a new one meanwhile."""
-    gone, there = world.lap.parent / fault.to, world.lap / fault.victim
-    if not gone.exists():
+    """Restores a vanished directory, merged with the files that the run has written into a new one meanwhile."""
+    moved, directory = world.lap.parent / fault.to, world.lap / fault.victim
+    if not moved.exists():
         return "there was nothing to vanish"
-    made = there.exists()
-    if made:
-        shutil.copytree(there, gone, dirs_exist_ok=True)
-        shutil.rmtree(there)
-    there.parent.mkdir(parents=True, exist_ok=True)
-    gone.rename(there)
-    return "it was made again" if made else "it was put back"
+    recreated = directory.exists()
+    if recreated:
+        shutil.copytree(directory, moved, dirs_exist_ok=True)
+        shutil.rmtree(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    moved.rename(directory)
+    return "it was made again" if recreated else "it was put back"
 
 
 def _run_again(world: World, lap: Lap, command: tuple[str, ...]) -> None:
     code, text = world.run(*command)
     if lap.command == "export-hf" and code == 2 and "is not empty" in text:
-        return  # it was complete when the fault came
+        return  # it was already complete before the fault
     assert code == 0, f"the same command again: exit code {code}\n{text[-2500:]}"
     assert "Traceback" not in text, text[-2500:]
 
 
-def _differences(world: World, lap: Lap, wanted: dict[str, str]) -> list[str]:
+def _differences(world: World, lap: Lap, expected: dict[str, str]) -> list[str]:
     if lap.command == "data build":
-        found = {name: digest for name, digest in result_of_files(world.lap).items() if name.startswith("cache")}
-        parted = differences(found, {name: digest for name, digest in wanted.items() if name.startswith("cache")})
+        files = {name: digest for name, digest in result_of_files(world.lap).items() if name.startswith("cache")}
+        differing = differences(files, {name: digest for name, digest in expected.items() if name.startswith("cache")})
     else:
-        parted = differences(result(world.lap), wanted)
+        differing = differences(result(world.lap), expected)
     if lap.command == "export-hf":
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
-            same = (world.lap / "exported" / name).read_bytes() == (
+            equal = (world.lap / "exported" / name).read_bytes() == (
                 world.lap / "exports/run/step-12" / name
             ).read_bytes()
-            parted += [] if same else [f"exported/{name}"]
-    return parted
+            differing += [] if equal else [f"exported/{name}"]
+    return differing
 
 
 def result_of_files(directory: Path) -> dict[str, str]:
-    """As `result`, of a directory in which nothing was trained."""
+    """Like `result`, for a directory without training."""
     logs, checkpoints = directory / "logs/run", directory / "checkpoints/run"
     logs.mkdir(parents=True, exist_ok=True)
     checkpoints.mkdir(parents=True, exist_ok=True)

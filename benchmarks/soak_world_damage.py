@@ -1,4 +1,4 @@
-"""Laps of `soak_world` in which a file of a run is damaged on the disk before a command reads it."""
+"""Laps of `soak_world` with a damaged file of a run, which a command then reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ_BY = {
     "checkpoints/": (("eval", "run"), ("export-hf", "run", "exported"), ("verify", "run", "--seed", "0"), ("runs",)),
     "exports/": (("eval", "exports/run/step-12", "--data", "TEXT", "--context", "32"),),
 }
-"""Beginning of a path -> commands that read such files of a finished run."""
+"""Prefix of a path -> commands that read such files of a finished run."""
 
 
 _USUAL = ("run run, in ", "step ", "resumed at ", "  metrics ", "  checkpoints ", "  lmt ", "exported to ")
@@ -55,7 +55,7 @@ class Lap(NamedTuple):
 
 
 def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
-    """The lap `number`; the file is drawn when the template is there."""
+    """The lap `number`; the file is drawn later, from the template."""
     del calls
     rng = random.Random(f"{seed}/{kind}/{number}")
     template = "half" if number % 2 else "whole"
@@ -63,7 +63,7 @@ def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
 
 
 def _drawn(world: World, lap: Lap) -> tuple[Path, tuple[str, ...]]:
-    """The file, of which kinds take turns, and the command."""
+    """The file, with kinds in turn, and the command."""
     rng = random.Random(lap.seed)
     groups: dict[str, list[Path]] = {}
     for file in sorted(world.lap.rglob("*")):
@@ -80,20 +80,20 @@ def _drawn(world: World, lap: Lap) -> tuple[Path, tuple[str, ...]]:
 
 
 def _undisturbed(world: World, command: tuple[str, ...]) -> tuple[str, dict[str, bytes]]:
-    """The output of a command on the finished run, and the files that it makes."""
-    if command not in world.known:
-        world.place("whole")
+    """The output of a command on the finished run, and the files that it writes."""
+    if command not in world.cache:
+        world.reset_lap("whole")
         code, text = world.run(*_words(world, command))
         assert code == 0, text
-        world.known[command] = _without_times(text), _made(world)
-    return world.known[command]
+        world.cache[command] = _without_times(text), _exported_files(world)
+    return world.cache[command]
 
 
 def _words(world: World, command: tuple[str, ...]) -> list[str]:
     return [str(world.out / "data" / "validation.jsonl") if word == "TEXT" else word for word in command]
 
 
-def _made(world: World) -> dict[str, bytes]:
+def _exported_files(world: World) -> dict[str, bytes]:
     files = [world.lap / "exported" / name for name in ("model.safetensors", "config.json", "tokenizer.json")]
     return {file.name: file.read_bytes() for file in files if file.exists()}
 
@@ -103,43 +103,43 @@ def _without_times(text: str) -> str:
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d|\d+\.\d [KM]i?B|in [\d.]+ s|\(\d+\.\d MB\)", "", "\n".join(lines))
 
 
-def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
-    """Runs a lap; returns what happened.
+def run(world: World, lap: Lap, expected_result: dict[str, str]) -> str:
+    """Runs a lap; returns a description of the outcome.
 
     Raises:
-        AssertionError: something was not as promised.
+        AssertionError: if a promise is broken.
     """
-    world.place(lap.template)
+    world.reset_lap(lap.template)
     path, command = _drawn(world, lap)
     if lap.template == "whole":
         expected = _undisturbed(world, command)
-        world.place(lap.template)
+        world.reset_lap(lap.template)
     else:
         expected = None
-    where = damage(world.lap / path, lap.way, random.Random(f"{lap.seed}/place"))
-    what = f"`lmt {' '.join(command)}` after {where} of {path}"
+    damage_done = damage(world.lap / path, lap.way, random.Random(f"{lap.seed}/place"))
+    description = f"`lmt {' '.join(command)}` after {damage_done} of {path}"
     code, text = world.run(*_words(world, command))
-    assert "Traceback" not in text, f"a traceback: {what}\n{text[-3500:]}"
-    assert code in (0, 1, 2), f"exit code {code}: {what}\n{text[-2000:]}"
-    # What an undisturbed command prints too names nothing.
+    assert "Traceback" not in text, f"a traceback: {description}\n{text[-3500:]}"
+    assert code in (0, 1, 2), f"exit code {code}: {description}\n{text[-2000:]}"
+    # Lines also printed by an undisturbed command do not report the damage.
     usual = expected[0].splitlines() if expected else ()
-    said = [line for line in _without_times(text).splitlines() if line not in usual and not line.startswith(_USUAL)]
-    named = any(name in line for line in said for name in (*names_of(str(path)), *_step_names(path), path.name))
-    assert code == 0 or named, f"exit code {code} and no name: {what}\n{text[-2000:]}"
+    messages = [line for line in _without_times(text).splitlines() if line not in usual and not line.startswith(_USUAL)]
+    named = any(name in line for line in messages for name in (*names_of(str(path)), *_step_names(path), path.name))
+    assert code == 0 or named, f"exit code {code} and no name: {description}\n{text[-2000:]}"
     if expected is not None:
-        same = code == 0 and (_without_times(text), _made(world)) == expected
-        assert named or same, f"silently different: {what}\n{text[-2000:]}\nwas:\n{expected[0][-1500:]}"
-        return f"{'harmless' if same else 'named'}: {what}; exit code {code}"
+        equal = code == 0 and (_without_times(text), _exported_files(world)) == expected
+        assert named or equal, f"silently different: {description}\n{text[-2000:]}\nwas:\n{expected[0][-1500:]}"
+        return f"{'harmless' if equal else 'named'}: {description}; exit code {code}"
     remedy = ""
     if code:
         remedy = _remedy(world, path)
         code, text = world.run(*command)
-        assert code == 0, f"after the remedy ({remedy}) exit code {code}: {what}\n{text[-2500:]}"
-    # What training does not read stays as it is; the laps of other commands are for that.
-    own = str(path).replace("/run/", "/", 1)
-    parted = [name for name in differences(result(world.lap), wanted) if name != own]
-    assert not parted, f"other than undisturbed: {', '.join(parted)}: {what}\n{text[-1500:]}"
-    return f"{'refused' if remedy else 'named' if named else 'harmless'}: {what}{remedy and '; ' + remedy}"
+        assert code == 0, f"after the remedy ({remedy}) exit code {code}: {description}\n{text[-2500:]}"
+    # Files not read by training stay damaged; laps of other commands cover them.
+    changed_name = str(path).replace("/run/", "/", 1)
+    differing = [name for name in differences(result(world.lap), expected_result) if name != changed_name]
+    assert not differing, f"other than undisturbed: {', '.join(differing)}: {description}\n{text[-1500:]}"
+    return f"{'refused' if remedy else 'named' if named else 'harmless'}: {description}{remedy and '; ' + remedy}"
 
 
 def damage(file: Path, way: str, rng: random.Random) -> str:
@@ -150,13 +150,13 @@ def damage(file: Path, way: str, rng: random.Random) -> str:
         return "nothing"
     if way == "zeros":
         length = min(size, rng.choice((16, 512, 4096)))
-        at = rng.randrange(size - length + 1)
-        content[at : at + length] = bytes(length)
-        described = f"{length} zeros at byte {at}"
+        offset = rng.randrange(size - length + 1)
+        content[offset : offset + length] = bytes(length)
+        described = f"{length} zeros at byte {offset}"
     elif way == "flipped bit":
-        at, bit = rng.randrange(size), rng.randrange(8)
-        content[at] ^= 1 << bit
-        described = f"bit {bit} flipped in byte {at}"
+        offset, bit = rng.randrange(size), rng.randrange(8)
+        content[offset] ^= 1 << bit
+        described = f"bit {bit} flipped in byte {offset}"
     else:
         length = 0 if way == "empty" else rng.randrange(1, size) if size > 1 else 0
         del content[length:]
@@ -173,7 +173,7 @@ def _step_names(path: Path) -> list[str]:
 
 
 def _remedy(world: World, path: Path) -> str:
-    """Does what messages about such a file say."""
+    """Follows the advice in messages about such a file."""
     if path.parts[0] == "cache" and path.parts[1] in ("train", "validation"):
         world.run("data", "verify", "CONFIG", "--repair")
         if world.run("data", "build", "CONFIG")[0] == 0:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from benchmarks.soak_shim import Fault
 from benchmarks.soak_world_calls import COMMANDS
-from benchmarks.soak_world_runs import World, all_left_over, differences, result, together
+from benchmarks.soak_world_runs import World, differences, draft_paths, result, together
 
 STOPPED = 60.0
-"""Seconds of a SIGSTOP."""
+"""Duration of a SIGSTOP in seconds."""
 PROMISES = {
     "second process in the run": "the second is refused, exit code 2, with the number of the first; the same bits",
     "second run on the cache": "both come to the same bits, also when the one that tokenises is stopped or killed",
@@ -27,7 +27,7 @@ class Lap(NamedTuple):
     command: str
     fault: Fault
     victim: int
-    """Process of two that meets the fault. Where there are two runs, 1: the first is killed when it has stopped."""
+    """Index of the process with the fault. With two runs, 1 means that the first is killed after it has stopped."""
 
     def __str__(self) -> str:
         if self.kind == "second run on the cache":
@@ -39,24 +39,24 @@ def draw(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str
     """The lap `number` of its kind."""
     rng = random.Random(f"{seed}/{kind}/{number}")
     command = "train" if kind == "second run on the cache" else rng.choice(("train", "resume"))
-    found = calls[command]
+    counts = calls[command]
     if kind == "second run on the cache":
-        found = {key: count for key, count in found.items() if key[1].startswith("cache/")}
+        counts = {key: count for key, count in counts.items() if key[1].startswith("cache/")}
     if kind == "one of two processes killed" and number % 2:
-        # Process 1 makes fewer calls than one process alone, whose calls are known.
-        return Lap(kind, command, Fault("kill", at=rng.randint(1, 60)), victim=1)
-    (call, path), count = rng.choice(list(found.items()))
+        # Process 1 makes fewer calls than a single process, whose calls were counted.
+        return Lap(kind, command, Fault("kill", index=rng.randint(1, 60)), victim=1)
+    (call, path), count = rng.choice(list(counts.items()))
     action = "kill" if kind == "one of two processes killed" else "stop"
     return Lap(kind, command, Fault(action, call, path, rng.randint(1, count)), number % 2)
 
 
-def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
-    """Runs a lap; returns what happened.
+def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
+    """Runs a lap; returns a description of the outcome.
 
     Raises:
-        AssertionError: something was not as promised.
+        AssertionError: if a promise is broken.
     """
-    world.place(COMMANDS[lap.command][0])
+    world.reset_lap(COMMANDS[lap.command][0])
     happened = {
         "second process in the run": _second_process,
         "second run on the cache": _second_run,
@@ -64,10 +64,10 @@ def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
         "SIGSTOP for a minute": _minute,
     }[lap.kind](world, lap)
     for name in ("run", "other") if lap.kind == "second run on the cache" else ("run",):
-        parted = differences(result(world.lap, name), wanted)
-        assert not parted, f"{name} is other than undisturbed: {', '.join(parted)}; {happened}"
-    left = all_left_over(world.lap)
-    assert not left, f"left over: {', '.join(left)}; {happened}"
+        differing = differences(result(world.lap, name), expected)
+        assert not differing, f"{name} is other than undisturbed: {', '.join(differing)}; {happened}"
+    drafts = draft_paths(world.lap)
+    assert not drafts, f"left over: {', '.join(drafts)}; {happened}"
     return f"{world.hit()}; {happened}"
 
 
@@ -82,7 +82,7 @@ def _second_process(world: World, lap: Lap) -> str:
     first.send(signal.SIGCONT)
     of_first = first.wait()
     assert "Traceback" not in first.text, first.text[-3000:]
-    # Who has not taken the lock yet is second itself.
+    # A process that has not taken the lock yet becomes the second one.
     assert of_first == 0 or (of_first == 2 and code == 0), f"the first: exit code {of_first}\n{first.text[-2000:]}"
     return f"exit codes {of_first} and {code}"
 

@@ -1,4 +1,4 @@
-"""Runs for `soak_world`: the commands, what they come to, and copies to begin from."""
+"""Runs for `soak_world`: their commands and results, and templates to start from."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.warm_lmt import WarmLmt, WarmProcess  # noqa: E402
 
 STEPS, SAVE_EVERY = 12, 3
 PATIENCE = 300.0
-"""Seconds after which a command that has not ended hangs."""
+"""Seconds after which a running command counts as hanging."""
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
-# TensorStore leaves an empty `KEY.__lock` when it is killed, and takes it at the next write of that key.
-LEFT_OVER = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
+# TensorStore leaves an empty `KEY.__lock` when it is killed, and reuses it at the next write of this key.
+_DRAFT_NAME = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
 
 
 def configuration(data: Path) -> dict[str, Any]:
-    """A tiny run that has every kind of file; JSON is YAML."""
+    """A tiny run with every kind of file; JSON is YAML."""
     documents = [" ".join(f"{word} {word * word}" for word in range(7 * i, 7 * i + 60)) for i in range(120)]
     lines = [json.dumps({"text": document}) for document in documents]
     for name, part in {"train": lines[:100], "validation": lines[100:]}.items():
@@ -54,7 +54,7 @@ def configuration(data: Path) -> dict[str, Any]:
 
 
 class Command:
-    """A command that runs, or has ended."""
+    """A running or finished command."""
 
     def __init__(self, process: WarmProcess, output: Path):
         self._process, self._output, self.pid = process, output, process.pid
@@ -63,7 +63,7 @@ class Command:
         """The exit code, negative for a signal.
 
         Raises:
-            AssertionError: it hangs.
+            AssertionError: if the command hangs.
         """
         try:
             return self._process.wait(seconds)
@@ -83,14 +83,14 @@ class Command:
 
     @property
     def stopped(self) -> bool:
-        """True while a SIGSTOP holds it."""
+        """True while a SIGSTOP holds the process."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
             return False
 
     def until_stopped(self) -> bool:
-        """Waits for a SIGSTOP; False when it ended before."""
+        """Waits for a SIGSTOP; False if the process ended before."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.poll() is None:
             if self.stopped:
@@ -100,12 +100,12 @@ class Command:
 
     @property
     def text(self) -> str:
-        """All that it has printed."""
+        """The output so far."""
         return self._output.read_text(errors="replace")
 
 
 class World:
-    """The place of a soak: a directory, and forks of a process that has imported JAX and preloaded the library."""
+    """Environment of a soak: a directory, and a server process to fork, with JAX imported and the library preloaded."""
 
     def __init__(self, out: Path):
         self.out = out.absolute()
@@ -134,9 +134,9 @@ class World:
         self._server = WarmLmt(self.environment)
         self._number = 0
         self.opened = contextlib.ExitStack()
-        """Servers that laps have opened for later ones."""
-        self.known: dict[Any, Any] = {}
-        """Results and servers that laps keep for later ones."""
+        """Servers kept open for later laps."""
+        self.cache: dict[Any, Any] = {}
+        """Results and servers shared between laps."""
 
     def close(self) -> None:
         self.opened.close()
@@ -149,7 +149,7 @@ class World:
         directory: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Command:
-        """Starts `lmt`; `train` and `data` commands take `run.yaml` by the word CONFIG."""
+        """Starts `lmt`; in `train` and `data` commands, CONFIG means `run.yaml`."""
         directory = directory or self.lap
         self._number += 1
         output = self.out / "outputs" / f"{self._number % 50}.txt"
@@ -164,12 +164,12 @@ class World:
         return Command(process, output)
 
     def run(self, *args: str, **options: Any) -> tuple[int, str]:
-        """Runs `lmt` to its end; the exit code and what it printed."""
+        """Runs `lmt` to its end; returns the exit code and the output."""
         command = self.start(*args, **options)
         return command.wait(), command.text
 
     def counted(self, *args: str) -> Path:
-        """Runs `lmt` and returns the list of its calls."""
+        """Runs `lmt` and returns the log of its calls."""
         log = self.out / "calls.txt"
         log.unlink(missing_ok=True)
         code, text = self.run(*args, env=watch(self.lap, log))
@@ -178,22 +178,22 @@ class World:
 
     @property
     def hits(self) -> Path:
-        """The calls that met a fault in the last command."""
+        """Log of the calls with faults in the last command."""
         return self.out / "hits.txt"
 
     def hit(self) -> str:
         return self.hits.read_text().strip().replace("\t", " ") if self.hits.exists() else ""
 
-    def place(self, template: str | None) -> None:
-        """Makes the directory of the lap a copy of a template, or empty."""
+    def reset_lap(self, template: str | None) -> None:
+        """Resets the directory of the lap to a copy of a template, or to an empty one."""
         shutil.rmtree(self.lap)
         if template is None:
             self.lap.mkdir()
         else:
             shutil.copytree(self.out / template, self.lap, symlinks=True)
 
-    def keep(self, template: str) -> None:
-        """Keeps the directory of the lap as a template."""
+    def save_template(self, template: str) -> None:
+        """Saves the directory of the lap as a template."""
         shutil.rmtree(self.out / template, ignore_errors=True)
         shutil.copytree(self.lap, self.out / template, symlinks=True)
 
@@ -209,40 +209,40 @@ def steps(directory: Path) -> list[int]:
 
 
 def result(directory: Path, run: str = "run") -> dict[str, Any]:
-    """All of a finished run that must be equal to an undisturbed one: {name: digest}."""
+    """Results of a finished run that must equal an undisturbed run's: {name: digest}."""
     lines = (directory / "logs" / run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_float=str) for line in lines]
     series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
-    found: dict[str, Any] = {"losses": _digest(repr(series).encode())}
+    digests: dict[str, Any] = {"losses": _digest(repr(series).encode())}
     checkpoints = directory / "checkpoints" / run
     names = sorted((entry.name for entry in checkpoints.iterdir() if entry.name.isdigit()), key=int)
     for name in names:
         record = json.loads((checkpoints / name / "_CHECKPOINT_METADATA").read_text())
-        found[f"weights after step {name}"] = _digest(json.dumps(record["custom_metadata"]["digests"]).encode())
+        digests[f"weights after step {name}"] = _digest(json.dumps(record["custom_metadata"]["digests"]).encode())
     for part in (f"exports/{run}", "cache"):
         for file in sorted((directory / part).rglob("*")):
-            # The card of an export has its date; a manifest has the times of files.
-            other = file.name in ("README.md", "manifest.json", "builder.json") or file.suffix == ".__lock"
-            if file.is_file() and not other and not left_over(file):
-                found[str(file.relative_to(directory)).replace(f"/{run}/", "/")] = _digest(file.read_bytes())
-    return found
+            # The card of an export has its date; a manifest has the modification times of files.
+            ignored = file.name in ("README.md", "manifest.json", "builder.json") or file.suffix == ".__lock"
+            if file.is_file() and not ignored and not is_draft(file):
+                digests[str(file.relative_to(directory)).replace(f"/{run}/", "/")] = _digest(file.read_bytes())
+    return digests
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted({*actual, *expected}) if actual.get(name) != expected.get(name)]
 
 
-def left_over(path: Path) -> bool:
-    return bool(LEFT_OVER.search(path.name))
+def is_draft(path: Path) -> bool:
+    return bool(_DRAFT_NAME.search(path.name))
 
 
-def all_left_over(directory: Path) -> list[str]:
-    """Files and directories that a finished run should not leave."""
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if left_over(path))
+def draft_paths(directory: Path) -> list[str]:
+    """Files and directories that a finished run should not leave behind."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if is_draft(path))
 
 
 def together(count: int) -> list[Sequence[str]]:
-    """The settings of processes that are one run."""
+    """The settings of the processes of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Laps of `soak_world` with checkpoints, cache and exports in object storage that gives wrong answers."""
+"""Laps of `soak_world` with checkpoints, cache and exports in object storage with wrong answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Lap(NamedTuple):
     kind: str
     name: str
     first: int
-    """The request at which it begins."""
+    """Index of the first request with the fault."""
     count: int
-    """Requests that meet it."""
+    """Number of requests with the fault."""
     number: int
 
     def __str__(self) -> str:
@@ -43,36 +43,36 @@ def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
 
 
 class _Window:
-    """A fault of some requests by their number."""
+    """A fault limited to a range of requests."""
 
     def __init__(self, fault: Fault, first: int, count: int):
         self._fault, self._first, self._last = fault, first, first + count
-        self._seen, self._lock = 0, threading.Lock()
+        self._count, self._lock = 0, threading.Lock()
 
     def __call__(self, handler: Handler) -> bool:
         with self._lock:
-            self._seen += 1
-            number = self._seen
+            self._count += 1
+            number = self._count
         return self._first <= number < self._last and self._fault(handler)
 
 
 class _StaleListings:
-    """Answers a listing as it was answered the first time."""
+    """Repeats the first answer to each listing."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
+        self._first_answers: dict[str, Any] = {}
 
     def __call__(self, handler: Handler) -> bool:
         if handler.command != "GET" or "list-type" not in handler.path:
             return False
-        if handler.path not in self._known:
-            self._known[handler.path] = handler.forward()
-        handler.answer(*self._known[handler.path])
+        if handler.path not in self._first_answers:
+            self._first_answers[handler.path] = handler.forward()
+        handler.answer(*self._first_answers[handler.path])
         return True
 
 
 def _flip(handler: Handler) -> bool:
-    """Flips a bit of an object that is read."""
+    """Flips a bit in the content of read objects."""
     status, headers, content = handler.forward()
     if handler.command == "GET" and content and "list-type" not in handler.path:
         changed = bytearray(content)
@@ -83,7 +83,7 @@ def _flip(handler: Handler) -> bool:
 
 
 def _truncate(handler: Handler) -> bool:
-    """Answers with half of the object, as if that were all."""
+    """Answers with half of the object, as if it were complete."""
     status, headers, content = handler.forward()
     handler.answer(status, headers, content[: len(content) // 2] if handler.command == "GET" else content)
     return True
@@ -109,7 +109,7 @@ _opening = threading.Lock()
 
 
 def _endpoint() -> str:
-    """The S3 server, one for all worlds: a second one of moto would empty the first."""
+    """The S3 server, shared by all worlds: a second moto server would empty the first."""
     with _opening:
         if not _endpoints:
             _endpoints.append(_servers.enter_context(s3()))
@@ -117,8 +117,8 @@ def _endpoint() -> str:
         return _endpoints[0]
 
 
-def _train(world: World, proxy: Proxy, place: str, *more: str) -> tuple[int, str]:
-    base = f"s3://{BUCKET}/{place}"
+def _train(world: World, proxy: Proxy, prefix: str, *more: str) -> tuple[int, str]:
+    base = f"s3://{BUCKET}/{prefix}"
     settings = (f"trainer.checkpointer.base_path={base}/checkpoints", f"data.cache_dir={base}/cache")
     return world.run(
         "train",
@@ -136,21 +136,21 @@ def _losses(world: World) -> dict[str, Any]:
     return {"losses": result(world.lap)["losses"]}
 
 
-def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
-    """Runs a lap; returns what happened.
+def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
+    """Runs a lap; returns a description of the outcome.
 
     Raises:
-        AssertionError: something was not as promised.
+        AssertionError: if a promise is broken.
     """
-    if "proxy" not in world.known:
-        world.known["proxy"] = world.opened.enter_context(proxied(_endpoint()))
-    proxy, place = world.known["proxy"], f"{world.out.name}/lap-{lap.number}"
-    world.place(None)
+    if "proxy" not in world.cache:
+        world.cache["proxy"] = world.opened.enter_context(proxied(_endpoint()))
+    proxy, prefix = world.cache["proxy"], f"{world.out.name}/lap-{lap.number}"
+    world.reset_lap(None)
     fault = _StaleListings() if lap.name == "stale listings" else LIES[lap.name]
     assert fault is not None
     proxy.fault = _Window(fault, lap.first, lap.count)
     try:
-        code, text = _train(world, proxy, place)
+        code, text = _train(world, proxy, prefix)
     finally:
         proxy.fault = None
     assert "Traceback" not in text, f"a traceback, exit code {code}\n{text[-3500:]}"
@@ -158,10 +158,10 @@ def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
     if code:
         assert "error:" in text, f"exit code {code} and no reason\n{text[-2500:]}"
     else:
-        assert _losses(world)["losses"] == wanted["losses"], f"other losses\n{text[-1500:]}"
+        assert _losses(world)["losses"] == expected["losses"], f"other losses\n{text[-1500:]}"
     shutil.rmtree(world.lap)
     world.lap.mkdir()
-    again, text = _train(world, proxy, place)
-    assert again == 0, f"the same command in an empty directory: exit code {again}\n{text[-2500:]}"
-    assert _losses(world)["losses"] == wanted["losses"], f"other losses in an empty directory\n{text[-1500:]}"
+    rerun_code, text = _train(world, proxy, prefix)
+    assert rerun_code == 0, f"the same command in an empty directory: exit code {rerun_code}\n{text[-2500:]}"
+    assert _losses(world)["losses"] == expected["losses"], f"other losses in an empty directory\n{text[-1500:]}"
     return f"exit code {code}"

@@ -1,13 +1,13 @@
-"""From a command to its first finished step: `lmt train` beside a plain script; and what more layers cost to compile.
+"""Time from a command to its first finished step, for `lmt train` and a plain script, and compile time of more layers.
 
     python -m benchmarks.start_up
 
-The plain script imports what such scripts import (jax, flax, optax, orbax, grain) and trains, on tokens in memory, the
-same GPT-2 by the plain JAX step of `benchmarks.peers`. `lmt train` reads its configuration, opens its cache of tokens,
-which is there, and its run directory. Both start in turn, with an empty cache of compiled programs and with that which
-this left; both keep it. The time ends when the loss of the first step is known.
+The plain script imports the usual packages (jax, flax, optax, orbax, grain) and trains, on tokens in memory, the same
+GPT-2 with the plain JAX step of `benchmarks.peers`. `lmt train` reads its configuration, opens its existing token cache
+and its run directory. Both start alternately, with an empty cache of compiled programs and with the cache from this
+first start; both write it. The time ends when the loss of the first step is known.
 
-The second table compiles the gradient of a microbatch of GPT-2 with layers as a loop, in turn, with no cache.
+The second table compiles the gradient of a microbatch of GPT-2 with scanned layers, alternating, without a cache.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ def start_rows(turns: int) -> list[list[str]]:
     kinds = ("empty cache of programs", "filled cache of programs")
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as name:
-        here = Path(name)
-        weights = here / "weights.npz"
+        directory = Path(name)
+        weights = directory / "weights.npz"
         subprocess.run([sys.executable, "-m", "benchmarks.peers.lmt_step", SHAPE, str(weights)], cwd=ROOT, check=True)
-        lmt_start(here, here / "first", "first")  # builds the cache of tokens
+        lmt_start(directory, directory / "first", "first")  # builds the cache of tokens
         for turn in range(turns):
             for kind in kinds:
-                ours = lmt_start(here, here / f"lmt-{turn}", f"{turn}-{kinds.index(kind)}")
-                plain = plain_start(weights, here / f"plain-{turn}")
-                seconds[kind].append((ours, plain))
+                lmt = lmt_start(directory, directory / f"lmt-{turn}", f"{turn}-{kinds.index(kind)}")
+                plain = plain_start(weights, directory / f"plain-{turn}")
+                seconds[kind].append((lmt, plain))
     rows = []
     for kind, pairs in seconds.items():
-        ours, plain = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+        lmt, plain = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
         ratios = sorted(a / b for a, b in pairs)
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        rows.append([kind, f"{ours:.1f}", f"{plain:.1f}", spread])
+        rows.append([kind, f"{lmt:.1f}", f"{plain:.1f}", spread])
     return rows
 
 
-def lmt_start(here: Path, programs: Path, run: str) -> float:
-    """Seconds of `lmt train` in the directory `here` until it shows the loss of its first step."""
+def lmt_start(directory: Path, programs: Path, run: str) -> float:
+    """Seconds from starting `lmt train` in `directory` until it shows the loss of its first step."""
     command = [*LMT, "train", str(ROOT / "configs/gpt2_nano.yaml")]
     settings = ["model.seq_len=128", "trainer.train_batch_size=32", "data.tokenizer=bytes"]
     command += [*settings, f"trainer.id={run}", f"trainer.jax_compilation_cache_dir={programs}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMT_PROGRESS": "plain"}
-    return _until_first_step(command, here, environment)
+    return _until_first_step(command, directory, environment)
 
 
 def plain_start(weights: Path, programs: Path) -> float:
-    """Seconds of the plain script."""
+    """Seconds from starting the plain script until its first step."""
     command = [sys.executable, "-m", "benchmarks.start_up", "--plain", str(weights), str(programs)]
     return _until_first_step(command, ROOT, dict(os.environ))
 
@@ -98,11 +98,11 @@ def _until_first_step(command: Sequence[str], directory: Path, environment: dict
 
 
 def plain_script(weights: Path, programs: Path) -> None:
-    """A plain script up to its first step."""
-    import flax.nnx  # noqa: F401 - such a script builds its model of it
-    import grain  # noqa: F401 - and reads its data by it
+    """Runs a plain script up to its first step."""
+    import flax.nnx  # noqa: F401 - a usual script builds its model with it
+    import grain  # noqa: F401 - and reads its data with it
     import jax
-    import orbax.checkpoint  # noqa: F401 - and saves by it
+    import orbax.checkpoint  # noqa: F401 - and saves with it
 
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

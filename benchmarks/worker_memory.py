@@ -1,10 +1,10 @@
-"""The memory of a process that trains on rows of Grain's worker processes, and of these, over very many small batches.
+"""Memory of a training process and its Grain worker processes, over very many small batches.
 
     python -m benchmarks.worker_memory
 
-Tiny rows, so that there are as many batches as time allows: what each batch would leave behind adds up. Resident memory
-of the process and of its workers, and the segments of shared memory on this machine, by which batches are handed over,
-at even intervals. The first line is that of the time after the start, when buffers are filled.
+Rows are tiny, to fit as many batches as possible into the time: a leak of each batch adds up. Reports the resident
+memory of the process and of its workers, and the number of shared memory segments on this machine, which transfer the
+batches, at even intervals. The first line is from after the start, when buffers are filled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _START_SECONDS = 15.0
 
 
 class Memory(NamedTuple):
-    """Resident memory in MiB, and segments of shared memory of this machine."""
+    """Resident memory in MiB, and number of shared memory segments on this machine."""
 
     process: float
     workers: list[float]
@@ -31,7 +31,7 @@ class Memory(NamedTuple):
 
 
 def rows() -> Any:
-    """The pipeline: rows of numbers, in Python, without end."""
+    """The pipeline: endless rows of numbers, in Python."""
     import grain
     import numpy as np
 
@@ -40,8 +40,8 @@ def rows() -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=1_000_000, help="at most")
-    parser.add_argument("--minutes", type=float, default=5, help="at most")
+    parser.add_argument("--batches", type=int, default=1_000_000, help="maximum number of batches")
+    parser.add_argument("--minutes", type=float, default=5, help="maximum time")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--lines", type=int, default=10)
     chosen = parser.parse_args()
@@ -53,49 +53,49 @@ def main() -> None:
         config = DataConfig.model_validate({**section, "tokenizer": "bytes"})
         data = open_data(config, seq_len=SEQ, seed=0)
         loader = data.train(ROWS, rows=range(ROWS), num_steps=chosen.batches)
-        found = measure(loader, chosen.batches, chosen.minutes * 60, chosen.lines)
+        samples = measure(loader, chosen.batches, chosen.minutes * 60, chosen.lines)
         data.close()
     print("# The memory of worker processes over many batches\n")
     print(setting("numpy", "grain"), f"{chosen.processes} worker processes, batches of {ROWS} rows of {SEQ}.", load())
-    lines = [line(count, seconds, now) for count, seconds, now in found]
+    lines = [line(count, seconds, usage) for count, seconds, usage in samples]
     print(f"\n{table(['batches', 'minutes', 'process, MiB', 'workers, MiB', 'segments'], lines)}")
-    (first, _, before), (last, _, after) = found[0], found[-1]
-    process, workers = after.process - before.process, sum(after.workers) - sum(before.workers)
+    (first, _, first_memory), (last, _, last_memory) = samples[0], samples[-1]
+    process, workers = last_memory.process - first_memory.process, sum(last_memory.workers) - sum(first_memory.workers)
     print(
         f"\nFrom batch {first:,} to batch {last:,} the process grows by {process:.1f} MiB and its workers by "
-        f"{workers:.1f}; there are {after.segments} segments, at first {before.segments}."
+        f"{workers:.1f}; there are {last_memory.segments} segments, at first {first_memory.segments}."
     )
 
 
 def measure(loader: Any, batches: int, seconds: float, lines: int) -> list[tuple[int, float, Memory]]:
-    """Takes at most so many batches for so many seconds.
+    """Reads up to `batches` batches, for up to `seconds` seconds.
 
     Returns:
-        (batches so far, seconds so far, memory): the first, so many at even intervals, and that of the last batch.
+        (batches so far, seconds so far, memory) of the first batch, of `lines` even intervals, and of the last batch.
     """
-    found: list[tuple[int, float, Memory]] = []
+    samples: list[tuple[int, float, Memory]] = []
     began, due = time.monotonic(), _START_SECONDS
     for count, batch in enumerate(loader, start=1):
-        # The batch is there: a row of it was made by its number.
+        # Check the batch: each row was generated from its number.
         assert int(batch.tokens[0, 1]) == (int(batch.tokens[0, 0]) + 1) % 250
         passed = time.monotonic() - began
         if passed >= due or count == batches:
-            found.append((count, passed, memory()))
-            print(" | ".join(line(*found[-1])), flush=True)
+            samples.append((count, passed, memory()))
+            print(" | ".join(line(*samples[-1])), flush=True)
             due += (seconds - _START_SECONDS) / lines
         if passed >= seconds:
             break
-    return found
+    return samples
 
 
-def line(count: int, seconds: float, now: Memory) -> list[str]:
-    """A line of the table."""
-    workers = ", ".join(f"{each:.1f}" for each in now.workers)
-    return [f"{count:,}", f"{seconds / 60:.1f}", f"{now.process:.1f}", workers, str(now.segments)]
+def line(count: int, seconds: float, usage: Memory) -> list[str]:
+    """A row of the table."""
+    workers = ", ".join(f"{size:.1f}" for size in usage.workers)
+    return [f"{count:,}", f"{seconds / 60:.1f}", f"{usage.process:.1f}", workers, str(usage.segments)]
 
 
 def memory() -> Memory:
-    """Reads it from `/proc`."""
+    """Reads the memory from `/proc`."""
     children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _parent(path) == os.getpid()]
     shared = Path("/dev/shm")
     workers = sorted(size for child in children if (size := _resident(child)) > _LEAST)
@@ -103,7 +103,7 @@ def memory() -> Memory:
 
 
 _LEAST = 20.0
-"""MiB of a process that reads: the others are Python's own, which look after shared memory."""
+"""Minimum MiB of a reader process: smaller ones are Python's own, which manage shared memory."""
 
 
 def _parent(stat: Path) -> int:

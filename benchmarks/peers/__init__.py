@@ -1,6 +1,6 @@
-"""One training step, the same for all: `lmt`'s own beside PyTorch's, transformers' and plain JAX's, timed in turn.
+"""One training step, the same for `lmt`, PyTorch, transformers and plain JAX, timed alternately.
 
-`shapes` says what is trained, `kinds` who trains it. Each kind runs in a process of its own (`worker`), which the
-driver (`python -m benchmarks.peers`) asks for steps in turn. All start from the same weights and read the same batches;
-the driver refuses to print a table where their losses or their weights part (`agreement`).
+`shapes` defines the workloads, `kinds` the trainers. Each kind runs in a separate process (`worker`), and the driver
+(`python -m benchmarks.peers`) requests steps from them in turns. All start from the same weights and read the same
+batches; the driver refuses to print a table if their losses or weights diverge (`agreement`).
 """

@@ -1,10 +1,10 @@
-"""Times one training step of `lmt` beside the same step in PyTorch, transformers and plain JAX, in turn.
+"""Times one training step of `lmt` against the same step in PyTorch, transformers and plain JAX, alternating.
 
     python -m benchmarks.peers --shape nano --turns 15
     python -m benchmarks.peers --shape 124m --kinds lmt "torch compile" --results peers.md --json peers.json
 
-On a GPU, where there is one, products are in bfloat16; all workers hold their memory at the same time, so name as many
-`--kinds` as fit.
+On a GPU, if available, products are in bfloat16; all workers hold their memory at the same time, so limit `--kinds` to
+as many as fit.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="nano")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=1, help="of each kind in a turn")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="lmt is always there")
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
-    parser.add_argument("--results", type=Path, help="write the report to this file as well")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each kind per turn")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="lmt is always included")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--results", type=Path, help="write the report to this file too")
     options = parser.parse_args(arguments)
     if options.turns < 1 or options.steps < 1:
         parser.error("--turns and --steps are at least 1")
-    given = sys.argv[1:] if arguments is None else arguments
-    options.command = shlex.join(["python", "-m", "benchmarks.peers", *given])
+    command_line = sys.argv[1:] if arguments is None else arguments
+    options.command = shlex.join(["python", "-m", "benchmarks.peers", *command_line])
     try:
         results = measure(options)
     except UserError as error:
@@ -60,9 +60,9 @@ def measure(options: argparse.Namespace) -> Results:
     """Starts a worker for each kind, compares their first steps, and times them in turn.
 
     Raises:
-        UserError: when a worker fails, or does not train as `lmt` does.
+        UserError: if a worker fails, or trains differently from `lmt`.
     """
-    before = load("before")
+    initial_load = load("before")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         weights = Path(directory) / "weights.npz"
         write_weights(options.shape, weights)
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> Results:
         workers, traces, missing = start_workers(options.shape, options.kinds, probe, weights, stack)
         if problems := disagreements(traces, REFERENCE, FLOAT32 if probe.device == "cpu" else BFLOAT16):
             raise UserError("not all kinds train the same, so no times are shown:\n" + "\n".join(problems))
-        turns, products, others = take_turns(workers, probe, options.turns, options.steps)
+        turns, products, other_cores = take_turns(workers, probe, options.turns, options.steps)
         facts = workers[REFERENCE].facts
         return Results(
             shape=SHAPES[options.shape],
@@ -82,18 +82,21 @@ def measure(options: argparse.Namespace) -> Results:
             flops_per_token=facts["flops_per_token"],
             parameters=int(facts["parameters"]),
             missing=missing,
-            others=others,
-            load=before,
+            other_cores=other_cores,
+            load=initial_load,
         )
 
 
 def start_workers(
     shape: str, kinds: Sequence[str], probe: Worker, weights: Path, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Worker], dict[str, Trace], dict[str, str]]:
-    """One worker after the other, its first steps done; what these gave; and the kinds that are left out, and why.
+    """Starts one worker after the other and runs its first steps.
+
+    Returns:
+        The workers, the traces of their first steps, and the missing kinds with the reason.
 
     Raises:
-        UserError: when a worker fails, or runs on another kind of device than `probe`.
+        UserError: if a worker fails, or runs on another kind of device than `probe`.
     """
     workers: dict[str, Worker] = {}
     traces: dict[str, Trace] = {}
@@ -116,7 +119,7 @@ def start_workers(
 
 
 def write_weights(shape: str, path: Path) -> None:
-    """In a process of its own: the driver holds neither memory nor threads that the workers would feel."""
+    """Writes the weights in a new process: the driver must hold no memory or threads that disturb the workers."""
     command = [sys.executable, "-m", "benchmarks.peers.lmt_step", shape, str(path)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -126,25 +129,31 @@ def write_weights(shape: str, path: Path) -> None:
 def take_turns(
     workers: dict[str, Worker], probe: Worker, turns: int, steps: int
 ) -> tuple[dict[str, list[Steps]], list[float], float | None]:
-    """The steps of every kind in every turn, the rate of the matrix product, and the cores that others used."""
-    taken: dict[str, list[Steps]] = {kind: [] for kind in workers}
+    """The steps of every kind in every turn, the matrix product's rate, and the cores used by other processes."""
+    steps_by_kind: dict[str, list[Steps]] = {kind: [] for kind in workers}
     products: list[float] = []
-    own, busy, started = -time.process_time(), busy_seconds(), time.perf_counter()
+    own_seconds, busy_before, started = -time.process_time(), busy_seconds(), time.perf_counter()
     for turn in range(turns):
         _tell(f"turn {turn + 1} of {turns}")
         for kind in workers if turn % 2 == 0 else reversed(workers):
-            taken[kind].append(workers[kind].run(steps))
+            steps_by_kind[kind].append(workers[kind].run(steps))
         product = probe.run(1)
         products.append(probe.facts["flops"] / product.wall[0])
-        own += sum(product.cpu)
-    own += time.process_time() + sum(sum(found.cpu) + found.idle for of in taken.values() for found in of)
-    after, seconds = busy_seconds(), time.perf_counter() - started
-    others = None if busy is None or after is None else max(0.0, after - busy - own) / seconds
-    return taken, products, others
+        own_seconds += sum(product.cpu)
+    own_seconds += time.process_time() + sum(
+        sum(timed.cpu) + timed.idle for kind_steps in steps_by_kind.values() for timed in kind_steps
+    )
+    busy_after, seconds = busy_seconds(), time.perf_counter() - started
+    other_cores = (
+        None
+        if busy_before is None or busy_after is None
+        else max(0.0, busy_after - busy_before - own_seconds) / seconds
+    )
+    return steps_by_kind, products, other_cores
 
 
-def _tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks that all kinds train the same: equal losses and equal weights after the first steps."""
+"""Checks for identical training of all kinds: equal losses and equal weights after the first steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 STEPS = 4
-"""The steps that are compared, each on another batch."""
+"""Number of compared steps, each on another batch."""
 
 
 class Trace(NamedTuple):
@@ -15,42 +15,42 @@ class Trace(NamedTuple):
 
     losses: Sequence[float]
     norm: float
-    """The norm of all weights after them."""
+    """Norm of all weights after these steps."""
 
 
 class Tolerance(NamedTuple):
     loss: float
     """Relative."""
     norm: float
-    """Relative. Losses hardly feel a missing weight decay in a few steps; the norm of the weights does."""
+    """Relative. A missing weight decay hardly changes the losses of a few steps, but the norm of the weights."""
 
 
-# Rounding alone parts losses: in the fourth step at 124M, PyTorch's 11.3138 is 2.2e-4 from that in float64, and `lmt`'s
-# 1e-6. Tests compare small shapes more closely.
+# Rounding makes losses diverge: in the fourth step at 124M, PyTorch's 11.3138 is 2.2e-4 from the float64 result,
+# and `lmt`'s is 1e-6 from it. Tests compare small shapes more closely.
 FLOAT32, BFLOAT16 = Tolerance(3.5e-5, 2e-6), Tolerance(2.6e-3, 1e-4)
 
 
 def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
-    """Describes the differences from `reference` above `tolerance`; nothing where all kinds train the same."""
-    expected, found = traces[reference], []
+    """Describes the differences from `reference` above `tolerance`; empty if all kinds train the same."""
+    expected, messages = traces[reference], []
     for name, trace in traces.items():
         if len(trace.losses) != len(expected.losses):
-            found.append(f"{name} did {len(trace.losses)} steps, {reference} {len(expected.losses)}")
+            messages.append(f"{name} did {len(trace.losses)} steps, {reference} {len(expected.losses)}")
             continue
         for step, (loss, other) in enumerate(zip(trace.losses, expected.losses, strict=True), start=1):
-            # A NaN is further away than any tolerance.
+            # A NaN exceeds any tolerance.
             if not math.isclose(loss, other, rel_tol=tolerance.loss):
-                found.append(f"{name}: the loss of step {step} is {loss:.6f}, that of {reference} {other:.6f}")
+                messages.append(f"{name}: the loss of step {step} is {loss:.6f}, that of {reference} {other:.6f}")
                 break
         if not math.isclose(trace.norm, expected.norm, rel_tol=tolerance.norm):
-            found.append(
+            messages.append(
                 f"{name}: the norm of the weights after {len(trace.losses)} steps is {trace.norm:.6f}, that of "
                 f"{reference} {expected.norm:.6f}"
             )
-    return found
+    return messages
 
 
 def furthest(traces: Mapping[str, Trace], reference: str) -> float:
-    """The largest difference of a loss from that of `reference`, in nats."""
+    """The largest difference of a loss from the loss of `reference`, in nats."""
     expected = traces[reference].losses
     return max(abs(a - b) for trace in traces.values() for a, b in zip(trace.losses, expected, strict=True))

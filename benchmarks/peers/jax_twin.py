@@ -1,10 +1,10 @@
 """The same step in plain JAX: functions over a dict of arrays, one jitted step with optax; no library of ours.
 
-Linear maps are products of two matrices, which XLA:CPU multiplies faster than batches of them. Parameters have the
-names that transformers gives them, less the prefix; matrices are inputs by outputs.
+Linear maps are products of two matrices, which XLA:CPU multiplies faster than batches of them. Parameters have their
+transformers names without the prefix; matrices are (inputs, outputs).
 
-Shape letters: B rows, S queries, T keys, D width, N query heads, K key and value heads, G query heads of each, H head
-size, F pairs of a head, M rows of a matrix, V vocabulary.
+Shape letters: B rows, S queries, T keys, D width, N query heads, K key and value heads, G query heads per KV head, H
+head size, F pairs of a head, M rows of a matrix, V vocabulary.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def rms_norm(p: Params, name: str, x: jax.Array) -> jax.Array:
 
 
 def attention(q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-    """Causal; [B, S, D]."""
+    """Causal attention; [B, S, D]."""
     rows, length, heads, size = q_BSNH.shape
     q_BSKGH = (q_BSNH * size**-0.5).reshape(rows, length, k_BTKH.shape[2], -1, size)
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BTKH).astype(jnp.float32)
-    # Every query sees itself, so that no row is all -inf and no NaN comes of it.
+    # Every query sees itself, so no row is all -inf, which would give NaN.
     scores_BKGST = jnp.where(jnp.tri(length, dtype=bool), scores_BKGST, -jnp.inf)
     probabilities_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("bkgst,btkh->bskgh", probabilities_BKGST, v_BTKH).reshape(rows, length, heads * size)
@@ -78,27 +78,27 @@ def gpt2_hidden(shape: Shape, p: Params, tokens_BS: jax.Array, dtype: Any) -> ja
 
 
 def rotate(x_BSNH: jax.Array) -> jax.Array:
-    """Rotary positions, in float32."""
+    """Rotary position embeddings, in float32."""
     length, size = x_BSNH.shape[1], x_BSNH.shape[-1]
     angles_S1F = np.outer(np.arange(length), ROPE_THETA ** -(np.arange(0, size, 2) / size))[:, None].astype(np.float32)
     first, second = jnp.split(x_BSNH.astype(jnp.float32), 2, axis=-1)
     cos_S1F, sin_S1F = jnp.cos(angles_S1F), jnp.sin(angles_S1F)
-    turned = (first * cos_S1F - second * sin_S1F, second * cos_S1F + first * sin_S1F)
-    return jnp.concatenate(turned, axis=-1).astype(x_BSNH.dtype)
+    rotated = (first * cos_S1F - second * sin_S1F, second * cos_S1F + first * sin_S1F)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BSNH.dtype)
 
 
 def llama_hidden(shape: Shape, p: Params, tokens_BS: jax.Array, dtype: Any) -> jax.Array:
     split = (*tokens_BS.shape, -1, shape.head_dim)
     x_BSD = p["embed_tokens.weight"][tokens_BS].astype(dtype)
     for i in range(shape.layers):
-        at = f"layers.{i}"
-        y_BSD = rms_norm(p, f"{at}.input_layernorm", x_BSD)
-        q_BSNH, k_BTKH, v_BTKH = (linear(p, f"{at}.self_attn.{n}_proj", y_BSD).reshape(split) for n in "qkv")
+        prefix = f"layers.{i}"
+        y_BSD = rms_norm(p, f"{prefix}.input_layernorm", x_BSD)
+        q_BSNH, k_BTKH, v_BTKH = (linear(p, f"{prefix}.self_attn.{n}_proj", y_BSD).reshape(split) for n in "qkv")
         o_BSD = attention(rotate(q_BSNH), rotate(k_BTKH), v_BTKH)
-        x_BSD = x_BSD + linear(p, f"{at}.self_attn.o_proj", o_BSD)
-        y_BSD = rms_norm(p, f"{at}.post_attention_layernorm", x_BSD)
-        gated = jax.nn.silu(linear(p, f"{at}.mlp.gate_proj", y_BSD)) * linear(p, f"{at}.mlp.up_proj", y_BSD)
-        x_BSD = x_BSD + linear(p, f"{at}.mlp.down_proj", gated)
+        x_BSD = x_BSD + linear(p, f"{prefix}.self_attn.o_proj", o_BSD)
+        y_BSD = rms_norm(p, f"{prefix}.post_attention_layernorm", x_BSD)
+        gated = jax.nn.silu(linear(p, f"{prefix}.mlp.gate_proj", y_BSD)) * linear(p, f"{prefix}.mlp.up_proj", y_BSD)
+        x_BSD = x_BSD + linear(p, f"{prefix}.mlp.down_proj", gated)
     return rms_norm(p, "norm", x_BSD)
 
 
@@ -111,7 +111,7 @@ def mean_loss(shape: Shape, dtype: Any, p: Params, tokens_BS: jax.Array, targets
 
 
 class TwinTrainer:
-    """A `Trainer` of plain JAX."""
+    """A `Trainer` in plain JAX."""
 
     def __init__(self, shape: Shape, params: Params):
         self.facts: dict[str, float] = {}
@@ -134,9 +134,9 @@ class TwinTrainer:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportReturnType]
 
-        # Donated, as any training loop does: the new state takes the memory of the old one.
+        # Donated, as in any training loop: the new state reuses the memory of the old one.
         self._step = jax.jit(step, donate_argnums=(0, 1))
-        # What the step returns is committed to its device; if the first arguments were not, it would compile twice.
+        # Outputs of the step are committed to their device; if the first arguments were not, it would compile twice.
         self._params, self._state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
         self._batches = [jax.device_put(batch, jax.devices()[0]) for batch in batches(shape)]
 
@@ -147,7 +147,7 @@ class TwinTrainer:
         return float(loss)
 
     def norm(self) -> float:
-        # In float64, so that kinds are compared and not their ways to add.
+        # In float64, to compare the kinds and not their order of summation.
         return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in self._params.values()) ** 0.5
 
 
@@ -155,7 +155,7 @@ def make(shape: Shape, weights: Path) -> TwinTrainer:
     prefix = "transformer." if shape.family == "gpt2" else "model."
     params = {}
     for name, x in read_weights(weights).items():
-        # A Llama's matrices are kept as outputs by inputs.
-        turned = name.endswith(("_proj.weight", "lm_head.weight")) and shape.family == "llama"
-        params[name.removeprefix(prefix)] = jnp.array(x.T if turned else x)
+        # The matrices of a Llama are stored as (outputs, inputs).
+        transposed = name.endswith(("_proj.weight", "lm_head.weight")) and shape.family == "llama"
+        params[name.removeprefix(prefix)] = jnp.array(x.T if transposed else x)
     return TwinTrainer(shape, params)

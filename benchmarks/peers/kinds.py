@@ -1,4 +1,4 @@
-"""The trainers that are compared: every kind by name, as the process that it runs in needs it."""
+"""The compared trainers: every kind by name, with the settings for its process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.shapes import Shape
 from lm_trainer.core.runtime import prepare_process
 
 MATMUL = "matmul"
-"""Not a kind that trains: the matrix product whose rate the others are measured against."""
+"""Not a trainer: the matrix product used as the reference rate."""
 
 
 class Trainer(Protocol):
@@ -26,23 +26,23 @@ class Trainer(Protocol):
     """`cpu` or `gpu`."""
 
     def step(self, index: int) -> float:
-        """Trains on a batch; returns its loss before the update once the update is there."""
+        """Trains on a batch; returns its loss before the update, once the update is finished."""
         ...
 
     def norm(self) -> float:
-        """The Euclidean norm of all weights together."""
+        """The Euclidean norm of all weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of trainer, and the way to make one."""
+    """A kind of trainer, and how to make one."""
 
     module: str
-    """A module of this package; its `make(shape, weights, **options)` makes one."""
+    """A module of this package; its `make(shape, weights, **options)` makes the trainer."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prepares: bool = False
-    """True if the allocator gets the settings that `lmt` gives it on a CPU."""
+    """True if the allocator gets the same settings as in `lmt` on a CPU."""
     torch: bool = False
 
 
@@ -59,15 +59,15 @@ KINDS = {
 
 
 def make(name: str, shape: Shape, weights: Path) -> Trainer:
-    """The trainer of a kind, or the matrix product, in this process; call it before jax and torch are imported.
+    """Makes the trainer of a kind, or the matrix product, in this process, before jax and torch are imported.
 
     Args:
-        name: of the kind.
-        shape: what is trained.
-        weights: the file of initial weights, by their names in transformers.
+        name: name of the kind.
+        shape: the workload.
+        weights: file of initial weights, by their names in transformers.
 
     Raises:
-        ModuleNotFoundError: when a package is not installed.
+        ModuleNotFoundError: if a package is not installed.
     """
     kind = Kind("matmul_step", prepares=True) if name == MATMUL else KINDS[name]
     if kind.prepares:
@@ -77,6 +77,6 @@ def make(name: str, shape: Shape, weights: Path) -> Trainer:
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
-    """float32 arrays by their names in transformers."""
+    """Reads float32 arrays by their names in transformers."""
     with np.load(path) as file:
         return {name: file[name] for name in file.files}

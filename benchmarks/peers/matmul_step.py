@@ -1,4 +1,4 @@
-"""The matrix product that training is measured against, as one more process that takes its turn."""
+"""The matrix product used as the reference rate, in another process with its own turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_trainer.profile.matmul import MatmulProbe
 
 
 class MatmulTrainer:
-    """Trains nothing: a step is one chain of products."""
+    """A trainer without training: a step is one chain of products."""
 
     def __init__(self) -> None:
         self.device = jax.default_backend()

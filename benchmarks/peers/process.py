@@ -1,4 +1,4 @@
-"""A worker, seen from the driver."""
+"""The driver's handle of a worker process."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Missing(Exception):
-    """A package that a kind needs is not installed; its argument is the name."""
+    """A package needed by a kind is not installed; its argument is the name."""
 
 
 class Steps(NamedTuple):
-    """The answer of a worker about some steps: one number for each of them, and what holds for all."""
+    """A worker's answer about some steps: one number per step, and numbers for all of them."""
 
     wall: list[float]
-    """Seconds by the clock."""
+    """Wall time in seconds."""
     cpu: list[float]
-    """Seconds of all threads of its process."""
+    """CPU seconds of all threads of its process."""
     loss: list[float]
     idle: float
-    """CPU seconds that it used since its last answer, while others worked."""
+    """CPU seconds used since its last answer, while others worked."""
     peak: int
-    """The largest resident memory so far, in bytes."""
+    """Peak resident memory so far, in bytes."""
 
 
 class Worker:
-    """The process of one kind. It has the device for itself between a question and the answer.
+    """The process of one kind. It has exclusive use of the device between a request and its answer.
 
     Raises:
-        Missing: when a package is not installed.
-        UserError: when the process fails, with the end of what it said.
+        Missing: if a package is not installed.
+        UserError: if the process fails, with the end of its output.
     """
 
     def __init__(self, name: str, shape: str, weights: Path):
         self.name, self._log = name, weights.with_name(f"{name}.log")
         command = [sys.executable, "-m", "benchmarks.peers.worker", name, shape, str(weights)]
         with self._log.open("w") as log:
-            # A session of its own: an interrupt from the keyboard ends the driver, and the driver its workers.
+            # A new session: a keyboard interrupt ends the driver, and the driver ends its workers.
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -73,11 +73,11 @@ class Worker:
         self._end()
 
     def run(self, count: int) -> Steps:
-        """Trains so many steps, and returns when they are done."""
+        """Trains a number of steps, and returns when they are finished."""
         return Steps(**self._ask(f"run {count}"))
 
     def settle(self) -> float:
-        """The norm of the weights; memory that was used so far is forgotten, since compilation is no part of a step."""
+        """The norm of the weights; also resets the peak memory, to exclude compilation."""
         return self._ask("settle")["norm"]
 
     def _ask(self, question: str) -> dict[str, Any]:
@@ -106,9 +106,9 @@ class Worker:
 
 
 def environment() -> dict[str, str]:
-    """For workers: what keeps idle ones from taking the device from the one that works; set variables are kept."""
+    """Environment for workers, which keeps idle ones from using the device; variables already set are kept."""
     quiet = {
-        # By default threads of OpenMP spin where they wait for one another, and take the core of whoever has it.
+        # By default OpenMP threads spin while waiting for each other, which takes cores from the active process.
         "OMP_WAIT_POLICY": "passive",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

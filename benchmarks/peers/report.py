@@ -25,34 +25,34 @@ class Results:
     device: str
     command: str
     turns: Mapping[str, Sequence[Steps]]
-    """By kind, one entry for each turn."""
+    """One entry per turn, by kind."""
     products: Sequence[float]
-    """Operations a second of the matrix product, in each turn."""
+    """Operations per second of the matrix product, in each turn."""
     traces: Mapping[str, Trace]
     flops_per_token: float
     parameters: int
     missing: Mapping[str, str]
-    """Kinds that were left out, and why."""
-    others: float | None
-    """CPU seconds a second that other processes used during the turns; None where the system does not tell."""
+    """Kinds left out, with the reason."""
+    other_cores: float | None
+    """Cores used by other processes during the turns; None if the system does not report it."""
     load: str
-    """The load of the machine before the run."""
+    """Load of the machine before the run."""
 
     def wall(self, kind: str) -> list[float]:
-        """Seconds of a step, in each turn."""
+        """Seconds per step, in each turn."""
         return [statistics.mean(steps.wall) for steps in self.turns[kind]]
 
     def cpu(self, kind: str) -> list[float]:
-        """CPU seconds of a step, in each turn."""
+        """CPU seconds per step, in each turn."""
         return [statistics.mean(steps.cpu) for steps in self.turns[kind]]
 
     def idle_share(self) -> float:
-        """CPU seconds of the waiting processes for each one of those that worked."""
-        turns = [steps for found in self.turns.values() for steps in found]
+        """CPU seconds of the waiting processes per CPU second of the working one."""
+        turns = [steps for kind_turns in self.turns.values() for steps in kind_turns]
         return sum(steps.idle for steps in turns) / sum(sum(steps.cpu) for steps in turns)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, raw."""
+        """All raw data."""
         return {
             "command": self.command,
             "setting": setting(*PACKAGES),
@@ -61,11 +61,11 @@ class Results:
             "device": self.device,
             "parameters": self.parameters,
             "flops_per_token": self.flops_per_token,
-            "turns": {kind: [steps._asdict() for steps in found] for kind, found in self.turns.items()},
+            "turns": {kind: [steps._asdict() for steps in kind_turns] for kind, kind_turns in self.turns.items()},
             "matmul_flops_per_second": list(self.products),
             "first_steps": {kind: trace._asdict() for kind, trace in self.traces.items()},
             "missing": dict(self.missing),
-            "cpu_seconds_a_second_of_others": self.others,
+            "cpu_seconds_a_second_of_others": self.other_cores,
         }
 
 
@@ -98,9 +98,9 @@ def _caption(results: Results) -> Iterator[str]:
         f"recomputed. `lmt` cuts the rows into {shape.elastic_shards} microbatches, `lmt fast` does not."
     )
     turns = len(next(iter(results.turns.values())))
-    each = len(next(iter(results.turns.values()))[0].wall)
+    steps = len(next(iter(results.turns.values()))[0].wall)
     yield (
-        f"{_count(turns, 'turn')} of {_count(each, 'step')} of each kind, each in a process of its own, one after the "
+        f"{_count(turns, 'turn')} of {_count(steps, 'step')} of each kind, each in a process of its own, one after the "
         f"other, in reversed order every other turn. All start from the same weights and read the same batches; in "
         f"the first {STEPS} steps no loss is further than {furthest(results.traces, REFERENCE):.1e} from that of "
         f"`{REFERENCE}`. OMP_WAIT_POLICY is {environment()['OMP_WAIT_POLICY'].lower()}."
@@ -110,11 +110,15 @@ def _caption(results: Results) -> Iterator[str]:
         f"A product of large matrices in XLA reached {rate / 1e9:,.1f} GFLOP/s in the same turns; the column of its "
         f"share counts {results.flops_per_token / 1e6:,.1f} MFLOP for a token, forward and backward."
     )
-    others = "" if results.others is None else f" Other processes used {results.others:.2f} cores during the turns,"
+    usage = (
+        ""
+        if results.other_cores is None
+        else f" Other processes used {results.other_cores:.2f} cores during the turns,"
+    )
     waiting = f"{100 * results.idle_share():.2f} % of what the working one used."
-    yield f"{results.load}{others or ' During the turns'} {'and ' if others else ''}the waiting workers {waiting}"
-    for kind, why in results.missing.items():
-        yield f"`{kind}` was left out: {why}."
+    yield f"{results.load}{usage or ' During the turns'} {'and ' if usage else ''}the waiting workers {waiting}"
+    for kind, reason in results.missing.items():
+        yield f"`{kind}` was left out: {reason}."
 
 
 def _steps_table(results: Results) -> str:
@@ -146,12 +150,12 @@ def _ratio_table(results: Results, bases: Sequence[str], times: Mapping[str, Seq
     return table(["kind", *(f"/ {base}" for base in bases)], rows)
 
 
-def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ones, others, strict=True))
+def _ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, base_times, strict=True))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number > 1 else "")
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number > 1 else "")
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The workloads by name, their batches, and the optimizer that all kinds use.
+"""The workloads by name, their batches, and the optimizer settings of all kinds.
 
 Shape letters: B rows, S positions.
 """
@@ -15,7 +15,7 @@ LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.95), 
 NORM_EPSILON = 1e-5
 ROPE_THETA = 10_000.0
 BATCHES = 4
-"""The number of batches; step i takes batch i modulo this."""
+"""Number of batches; step i uses batch i modulo this."""
 
 _EMBEDDINGS = ("wte.weight", "wpe.weight", "embed_tokens.weight")
 _SHARDS = 8
@@ -33,9 +33,9 @@ class Shape:
     rows: int
     vocab: int
     kv_heads: int = 0
-    """Heads of keys and values of a Llama."""
+    """Key and value heads of a Llama."""
     mlp_width: int = 0
-    """Width of the MLP of a Llama; that of a GPT-2 is four times its width."""
+    """MLP width of a Llama; a GPT-2 uses four times its width."""
 
     @property
     def head_dim(self) -> int:
@@ -43,17 +43,17 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.rows * self.seq_len
 
     @property
     def elastic_shards(self) -> int:
-        """The microbatches of `lmt`: as many as by default, or where there are fewer rows, one for each."""
+        """Number of `lmt`'s microbatches: the default, or one per row if the rows are fewer."""
         return min(_SHARDS, self.rows)
 
     @property
     def init_std(self) -> float:
-        """Standard deviation of initial weights, so large that every part moves the loss from the first step on."""
+        """Standard deviation of initial weights, large enough for every part to affect the loss from the first step."""
         return self.width**-0.5
 
     def describe(self) -> str:
@@ -79,7 +79,7 @@ SHAPES = {
 
 
 def batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and targets of all batches, int32 [B, S]; small numbers are drawn more often, so there is something to
+    """Tokens and targets of all batches, int32 [B, S], with small ids more frequent, to give the model a pattern to
     learn.
     """
     generator = np.random.default_rng(0)
@@ -89,5 +89,5 @@ def batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def decays(name: str, dims: Sequence[int]) -> bool:
-    """True if a weight decays, by its name in transformers: matrices do, but no tables of embeddings."""
+    """True if a weight decays, by its name in transformers: matrices except embedding tables."""
     return len(dims) == 2 and not name.endswith(_EMBEDDINGS)

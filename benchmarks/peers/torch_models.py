@@ -1,4 +1,4 @@
-"""GPT-2 and Llama written plainly in PyTorch; parameters have the names that transformers gives them, less the prefix.
+"""GPT-2 and Llama written plainly in PyTorch; parameters have their transformers names without the prefix.
 
 Shape letters: B rows, S positions, D width, N query heads, K key and value heads, H head size, V vocabulary.
 """
@@ -49,7 +49,7 @@ class Gpt2Block(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Logits [B, S, V] from tokens [B, S]; the head is the table of tokens."""
+    """Logits [B, S, V] from tokens [B, S]; the head is tied to the token embedding."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -141,10 +141,10 @@ def plain_model(shape: Shape, weights: dict[str, np.ndarray]) -> nn.Module:
     """The model with the given weights, on the CPU."""
     model = Gpt2(shape) if shape.family == "gpt2" else Llama(shape)
     prefix = "transformer." if shape.family == "gpt2" else "model."
-    # transformers keeps the matrices of GPT-2 as inputs by outputs.
-    turned = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+    # transformers stores the matrices of GPT-2 as (inputs, outputs).
+    transposed = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
     tensors = {
-        name.removeprefix(prefix): torch.tensor(x.T if name.endswith(turned) else x) for name, x in weights.items()
+        name.removeprefix(prefix): torch.tensor(x.T if name.endswith(transposed) else x) for name, x in weights.items()
     }
     model.load_state_dict(tensors)
     return model

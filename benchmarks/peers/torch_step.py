@@ -1,4 +1,4 @@
-"""A training step in PyTorch as its documentation recommends: SDPA, fused AdamW, eager or compiled, autocast on a GPU.
+"""A training step in PyTorch according to its documentation: SDPA, fused AdamW, eager or compiled, autocast on a GPU.
 
 Shape letters: B rows, S positions.
 """
@@ -73,14 +73,14 @@ def transformers_model(shape: Shape, weights: dict[str, np.ndarray]) -> nn.Modul
 
 
 class TorchTrainer:
-    """A `Trainer` of PyTorch."""
+    """A `Trainer` in PyTorch."""
 
     def __init__(self, shape: Shape, model: nn.Module, *, compiled: bool):
         self.facts: dict[str, float] = {}
         self._cuda = torch.cuda.is_available()
-        self.device, place = ("gpu", "cuda") if self._cuda else ("cpu", "cpu")
-        self._model = model.to(place)
-        self._batches = [tuple(torch.tensor(x, dtype=torch.long, device=place) for x in b) for b in batches(shape)]
+        self.device, device = ("gpu", "cuda") if self._cuda else ("cpu", "cpu")
+        self._model = model.to(device)
+        self._batches = [tuple(torch.tensor(x, dtype=torch.long, device=device) for x in b) for b in batches(shape)]
         self._loss = torch.compile(self._forward) if compiled else self._forward
         named = list(self._model.named_parameters())
         self._parameters = [p for _, p in named]
@@ -91,10 +91,10 @@ class TorchTrainer:
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
 
     def _forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        # Float32 on a CPU, bfloat16 products on a GPU, as for every kind.
+        # float32 on a CPU, bfloat16 products on a GPU, as for every kind.
         with torch.autocast("cuda", torch.bfloat16, enabled=self._cuda):
-            found = self._model(tokens_BS)
-            logits_BSV = found if isinstance(found, Tensor) else found.logits
+            output = self._model(tokens_BS)
+            logits_BSV = output if isinstance(output, Tensor) else output.logits
             return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
     def step(self, index: int) -> float:
@@ -104,7 +104,7 @@ class TorchTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._cuda:
-            # Calls return before the GPU is done; a step is timed to its end.
+            # Calls return before the GPU has finished; wait for the end of the step.
             torch.cuda.synchronize()
         return float(loss.detach())
 

@@ -1,7 +1,7 @@
-"""One kind in a process of its own: `python -m benchmarks.peers.worker KIND SHAPE WEIGHTS`.
+"""One kind in a separate process: `python -m benchmarks.peers.worker KIND SHAPE WEIGHTS`.
 
-It says in one line of JSON that it is ready, then answers each line of its standard input by one: `run N` trains N
-steps, `settle` tells the norm of the weights and forgets how much memory compilation took. It ends with its input.
+It reports in one line of JSON when it is ready, then answers each line of its standard input with one line: `run N`
+trains N steps, `settle` returns the norm of the weights and resets the peak memory. It exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.peers.shapes import SHAPES
 
 def main() -> None:
     name, shape, weights = sys.argv[1:]
-    # Libraries print to the standard output, too; answers go where it was, and the rest to the errors.
+    # Libraries print to standard output too: answers go to the original one, and all other output to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -37,12 +37,12 @@ def main() -> None:
     done, rested = 0, time.process_time()
     for line in sys.stdin:
         woken = time.process_time()
-        command, *rest = line.split()
+        command, *arguments = line.split()
         if command == "settle":
             say(norm=trainer.norm())
             forget_peak()
         else:
-            count = int(rest[0])
+            count = int(arguments[0])
             steps = [timed(trainer, done + i) for i in range(count)]
             done += count
             wall, cpu, loss = (list(x) for x in zip(*steps, strict=True))
@@ -51,14 +51,14 @@ def main() -> None:
 
 
 def timed(trainer: Any, index: int) -> tuple[float, float, float]:
-    """Seconds by the clock, seconds of all threads of this process, and the loss."""
+    """Wall seconds, CPU seconds of all threads of this process, and the loss."""
     cpu, wall = time.process_time(), time.perf_counter()
     loss = trainer.step(index)
     return time.perf_counter() - wall, time.process_time() - cpu, loss
 
 
 def forget_peak() -> None:
-    """Starts the count of the largest memory anew, where the system can; elsewhere it counts from the start."""
+    """Resets the peak memory if the system supports it; otherwise the peak counts from the start."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

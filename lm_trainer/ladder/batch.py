@@ -1,4 +1,4 @@
-"""The global batch of a size and its split into microbatches, for any hardware or as OLMo-core chooses it."""
+"""The global batch of a size and its split into microbatches, independent of hardware or as in OLMo-core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.config import LadderConfig
 
 _NEAR = 0.1
-"""A batch may differ from its target by this part of it."""
+"""Largest relative difference between a batch and its target."""
 
 
 class BatchShape(NamedTuple):
@@ -17,23 +17,23 @@ class BatchShape(NamedTuple):
     batch_size: int
     """Tokens."""
     microbatch: int
-    """Tokens that a device computes at once."""
+    """Tokens per device and forward pass."""
     shards: int
-    """The most devices that can share it."""
+    """The most devices that can share the batch."""
     devices: int
-    """Those that do."""
+    """Devices in use."""
 
 
 def elastic_batch(ladder: LadderConfig, num_params: int) -> BatchShape:
     """The batch that any number of devices up to `shards` computes with the same bits.
 
-    It has the most equal parts, up to `trainer.elastic_shards`, with which it is within a tenth of its target.
+    It is split into as many equal shards as possible, up to `trainer.elastic_shards`, within a tenth of its target.
     """
     target = ladder.run_configurator.configure_target_batch_size(num_params)
     microbatch = ladder.model_configurator.rank_microbatch_size
-    # A power of two: the parts of a batch are added by a binary tree, and devices share equal subtrees of it.
+    # A power of two: the gradients of the shards are added by a binary tree, and devices get equal subtrees of it.
     shards = 1 << (ladder.trainer.elastic_shards.bit_length() - 1)
-    # More parts make a coarser unit, and a batch farther from its target: halve them until it is near enough.
+    # More shards make a coarser unit, and a batch farther from its target: halve them until it is near enough.
     while True:
         unit = shards * (microbatch or ladder.sequence_length)
         batch = max(1, round(target / unit)) * unit
@@ -45,10 +45,10 @@ def elastic_batch(ladder: LadderConfig, num_params: int) -> BatchShape:
 
 
 def olmo_batch(ladder: LadderConfig, size_spec: str, num_params: int) -> BatchShape:
-    """The batch that `ModelLadder` of OLMo-core would choose on this hardware; it depends on the devices.
+    """The batch chosen by OLMo-core's `ModelLadder` on this hardware; it depends on the devices.
 
     Raises:
-        UserError: where OLMo-core knows nothing about the hardware, or there are too few devices.
+        UserError: if OLMo-core has no figures for the hardware, or the devices are too few.
     """
     target, configurator = ladder.run_configurator.configure_target_batch_size(num_params), ladder.model_configurator
     rank = configurator.configure_rank_microbatch_size(
@@ -60,7 +60,7 @@ def olmo_batch(ladder: LadderConfig, size_spec: str, num_params: int) -> BatchSh
     if ladder.max_devices < least.world_size:
         raise UserError(f"OLMo-core needs at least {least.world_size} devices for {size_spec}; raise max_devices")
     rank = min(rank, target)
-    # It first rounds the batch for the fewest devices, and then again for as many copies of them as share that batch.
+    # OLMo-core rounds the batch for the fewest devices first, then for the number of replicas that share it.
     first = rank * (least.dp_world_size or least.world_size)
     batch = max(1, round(target / first)) * first
     copies = min(ladder.max_devices // least.world_size, batch // first)

@@ -1,4 +1,4 @@
-"""Checkpoints of a ladder: those that it asks for, and those that lie on disk."""
+"""Checkpoints of a ladder: the ones it needs, and the ones on disk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lm_trainer.ladder.rungs import batch_shape, count_params, run_name
 
 @dataclass(frozen=True)
 class RunCheckpointInfo:
-    """A checkpoint that a ladder needs, or has."""
+    """A checkpoint of a ladder, on disk or still missing."""
 
     name: str
-    """The place in the recipe, such as `period 2, 1xC pre-decay`."""
+    """Position in the recipe, such as `period 2, 1xC pre-decay`."""
     step: int
     tokens: int
-    """Tokens that the run has been trained on."""
+    """Tokens trained on so far."""
     path: Path
     metrics_path: Path | None
-    """The file with the metrics of its run, if there is one."""
+    """The metrics file of its run, if it exists."""
     exists: bool
-    """True if it is on disk."""
+    """True if the checkpoint is on disk."""
 
     def display(self) -> str:
-        """One line, with a mark for whether it exists."""
+        """One line, marked with ✔ if it exists and ✘ if not."""
         return f"{'✔' if self.exists else '✘'} {self.name:<28} step {self.step:>8,}  {self.tokens:>16,} tokens"
 
 
@@ -43,34 +43,34 @@ def find_checkpoints(
     """The checkpoints of a size, in order.
 
     Args:
-        ladder: to look at.
+        ladder: the ladder.
         size_spec: the size.
-        seed: of the run; by default the first.
-        discover_all: add checkpoints on disk that the ladder did not ask for.
-        alternative_dirs: directories of other copies of this ladder, searched in order for what is missing in its own.
+        seed: seed of the run; by default the first.
+        discover_all: include checkpoints on disk that the ladder does not need.
+        alternative_dirs: directories with other copies of this ladder, searched in order for missing checkpoints.
     """
     batch = batch_shape(ladder, size_spec).batch_size
-    asked = ladder.run_configurator.configure_checkpoint_intervals(count_params(ladder, size_spec), batch)
-    # Two checkpoints of a very short run may fall on one step; the later name is the one that holds after it.
-    names = {tokens // batch: name for tokens, name in asked}
+    requested = ladder.run_configurator.configure_checkpoint_intervals(count_params(ladder, size_spec), batch)
+    # In a very short run, two checkpoints may fall on the same step; the later name wins.
+    names = {tokens // batch: name for tokens, name in requested}
     run = run_name(ladder, size_spec, seed)
     folders = [local_path(root) / run for root in (ladder.dir, *(alternative_dirs or ()))]
-    there = {folder: set(committed_steps(folder / "checkpoints")) for folder in folders}
-    extra = set().union(*there.values()) - set(names) if discover_all else set()
-    found = []
+    steps_on_disk = {folder: set(committed_steps(folder / "checkpoints")) for folder in folders}
+    extra = set().union(*steps_on_disk.values()) - set(names) if discover_all else set()
+    checkpoints = []
     for step in sorted({*names, *extra}):
-        # A checkpoint that is nowhere belongs to the directory of the ladder itself, where a run would write it.
-        folder = next((f for f in folders if step in there[f]), folders[0])
-        # A copy may have lost its checkpoints and kept its metrics.
-        files = (each / "metrics.jsonl" for each in (folder, *folders))
-        found.append(
+        # A missing checkpoint gets the ladder's directory, where a run would write it.
+        folder = next((f for f in folders if step in steps_on_disk[f]), folders[0])
+        # A copy may have lost its checkpoints but kept its metrics.
+        files = (directory / "metrics.jsonl" for directory in (folder, *folders))
+        checkpoints.append(
             RunCheckpointInfo(
                 names.get(step, f"step {step}"),
                 step,
                 step * batch,
                 folder / "checkpoints" / str(step),
                 next((file for file in files if file.exists()), None),
-                step in there[folder],
+                step in steps_on_disk[folder],
             )
         )
-    return found
+    return checkpoints

@@ -1,4 +1,4 @@
-"""The configuration of a ladder: its sizes, its recipe, its data, and the rest of every run."""
+"""The configuration of a ladder: its sizes, its recipe, its data, and all other settings of its runs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from lm_trainer.ladder.models import AnyModelConfigurator
 from lm_trainer.ladder.recipe import AnyRunConfigurator
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
-_DECIDED = (
+_KEYS_SET_BY_SIZE = (
     *("id", "seed", "num_train_steps", "train_batch_size", "per_device_parallelism", "steps_per_eval", "log_dir"),
     "max_devices",
 )
-"""Keys of `trainer` that follow from the size."""
-_DECIDED_OF_CHECKPOINTS = ("base_path", "keep", "append_run_id_to_base_path")
-"""Keys of `trainer.checkpointer` that do."""
+"""Keys of `trainer` that the ladder sets itself, from the size."""
+_CHECKPOINT_KEYS_SET_BY_SIZE = ("base_path", "keep", "append_run_id_to_base_path")
+"""Keys of `trainer.checkpointer` that the ladder sets itself."""
 
 
 class InstanceSource(SetConfig):
-    """One set of documents of the ladder."""
+    """One data source of the ladder."""
 
     label: str | None = None
-    """Name in metrics; needed for several sources."""
+    """Name in metrics; required with several sources."""
     weight: PositiveFloat = 1.0
-    """Share of training, relative to the weights of the others."""
+    """Relative sampling weight during training."""
 
 
 class LadderConfig(Config):
-    """Runs of several sizes with one recipe, so that what the largest will do can be predicted."""
+    """Runs of several sizes with one recipe, to predict the result of the largest."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "backend": "JAX brings its own collectives, so there is none to choose; remove the key",
@@ -45,42 +45,44 @@ class LadderConfig(Config):
     name: str = Field(pattern=r"^[\w][\w.-]*$")
     """Name of the ladder."""
     dir: LocalPath
-    """Directory of its runs, with one directory for each size; of this ladder alone."""
+    """Directory of the ladder's runs, one subdirectory per run; other ladders need other directories."""
     project: str | None = None
-    """The project in trackers that have one; by default the name."""
+    """Project name in trackers with projects; by default the name of the ladder."""
     sizes: tuple[str, ...] = Field(min_length=1)
     """Sizes to run, by their names in `model_configurator`."""
     max_devices: PositiveInt = 1
-    """Devices that a run may have. The batch and all numbers are the same on any number of them."""
+    """Maximum number of devices of a run. The batch and all numbers are the same for any number of devices."""
     device_type: str = "cpu"
-    """Kind of these devices, as JAX names them (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
+    """Kind of these devices in JAX's naming (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
     model_configurator: AnyModelConfigurator
     run_configurator: AnyRunConfigurator
     data_loader: DataConfig = DataConfig()
-    """Way from documents to rows: shuffle, packing, cache and the like."""
+    """Data pipeline from documents to rows: shuffle, packing, cache and so on."""
     instance_sources: tuple[InstanceSource, ...] = ()
-    """Documents to train on; by default the text that Python itself carries."""
+    """Training documents; by default the text that comes with Python."""
     sequence_length: PositiveInt = 8192
-    """Tokens in a row."""
+    """Tokens per row."""
     tokenizer: LocalPathOrHubName | AnyTokenizer | None = None
-    """As `data.tokenizer` of a run."""
+    """Same as `data.tokenizer` of a run."""
     seed: Seed = 42
-    """Decides initial weights, data order and dropout of every run."""
+    """Seed for initial weights, data order and dropout of every run."""
     num_seeds: PositiveInt = 1
-    """Runs of each size: with `seed`, `seed` + 1 and so on."""
+    """Number of runs of each size, with seeds `seed`, `seed` + 1 and so on."""
     eval_harness: HarnessConfig | None = None
-    """Tasks of lm-evaluation-harness that every run is asked at its checkpoints: `lmt ladder fit --task
-    lm_eval/TASK/METRIC` goes on from the loss to them."""
+    """Tasks of lm-evaluation-harness to evaluate at the checkpoints of every run. `lmt ladder fit --task
+    lm_eval/TASK/METRIC` predicts them from the loss."""
     trainer: TrainerConfig = TrainerConfig()
-    """The rest of every run: precision, trackers, sharding; keys that follow from the size cannot be set."""
+    """All other settings of the runs: precision, trackers, sharding; keys derived from the size cannot be set."""
 
     @field_validator("trainer")
     @classmethod
-    def _leaves_the_size_alone(cls, value: TrainerConfig) -> TrainerConfig:
-        found = [key for key in _DECIDED if key in value.changed_fields]
-        found += [f"checkpointer.{key}" for key in _DECIDED_OF_CHECKPOINTS if key in value.checkpointer.changed_fields]
-        if found:
-            raise ValueError(f"{found[0]}: the ladder decides it; remove the key")
+    def _reject_keys_set_by_size(cls, value: TrainerConfig) -> TrainerConfig:
+        rejected = [key for key in _KEYS_SET_BY_SIZE if key in value.changed_fields]
+        rejected += [
+            f"checkpointer.{key}" for key in _CHECKPOINT_KEYS_SET_BY_SIZE if key in value.checkpointer.changed_fields
+        ]
+        if rejected:
+            raise ValueError(f"{rejected[0]}: the ladder decides it; remove the key")
         if value.max_eval_batches is not None:
             raise ValueError(
                 "max_eval_batches: batches grow with the size, so that each size would be measured on other text; "
@@ -90,12 +92,12 @@ class LadderConfig(Config):
 
     @field_validator("data_loader")
     @classmethod
-    def _leaves_the_sources_alone(cls, value: DataConfig) -> DataConfig:
-        # A cache belongs to the way rows are made as much as to a source, and may stand in either place.
-        own = (SetConfig.model_fields.keys() - {"cache_dir"}) | {"configs", "train_weights", "tokenizer"}
-        if found := sorted(own & value.changed_fields):
-            where = "tokenizer" if found[0] == "tokenizer" else "instance_sources"
-            raise ValueError(f"{found[0]} belongs to {where} of the ladder")
+    def _reject_source_keys(cls, value: DataConfig) -> DataConfig:
+        # A cache belongs to the making of rows as much as to a source, so it may be set in either section.
+        source_keys = (SetConfig.model_fields.keys() - {"cache_dir"}) | {"configs", "train_weights", "tokenizer"}
+        if rejected := sorted(source_keys & value.changed_fields):
+            section = "tokenizer" if rejected[0] == "tokenizer" else "instance_sources"
+            raise ValueError(f"{rejected[0]} belongs to {section} of the ladder")
         return value
 
     @model_validator(mode="after")
@@ -115,7 +117,7 @@ class LadderConfig(Config):
         labels = [source.label for source in self.instance_sources]
         if len(labels) > 1 and (None in labels or len(set(labels)) < len(labels)):
             raise ValueError("instance_sources: give each of several sources a label of its own")
-        # Built for its checks alone: a mistake in the data is then found with the others of the file.
+        # Built only for its checks, to report mistakes in the data section with all others of the file.
         self.data_config()
         return self
 
@@ -126,7 +128,7 @@ class LadderConfig(Config):
 
     def data_config(self) -> DataConfig:
         """The `data` section of every run."""
-        # Written out and read again, so that the result knows which keys were set, and defaults stay defaults.
+        # Dump and parse: the result then knows which keys were set, and defaults stay defaults.
         data = self.data_loader.model_dump(mode="json", include=self.data_loader.changed_fields)
         tokenizer = self.tokenizer if isinstance(self.tokenizer, str | None) else self.tokenizer.model_dump(mode="json")
         return DataConfig.model_validate({**data, "tokenizer": tokenizer, **self._sources()})
@@ -135,7 +137,7 @@ class LadderConfig(Config):
         def plain(source: InstanceSource) -> dict[str, Any]:
             return source.model_dump(mode="json", include=source.changed_fields - {"label", "weight"})
 
-        # One source alone is the data section itself, without the names and weights of a mixture.
+        # A single source is the data section itself, without the names and weights of a mixture.
         if len(self.instance_sources) <= 1:
             return plain(self.instance_sources[0]) if self.instance_sources else {}
         return {

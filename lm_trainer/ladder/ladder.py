@@ -1,4 +1,4 @@
-"""`ModelLadder`: a family of runs, from small to large, that are alike but for their size."""
+"""`ModelLadder`: a family of runs, from small to large, which differ only in size."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class ModelLadder(LadderConfig):
-    """Runs of several sizes with one recipe, so that what the largest will do can be predicted.
+    """Runs of several sizes with one recipe, to predict the result of the largest.
 
-    Methods have the names that they have in OLMo-core; each is a function of this package on the configuration.
+    Methods have the same names as in OLMo-core; each calls a function of this package on the configuration.
     """
 
     def vocab_size(self) -> int:
-        """Rows of the token embedding.
+        """Number of rows of the token embedding.
 
         Raises:
-            UserError: when the tokenizer cannot be reached to ask it.
+            UserError: if the tokenizer cannot be loaded.
         """
         return vocab_size_of(self)
 
@@ -51,15 +51,15 @@ class ModelLadder(LadderConfig):
         return model_config(self, size_spec)
 
     def get_num_params(self, size_spec: str, vocab_size: int | None = None) -> int:
-        """Parameters without the token embedding; an output layer of its own counts, as in OLMo-core."""
+        """Number of parameters without the token embedding; an untied output layer counts, as in OLMo-core."""
         return count_params(self, size_spec, vocab_size)
 
     def get_num_devices(self, size_spec: str) -> int:
-        """Devices that a run uses: a power of two, as many as share its batch and are there."""
+        """Number of devices in use: a power of two, limited by `max_devices` and by the shards of the batch."""
         return batch_shape(self, size_spec).devices
 
     def get_batch_size(self, size_spec: str) -> int:
-        """Tokens in a global batch; it does not depend on devices."""
+        """Tokens in a global batch, for any number of devices."""
         return batch_shape(self, size_spec).batch_size
 
     def batch_shape(
@@ -68,24 +68,24 @@ class ModelLadder(LadderConfig):
         """The batch and its split, with `compat="olmo"` as OLMo-core would choose them on this hardware.
 
         Raises:
-            UserError: where OLMo-core knows nothing about the hardware.
+            UserError: with `compat="olmo"`, if OLMo-core has no figures for the hardware.
         """
         return batch_shape(self, size_spec, vocab_size=vocab_size, compat=compat)
 
     def run_name(self, size_spec: str, seed: int | None = None) -> str:
-        """The name of the run of a size: the size, and its seed where that is not the first."""
+        """Name of a run: the size, followed by its seed unless it is the first seed."""
         return run_name(self, size_spec, seed)
 
     def get_save_folder(self, size_spec: str, seed: int | None = None) -> str:
-        """The directory of the run of a size."""
+        """Directory of a run."""
         return str(run_folder(self, size_spec, seed))
 
     def run_config(self, size_spec: str, seed: int | None = None, vocab_size: int | None = None) -> RunConfig:
-        """The run of a size: an ordinary one, that `lmt train` could run as well."""
+        """Configuration of a run, which `lmt train` could run too."""
         return run_config(self, size_spec, seed, vocab_size)
 
     def dry_run(self, size_spec: str, show_plot: bool = True, save_plot: AnyPath | None = None) -> RungPlan:
-        """Prints the plan of a run, and draws its learning rate."""
+        """Prints the plan of a run, and plots its learning rate."""
         plan = plan_rung(self, size_spec)
         Console().print("\n".join(plan.lines()), highlight=False, markup=False)
         self.run_configurator.plot_lr_schedule(plan.num_params, plan.batch_size, show=show_plot, save_path=save_plot)
@@ -114,16 +114,16 @@ class ModelLadder(LadderConfig):
         seed: int | None = None,
         progress: Progress | None = None,
     ) -> Summary | dict[str, Any]:
-        """Trains a size, or goes on where its run stopped; raises as `lm_trainer.run.train.train`.
+        """Trains a size, or resumes its run if it was stopped; raises as `lm_trainer.run.train.train`.
 
-        With `for_benchmarking` it only times the step, as `run_benchmark`, and shows no progress.
+        With `for_benchmarking` it only times the training step, as `run_benchmark`, and shows no progress.
         """
         if for_benchmarking:
             return benchmark_rung(self, size_spec, seed=seed)
         return run_rung(self, size_spec, seed=seed, progress=progress)
 
     def run_benchmark(self, size_spec: str) -> dict[str, Any]:
-        """Times the training step of a size, as `lmt bench mfu`; writes nothing."""
+        """Times the training step of a size, like `lmt bench mfu`; writes no files."""
         return benchmark_rung(self, size_spec)
 
     def get_checkpoints(
@@ -135,9 +135,9 @@ class ModelLadder(LadderConfig):
         *,
         seed: int | None = None,
     ) -> list[RunCheckpointInfo]:
-        """The checkpoints of a size, in order, those that do not exist yet as well; see `find_checkpoints`.
+        """All checkpoints of a size, in order, including missing ones; see `find_checkpoints`.
 
-        `download_metrics` has OLMo-core's place and no effect: metrics lie in `dir`, which is a local directory.
+        `download_metrics` keeps the signature of OLMo-core and has no effect: metrics are in `dir`, a local directory.
         """
         del download_metrics
         return find_checkpoints(
@@ -151,10 +151,10 @@ class ModelLadder(LadderConfig):
         discover_all: bool = False,
         alternative_dirs: Sequence[AnyPath] | None = None,
     ) -> pandas.DataFrame | None:
-        """One row for each checkpoint of a size (of all its seeds) that has metrics; None where there is none.
+        """One row for each checkpoint of a size with metrics, over all its seeds; None if no checkpoint has any.
 
         Raises:
-            UserError: without pandas, and when the directory holds metrics of another ladder.
+            UserError: without pandas, or if the directory holds metrics of another ladder.
         """
-        found = rows_of(self, size_spec, prefix, discover_all=discover_all, alternative_dirs=alternative_dirs)
-        return frame(found) if found else None
+        rows = rows_of(self, size_spec, prefix, discover_all=discover_all, alternative_dirs=alternative_dirs)
+        return frame(rows) if rows else None

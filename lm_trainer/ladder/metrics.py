@@ -1,4 +1,4 @@
-"""Metrics of a ladder at its checkpoints, read from the directories of its runs alone."""
+"""Metrics of a ladder at its checkpoints, read from the directories of its runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 FORMATS = ("csv", "json", "parquet")
 FACTS = ("ladder", "size", "seed", "name", "step", "tokens", "num_params", "flops")
-"""The columns before the metrics."""
+"""Names of the columns before the metrics."""
 
 
 def rows_of(
@@ -38,25 +38,32 @@ def rows_of(
     discover_all: bool = False,
     alternative_dirs: Sequence[AnyPath] | None = None,
 ) -> list[Row]:
-    """One row for each step of a checkpoint at which something was measured, of every seed.
+    """One row for each checkpoint step with measurements, for every seed.
 
-    A row has the columns `FACTS` and the metrics of exactly that step (those that begin with `prefix`); those that were
-    not measured then are absent.
+    A row has the columns `FACTS` and the metrics of exactly that step whose names begin with `prefix`. Metrics not
+    measured at the step are absent.
+
+    Args:
+        ladder: the ladder.
+        size_spec: the size.
+        prefix: prefix of the metric names; None means all.
+        discover_all: include checkpoints on disk that the ladder does not need.
+        alternative_dirs: directories with other copies of this ladder.
 
     Raises:
-        UserError: when a directory holds the run of another ladder, or a damaged file.
+        UserError: if a directory holds the run of another ladder, or a damaged file.
     """
     num_params = count_params(ladder, size_spec)
     spec = model_config(ladder, size_spec).spec(vocab_size_of(ladder))
     flops = flops_per_token(spec, ladder.sequence_length)
     rows = []
     for seed in ladder.seeds:
-        found = find_checkpoints(
+        checkpoints = find_checkpoints(
             ladder, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs
         )
-        # Checkpoints of one run share a file, which may be long: it is read and checked once.
+        # Checkpoints of one run share a metrics file, which may be long: it is read and checked once.
         measured: dict[Path, dict[int, Row]] = {}
-        for checkpoint in found:
+        for checkpoint in checkpoints:
             if checkpoint.metrics_path is None:
                 continue
             if checkpoint.metrics_path not in measured:
@@ -72,22 +79,22 @@ def rows_of(
 
 
 def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
-    """Refuses a directory that holds another run, which would be read as this one."""
+    """Refuses a directory with another run, which would be taken for this one."""
     if not (folder / RUN).is_file():
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
     identity = identity_of(read_run_record(folder), folder)
-    wanted = config_as_begun(run_config(ladder, size_spec, seed), identity)
-    if found := changes(identity, numeric_identity(wanted), wanted):
+    expected = config_as_begun(run_config(ladder, size_spec, seed), identity)
+    if differences := changes(identity, numeric_identity(expected), expected):
         raise UserError(
             f"{folder} holds a run of another ladder than {ladder.name}:\n  "
-            + "\n  ".join(found[:8])
+            + "\n  ".join(differences[:8])
             + "\nSet dir of the ladder to a directory of its own"
         )
 
 
 def _by_step(file: Path) -> dict[int, Row]:
-    """The numbers of a `metrics.jsonl`, by step: training, evaluation and others write a line each for one step."""
-    found: dict[int, Row] = {}
+    """The numbers of a `metrics.jsonl` by step: training and evaluation each write a line for the same step."""
+    metrics: dict[int, Row] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             record = json.loads(line)
@@ -95,11 +102,11 @@ def _by_step(file: Path) -> dict[int, Row]:
         except (ValueError, AttributeError):
             raise UserError(f"{file}:{number}: not a line of metrics") from None
         if isinstance(step, int):
-            # Texts such as samples and fingerprints are no columns of a table.
+            # Strings such as samples and fingerprints are not columns of a table.
             values = {key: value for key, value in record.items() if isinstance(value, int | float)}
-            # Several lines of one step become one row.
-            found.setdefault(step, {}).update(values)
-    return found
+            # Merge the lines of a step into one row.
+            metrics.setdefault(step, {}).update(values)
+    return metrics
 
 
 def frame(rows: Sequence[Row]) -> pandas.DataFrame:
@@ -116,12 +123,12 @@ def frame(rows: Sequence[Row]) -> pandas.DataFrame:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """Names of the columns: `FACTS`, then every metric that some row has, by name."""
+    """Names of the columns: `FACTS`, then the metrics of all rows in alphabetical order."""
     return [*FACTS, *sorted({key for row in rows for key in row} - set(FACTS))]
 
 
 def write(rows: Sequence[Row], kind: str, path: AnyPath | None) -> str | None:
-    """Writes rows as CSV, JSON or Parquet to a file; without one, returns the text of the first two."""
+    """Writes rows to a file as CSV, JSON or Parquet; without a path, returns the text of CSV or JSON."""
     path = None if path is None else local_path(path)
     if kind == "parquet":
         if path is None:

@@ -1,4 +1,4 @@
-"""Models of the sizes of a ladder, and the microbatch that a device computes of each."""
+"""Models of the sizes of a ladder, and the microbatch of a device for each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lm_trainer.models.base import DecoderConfig
 
 
 class DeviceMeshSpec(NamedTuple):
-    """The fewest devices that a size needs."""
+    """The fewest devices for a size."""
 
     world_size: int
-    """Devices."""
+    """Number of devices."""
     dp_world_size: int | None
-    """Devices that share the batch; None: all."""
+    """Devices that share the batch; None means all."""
 
 
 class ModelConfigurator(Config):
-    """From the name of a size to its model.
+    """Maps the name of a size to its model.
 
-    For use from Python a subclass is enough. For configuration files it needs a `type` of its own and its place in
+    In Python, subclassing is enough. For configuration files, the subclass also needs a `type` and an entry in
     `AnyModelConfigurator`.
     """
 
@@ -40,11 +40,11 @@ class ModelConfigurator(Config):
 
     type: str = "own"
     rank_microbatch_size: PositiveInt | None = None
-    """Tokens that a device computes at once; by default the batch / trainer.elastic_shards. The batch is made a
+    """Tokens per device and forward pass; by default the batch / trainer.elastic_shards. The batch is rounded to a
     multiple of it."""
 
     def known_sizes(self) -> tuple[str, ...] | None:
-        """Returns the names of all sizes; None: `configure_model` alone knows them."""
+        """Returns the names of all sizes; None if only `configure_model` knows them."""
         return None
 
     @abstractmethod
@@ -55,44 +55,44 @@ class ModelConfigurator(Config):
 
         Args:
             size_spec: the size.
-            sequence_length: tokens in a row.
-            tokenizer: that of the ladder. The vocabulary is no setting of a model here: it is given when one is built.
-            device_type: that of the ladder.
+            sequence_length: tokens per row.
+            tokenizer: the tokenizer of the ladder. Models get their vocabulary size later, when they are built.
+            device_type: the device type of the ladder.
 
         Raises:
-            UserError: for a size that does not exist.
+            UserError: for an unknown size.
         """
 
     def configure_rank_microbatch_size(self, *, size_spec: str, sequence_length: int, device_type: str) -> int:
-        """Tokens that a device computes at once where the hardware decides, as `compat: olmo` has it.
+        """Tokens per device and forward pass when the hardware decides, for `compat: olmo`.
 
         Raises:
-            UserError: where nothing is known about the device.
+            UserError: for a device without a figure.
         """
         return self.rank_microbatch_size or olmo_microbatch_size(size_spec, sequence_length, device_type)
 
     def configure_minimal_device_mesh_spec(
         self, *, size_spec: str, sequence_length: int = 8192, device_type: str = "cpu"
     ) -> DeviceMeshSpec:
-        """The devices that OLMo-core needs at least, whatever they are; here one is enough where its memory is."""
+        """The fewest devices in OLMo-core, for any device type; this framework needs only enough memory."""
         del sequence_length, device_type
         return DeviceMeshSpec(olmo_minimal_devices(size_spec), None)
 
     def check(self, size_spec: str) -> None:
-        """Raises `UserError` for a size that does not exist, with a suggestion."""
-        known = self.known_sizes()
-        if known is not None and size_spec not in known:
-            near = difflib.get_close_matches(size_spec, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        """Raises `UserError` with a suggestion for an unknown size."""
+        sizes = self.known_sizes()
+        if sizes is not None and size_spec not in sizes:
+            near = difflib.get_close_matches(size_spec, sizes, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sizes)}"
             raise UserError(f"there is no size {size_spec!r}; {hint}")
 
 
 class TransformerModelConfigurator(ModelConfigurator):
-    """Sizes of one's own: any model of the zoo, by name."""
+    """User-defined sizes: any model of the zoo, by name."""
 
     type: Literal["transformer"] = "transformer"
     models: dict[str, AnyModel] = {}
-    """Name of a size -> its model; `seq_len` is that of the ladder."""
+    """Name of a size -> its model; `seq_len` is set by the ladder."""
 
     @model_validator(mode="after")
     def _length_is_set_once(self) -> TransformerModelConfigurator:
@@ -122,7 +122,7 @@ class Olmo3ModelConfigurator(ModelConfigurator):
 
     type: Literal["olmo3"] = "olmo3"
     model_construction_kwargs: dict[str, Any] = {}
-    """Settings of the `olmo3` model over those of a size, such as `gradient_checkpointing: dots`."""
+    """Settings that override the ones of a size, such as `gradient_checkpointing: dots`."""
 
     @model_validator(mode="after")
     def _settings_exist(self) -> Olmo3ModelConfigurator:
@@ -143,7 +143,7 @@ class Olmo3ModelConfigurator(ModelConfigurator):
         del tokenizer, device_type
         self.check(size_spec)
         shape = TransformerSize(size_spec).shape
-        # As `olmo3` of OLMo-core has them: all heads have keys of their own, and every fourth layer sees everything.
+        # As `olmo3` of OLMo-core: no shared key heads, and full attention in every fourth layer.
         settings = {
             **shape._asdict(),
             "num_kv_heads": shape.num_heads,
@@ -159,6 +159,6 @@ class Olmo3ModelConfigurator(ModelConfigurator):
 AnyModelConfigurator = Annotated[
     Olmo3ModelConfigurator | TransformerModelConfigurator,
     Field(discriminator="type"),
-    # Objects made in Python are complete; what a file says is one of the classes that are listed here.
+    # Objects made in Python are complete; configuration files choose between the classes listed here.
     or_instance_of(ModelConfigurator),
 ]

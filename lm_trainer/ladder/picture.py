@@ -1,4 +1,4 @@
-"""The learning rate of a size as a picture, with its periods and checkpoints."""
+"""Plot of the learning rate of a size, with its periods and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_trainer.plot.curves import rate_points
 
 
 def rate_plot(schedule: Schedule, steps: int, checkpoints: Sequence[int]) -> SchedulePlot:
-    """The learning rate over `steps`; `checkpoints` are the steps of those that the ladder needs."""
+    """The learning rate over `steps`, with the steps of the ladder's checkpoints."""
     marks = Marks(
         warmups=tuple((cycle.start, cycle.start + cycle.warmup) for cycle in schedule.cycles if cycle.warmup),
         minima=tuple(cycle.end for cycle in schedule.cycles),

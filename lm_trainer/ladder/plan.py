@@ -1,4 +1,4 @@
-"""The plan of a ladder: work, time, cost and memory of each size, before anything is run; no device is needed."""
+"""The plan of a ladder: work, time, cost and memory of each size, before running anything; no device is needed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Hardware:
     """Assumptions about the machine."""
 
     device: str
-    """Kind of device, as JAX names it."""
+    """Kind of device in JAX's naming."""
     mfu: float = MFU
-    """Part of the datasheet's peak that training reaches."""
+    """Fraction of the datasheet's peak FLOP/s reached in training."""
     price: float | None = None
-    """The price of a device for an hour, in any currency."""
+    """Price per device and hour, in any currency."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class RungPlan:
 
     size: str
     model_params: int
-    """All parameters."""
+    """Total parameters."""
     embedding_params: int
-    """Parameters of the token embedding, which `num_params` leaves out."""
+    """Parameters of the token embedding, not counted in `num_params`."""
     body_params: int
-    """Without the token embedding and the output layer."""
+    """Parameters without the token embedding and the output layer."""
     num_params: int
-    """All but the token embedding: the recipe is a function of this number."""
+    """Parameters without the token embedding: the recipe is a function of this number."""
     batch_size: int
     """Tokens."""
     target_batch_size: int
     microbatch: int
-    """Tokens that a device computes at once."""
+    """Tokens per device and forward pass."""
     steps: int
     tokens: int
     learning_rate: float
@@ -55,25 +55,25 @@ class RungPlan:
     """Steps."""
     devices: int
     accumulation: int
-    """Microbatches that a device computes one after the other in each step."""
+    """Sequential microbatches of a device in each step."""
     flops: float
-    """FLOPs of the run, by the definition of model FLOPs."""
+    """FLOPs of the run, as model FLOPs."""
     state_bytes: int
-    """State, batch, gathered parameters and gradients on a device while it computes microbatches."""
+    """State, batch, gathered parameters and gradients on a device during the microbatches."""
     activation_bytes: int
-    """Temporary memory of the microbatches that are computed then: estimated, or as XLA says."""
+    """Temporary memory of the microbatches: estimated, or reported by XLA."""
     hours: float | None
-    """None where the device has no datasheet."""
+    """None for a device without a datasheet."""
     cost: float | None
     checkpoints: tuple[tuple[int, str], ...]
-    """(step, place in the recipe)."""
+    """(step, position in the recipe)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """Lines for the terminal."""
         hours = "" if self.hours is None else f", {self.hours:,.1f} hours on {self.devices} devices"
         return [
             f"{self.size}: {self.num_params:,} parameters without the token embedding, {self.model_params:,} in all",
@@ -98,15 +98,15 @@ def plan_rung(
     """The plan of one size.
 
     Args:
-        ladder: to plan.
+        ladder: the ladder to plan.
         size_spec: the size.
         hardware: assumptions about the machine; by default the device of the ladder.
-        vocab_size: rows of the token embedding, where the tokenizer cannot be reached.
-        compat: `olmo`: batch and devices as OLMo-core would choose them.
-        compiled: compile a microbatch for a device of this machine, and take its memory from there.
+        vocab_size: rows of the token embedding, in case the tokenizer cannot be loaded.
+        compat: `olmo` to choose batch and devices as OLMo-core would.
+        compiled: compile a microbatch for a device of this machine, and read its memory from the compiled program.
 
     Raises:
-        UserError: for a size or a device that does not exist, or phases that do not fit.
+        UserError: for an unknown size or device, or phases that do not fit.
     """
     hardware = hardware or Hardware(ladder.device_type)
     vocab_size = vocab_size or vocab_size_of(ladder)
@@ -117,7 +117,7 @@ def plan_rung(
     optimizer = recipe.configure_optimizer(num_params, batch)
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
-    # Batches are those of the ladder and not of a run: with `compat` no run would have them.
+    # The batch of the ladder, not of its run config: with `compat` no run would have it.
     work = Work(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
     time = _time(ladder, hardware, work, shape.devices)
     memory = _memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
@@ -125,7 +125,7 @@ def plan_rung(
         size=size_spec,
         model_params=total,
         embedding_params=embedding,
-        # A head that shares the weights of the embedding is counted once in the total.
+        # Tied embedding and output weights are counted once in the total.
         body_params=total - embedding * (1 if spec.head.tied else 2),
         num_params=num_params,
         batch_size=batch,
@@ -142,23 +142,26 @@ def plan_rung(
         activation_bytes=memory.parts["temporary"],
         hours=None if time is None else time.seconds / 3600,
         cost=None if time is None else time.cost,
-        checkpoints=tuple((at // batch, name) for at, name in recipe.configure_checkpoint_intervals(num_params, batch)),
+        checkpoints=tuple(
+            (token_count // batch, name)
+            for token_count, name in recipe.configure_checkpoint_intervals(num_params, batch)
+        ),
     )
 
 
 def _time(ladder: LadderConfig, hardware: Hardware, work: Work, devices: int) -> Time | None:
-    """The time of a size; None for a CPU, for which no datasheet gives a figure."""
+    """Training time of a size; None for a CPU, which has no datasheet figures."""
     if hardware.device.lower() == "cpu":
         return None
-    found = training_time(
+    time = training_time(
         work, DeviceGroup(devices, hardware.device), ladder.trainer, mfu=hardware.mfu, price=hardware.price
     )
-    if found is None:
+    if time is None:
         raise UserError(
             f"there is no figure for {ladder.trainer.mp.compute} on {hardware.device!r}; known devices: "
             f"{', '.join(known_devices())}"
         )
-    return found
+    return time
 
 
 def _memory(

@@ -19,44 +19,44 @@ from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.plot import SchedulePlot, save_image, to_text
 
-_PARAMS, _BATCH, _RATE = 108e6, 2048 * 160, 0.0047
-"""A reference model of Porian et al. 2024 (arXiv 2406.19146), as OLMo-core has it: its parameters, batch and rate."""
+_REFERENCE_PARAMS, _REFERENCE_BATCH, _REFERENCE_RATE = 108e6, 2048 * 160, 0.0047
+"""Parameters, batch and rate of a reference model of Porian et al. 2024 (arXiv 2406.19146), as used by OLMo-core."""
 _LARGE_BATCH = 524_288
-"""Tokens from which on beta2 is 0.95 (Porian et al. 2024, table 4)."""
-_SET_HERE = (
+"""Batch size in tokens from which beta2 is 0.95 (Porian et al. 2024, table 4)."""
+_SCHEDULE_KEYS = (
     *("learning_rate", "min_lr_ratio", "lr_schedule", "warmup", "rewarmup", "decay"),
     *("cycles", "cycle_length", "cycle_peaks"),
 )
 
 
 class Period(NamedTuple):
-    """One stretch of WSD-S, in steps: warm-up (in the first alone), peak, and a linear decay to 0."""
+    """One period of WSD-S, in steps: warm-up (only in the first), peak, and a linear decay to 0."""
 
     multiple: float
-    """Length of the run at its end, as a multiple of the Chinchilla-optimal number of tokens."""
+    """Length of the run at the end of the period, as a multiple of the Chinchilla-optimal number of tokens."""
     start: int
     end: int
     decay: int
     peak: float
-    """The peak learning rate, as a multiple of that of the run."""
+    """Peak learning rate, as a multiple of the run's learning rate."""
 
     @property
     def pre_decay(self) -> int:
-        """The step after which the decay begins."""
+        """The last step before the decay."""
         return self.end - self.decay
 
 
 class RunConfigurator(Config):
-    """From a number of parameters to a run. `num_params` are those that `ModelLadder.get_num_params` counts.
+    """Maps a number of parameters, as counted by `ModelLadder.get_num_params`, to the settings of a run.
 
-    All batches and lengths are in tokens. For use from Python a subclass is enough.
+    All batches and lengths are in tokens. In Python, subclassing is enough.
     """
 
     type: str = "own"
 
     @abstractmethod
     def configure_target_batch_size(self, num_params: int) -> int:
-        """Returns the batch to aim at; the one in use may be another, as rows and microbatches are whole."""
+        """Returns the target batch size; the actual batch is rounded to complete rows and microbatches."""
 
     @abstractmethod
     def configure_duration(self, num_params: int, batch_size: int) -> int:
@@ -64,11 +64,11 @@ class RunConfigurator(Config):
 
     @abstractmethod
     def configure_optimizer(self, num_params: int, batch_size: int) -> OptimizerConfig:
-        """Returns the optimizer, its learning rate over time included."""
+        """Returns the optimizer, including its learning rate schedule."""
 
     @abstractmethod
     def configure_checkpoint_intervals(self, num_params: int, batch_size: int) -> list[tuple[int, str]]:
-        """Returns (tokens, name) of every checkpoint that the ladder needs, in order."""
+        """Returns (tokens, name) of every checkpoint of the ladder, in order."""
 
     def configure_lr_scheduler(self, num_params: int, batch_size: int) -> Schedule:
         """The learning rate as a function of the step."""
@@ -76,7 +76,7 @@ class RunConfigurator(Config):
         return self.configure_optimizer(num_params, batch_size).schedule(steps)
 
     def lr_plot(self, num_params: int, batch_size: int) -> SchedulePlot:
-        """The learning rate as a picture, with the checkpoints that the ladder needs."""
+        """Plot of the learning rate, with the ladder's checkpoints."""
         steps = self.configure_duration(num_params, batch_size) // batch_size
         checkpoints = [
             tokens // batch_size for tokens, _ in self.configure_checkpoint_intervals(num_params, batch_size)
@@ -86,7 +86,7 @@ class RunConfigurator(Config):
     def plot_lr_schedule(
         self, num_params: int, batch_size: int, *, show: bool = True, save_path: AnyPath | None = None
     ) -> Path | None:
-        """Draws the learning rate: in the terminal, in a picture file, or both; returns the file."""
+        """Plots the learning rate in the terminal, to an image file, or both; returns the file."""
         path = None if save_path is None else local_path(save_path)
         plot = self.lr_plot(num_params, batch_size)
         if show:
@@ -106,11 +106,11 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
     chinchilla_multiple: float = Field(ge=0.5)
     """Length of each run, as a multiple of its Chinchilla-optimal number of tokens: a power of two."""
     decay_fraction: float = Field(default=0.1, ge=0.1, lt=0.5)
-    """Part of each period that is the decay at its end, a tenth or more."""
+    """Fraction of each period spent in the decay at its end, a tenth or more."""
     tokens_per_param: PositiveInt = 20
-    """Tokens of a Chinchilla-optimal run for each parameter."""
+    """Tokens per parameter of a Chinchilla-optimal run."""
     lr_multiplier: PositiveFloat = 1.0
-    """Multiplies the learning rate."""
+    """Factor on the learning rate."""
     stepped_schedule: bool = False
     """Lower the peak of the period that ends at c times Chinchilla to 1 / sqrt(c) of the learning rate."""
     optimizer: AnyOptimizer = AdamConfig(skip_bad_steps=True)
@@ -118,16 +118,16 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
 
     @field_validator("chinchilla_multiple")
     @classmethod
-    def _is_a_power_of_two(cls, value: float) -> float:
+    def _check_power_of_two(cls, value: float) -> float:
         if not math.log2(value).is_integer():
             near = 2.0 ** round(math.log2(value))
             raise ValueError(f"expected a power of two (0.5, 1, 2, 4 ...), got {value:g}; the nearest is {near:g}")
         return value
 
     @model_validator(mode="after")
-    def _schedule_is_decided_here(self) -> WSDSChinchillaRunConfigurator:
-        if found := [key for key in _SET_HERE if key in self.optimizer.changed_fields]:
-            raise ValueError(f"optimizer.{found[0]} follows from the size; remove it (lr_multiplier scales the rate)")
+    def _reject_schedule_keys(self) -> WSDSChinchillaRunConfigurator:
+        if keys := [key for key in _SCHEDULE_KEYS if key in self.optimizer.changed_fields]:
+            raise ValueError(f"optimizer.{keys[0]} follows from the size; remove it (lr_multiplier scales the rate)")
         return self
 
     @property
@@ -136,42 +136,42 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return tuple(2.0**power for power in range(-1, int(math.log2(self.chinchilla_multiple)) + 1))
 
     def configure_target_batch_size(self, num_params: int) -> int:
-        # B = 327,680 (N / 108e6)^(2/3): Porian et al. 2024, in the form that OLMo-core has.
-        return round(_BATCH * (num_params / _PARAMS) ** (2 / 3))
+        # B = 327,680 (N / 108e6)^(2/3): Porian et al. 2024, in the form used by OLMo-core.
+        return round(_REFERENCE_BATCH * (num_params / _REFERENCE_PARAMS) ** (2 / 3))
 
     def configure_duration(self, num_params: int, batch_size: int) -> int:
         return batch_size * self._steps(num_params, batch_size, self.chinchilla_multiple)
 
     def learning_rate(self, num_params: int) -> float:
-        """The peak of the learning rate: that of Porian et al., halved, as OLMo-core found to be better."""
-        return _RATE * (num_params / _PARAMS) ** (-1 / 3) / 2 * self.lr_multiplier
+        """Peak learning rate: half the rate of Porian et al., which OLMo-core found to be better."""
+        return _REFERENCE_RATE * (num_params / _REFERENCE_PARAMS) ** (-1 / 3) / 2 * self.lr_multiplier
 
     def periods(self, num_params: int, batch_size: int) -> tuple[Period, ...]:
-        """The stretches of a run; phases are whole steps, decays rounded up.
+        """The periods of a run, in whole steps, with decays rounded up.
 
         Raises:
-            UserError: when a period has no step before its decay.
+            UserError: if a period has no step before its decay.
         """
         ends = [self._steps(num_params, batch_size, multiple) for multiple in self.multiples]
-        found = []
+        periods = []
         for multiple, start, end in zip(self.multiples, (0, *ends), ends, strict=False):
-            # In tokens first, as OLMo-core counts; -(-a // b) divides and rounds up.
+            # Round in tokens first, as OLMo-core does; -(-a // b) divides and rounds up.
             decay = -(-round(self.decay_fraction * (end - start) * batch_size) // batch_size)
             if end - start <= decay:
                 raise UserError(
                     f"{num_params:,} parameters with a batch of {batch_size:,} tokens have {end - start} steps in the "
                     f"period up to {multiple:g}xC, too few for a decay; raise tokens_per_param or the size"
                 )
-            # The rate is assumed to be right at 1xC, and to fall with the square root of the length.
+            # Assumes that the rate is right at 1xC and falls with the square root of the length.
             peak = 1 / math.sqrt(multiple) if self.stepped_schedule else 1.0
-            found.append(Period(multiple, start, end, decay, peak))
-        return tuple(found)
+            periods.append(Period(multiple, start, end, decay, peak))
+        return tuple(periods)
 
     def warmup(self, num_params: int, batch_size: int) -> int:
-        """Steps of the warm-up: one token for each parameter, rounded up.
+        """Warm-up steps: one token for each parameter, rounded up.
 
         Raises:
-            UserError: when it does not fit into the first period.
+            UserError: if they do not fit into the first period.
         """
         steps, first = -(-num_params // batch_size), self.periods(num_params, batch_size)[0]
         if steps > first.pre_decay:
@@ -194,7 +194,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         }
         if self.stepped_schedule:
             values["cycle_peaks"] = [period.peak for period in periods]
-        # Small batches have noisier gradients, of which the second moment must average more.
+        # Small batches have noisier gradients, so the second moment must average over more steps.
         if "beta2" in type(self.optimizer).model_fields and "beta2" not in self.optimizer.changed_fields:
             values["beta2"] = 0.95 if batch_size >= _LARGE_BATCH else 0.99
         return type(self.optimizer).model_validate(values)
@@ -208,9 +208,9 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return names
 
     def _steps(self, num_params: int, batch_size: int, multiple: float) -> int:
-        # Tokens first, cut to whole ones, and then steps to the nearest: the order that OLMo-core has.
+        # Round down to whole tokens, then to the nearest step: the same order as in OLMo-core.
         return round(int(self.tokens_per_param * num_params * multiple) / batch_size)
 
 
-# Objects made in Python are complete; what a file says is of the class that is listed here.
+# Objects made in Python are complete; configuration files use the class listed here.
 AnyRunConfigurator = Annotated[WSDSChinchillaRunConfigurator, or_instance_of(RunConfigurator)]

@@ -18,10 +18,10 @@ from lm_trainer.trackers.wandb import WandbConfig
 
 
 def vocab_size_of(ladder: LadderConfig) -> int:
-    """Rows of the token embedding.
+    """Number of rows of the token embedding.
 
     Raises:
-        UserError: when the tokenizer cannot be reached to ask it.
+        UserError: if the tokenizer cannot be loaded.
     """
     config: Any = tokenizer_config(ladder.tokenizer)
     return _vocab_size(config)
@@ -29,7 +29,7 @@ def vocab_size_of(ladder: LadderConfig) -> int:
 
 @functools.cache
 def _vocab_size(tokenizer: Any) -> int:
-    # Every figure of every size asks for it, and loading a tokenizer takes seconds.
+    # Cached: every figure of every size needs it, and loading a tokenizer takes seconds.
     if isinstance(tokenizer, Pretrained):
         return load_pretrained(tokenizer).vocab_size
     return tokenizer.vocab_size
@@ -46,7 +46,7 @@ def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
 
 
 def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:
-    """Parameters without the token embedding; an output layer of its own counts, as in OLMo-core."""
+    """Number of parameters without the token embedding; an untied output layer counts, as in OLMo-core."""
     vocab_size = vocab_size or vocab_size_of(ladder)
     spec = model_config(ladder, size_spec).spec(vocab_size)
     return parameter_count(spec) - vocab_size * spec.hidden_dim
@@ -55,13 +55,13 @@ def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = 
 def batch_shape(
     ladder: LadderConfig, size_spec: str, *, vocab_size: int | None = None, compat: Literal["olmo"] | None = None
 ) -> BatchShape:
-    """The batch of a size, with `compat="olmo"` that of OLMo-core; raises as `olmo_batch`."""
+    """The batch of a size, with `compat="olmo"` as chosen by OLMo-core; raises as `olmo_batch`."""
     num_params = count_params(ladder, size_spec, vocab_size)
     return olmo_batch(ladder, size_spec, num_params) if compat == "olmo" else elastic_batch(ladder, num_params)
 
 
 def run_name(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> str:
-    """The size, and its seed where that is not the first."""
+    """The size, followed by its seed unless it is the first seed."""
     ladder.model_configurator.check(size_spec)
     return size_spec if seed in (None, ladder.seed) else f"{size_spec}-seed{seed}"
 
@@ -74,7 +74,7 @@ def run_folder(ladder: LadderConfig, size_spec: str, seed: int | None = None) ->
 def run_config(
     ladder: LadderConfig, size_spec: str, seed: int | None = None, vocab_size: int | None = None
 ) -> RunConfig:
-    """The run of a size: an ordinary one, that `lmt train` could run as well."""
+    """The configuration of a run, which `lmt train` could run too."""
     num_params = count_params(ladder, size_spec, vocab_size)
     batch, _, shards, devices = elastic_batch(ladder, num_params)
     recipe, folder = ladder.run_configurator, run_folder(ladder, size_spec, seed)
@@ -117,9 +117,9 @@ def run_config(
 
 
 def _tracker(ladder: LadderConfig, tracker: Any) -> Any:
-    """Puts all runs of a ladder into one project and group, unless the user named others."""
+    """Puts all runs of a ladder into one project and group, unless the user set them."""
     if not isinstance(tracker, WandbConfig):
         return tracker
-    given = tracker.changed_fields
-    project = {} if "project" in given else {"project": ladder.project or ladder.name}
-    return tracker.model_copy(update={**project, **({} if "group" in given else {"group": ladder.name})})
+    user_keys = tracker.changed_fields
+    project = {} if "project" in user_keys else {"project": ladder.project or ladder.name}
+    return tracker.model_copy(update={**project, **({} if "group" in user_keys else {"group": ladder.name})})

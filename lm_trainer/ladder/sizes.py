@@ -1,4 +1,4 @@
-"""The sizes of OLMo-core's ladder, and the microbatches and devices that it has for them."""
+"""The sizes of OLMo-core's ladder, with its microbatch sizes and device counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Shape(NamedTuple):
 
 
 class TransformerSize(StrEnum):
-    """Sizes by name, in their order; the name is about the number of parameters without embeddings."""
+    """Named sizes in ascending order; the name is the approximate number of parameters without embeddings."""
 
     size_60M = "60M"
     size_100M = "100M"
@@ -33,12 +33,12 @@ class TransformerSize(StrEnum):
 
     @property
     def approx_num_params(self) -> int:
-        """The number in the name."""
+        """Number of parameters according to the name."""
         return int(self[:-1]) * {"M": 10**6, "B": 10**9}[self[-1]]
 
     @property
     def shape(self) -> Shape:
-        """The model of this size."""
+        """Hyperparameters of this size."""
         return _SHAPES[self]
 
 
@@ -56,15 +56,15 @@ _SHAPES = {
 }
 
 _MICROBATCH = {"100M": 4, "190M": 16, "370M": 12, "760M": 10, "1B": 8, "3B": 4, "13B": 2}
-"""In OLMo-core, the tokens of a microbatch / 4096 on an H100, for sizes up to the key."""
+"""Microbatch size of OLMo-core on an H100, in units of 4096 tokens, for sizes up to the key."""
 _SEQUENCE_LENGTHS = (2048, 4096, 8192)
 
 
 def olmo_microbatch_size(size_spec: str, sequence_length: int, device_type: str) -> int:
-    """The tokens of a device's microbatch that OLMo-core takes for one of its sizes.
+    """Tokens in a device's microbatch in OLMo-core, for one of its sizes.
 
     Raises:
-        UserError: for a size, a sequence length or a device for which it has no figure.
+        UserError: for a size, sequence length or device without a figure in OLMo-core.
     """
     name = device_type.lower()
     # A B200 has about twice the memory of an H100, and OLMo-core doubles the microbatch.
@@ -76,11 +76,11 @@ def olmo_microbatch_size(size_spec: str, sequence_length: int, device_type: str)
             f"B200); set model_configurator.rank_microbatch_size"
         )
     params = TransformerSize(size_spec).approx_num_params
-    # The table has entries up to 13B, the largest size: some key is at least as large.
+    # The table goes up to 13B, the largest size, so one of its keys is large enough.
     limit = next(name for name in _MICROBATCH if params <= TransformerSize(name).approx_num_params)
     return _MICROBATCH[limit] * 4096 * factor
 
 
 def olmo_minimal_devices(size_spec: str) -> int:
-    """The fewest devices on which OLMo-core trains a size."""
+    """The fewest devices for a size in OLMo-core."""
     return 32 if size_spec == TransformerSize.size_13B else 8

@@ -9,7 +9,7 @@ from lm_trainer.ladder.plan import RungPlan
 
 
 def plan_table(plans: Sequence[RungPlan]) -> str:
-    """A line for each size, and the sum."""
+    """One line for each size, and the sum."""
     head = ["size", "body", "embedding", "total", "N", "tokens", "steps", "batch", "peak lr", "FLOPs", "GiB/device"]
     rows = [
         [
@@ -29,7 +29,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
         ]
         for plan in plans
     ]
-    # All sizes are planned for one device, so that either all have hours or none has.
+    # All sizes are planned for the same device, so either all have hours or none has.
     if plans[0].hours is not None:
         head.append("hours")
     if plans[0].cost is not None:
@@ -47,7 +47,7 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
     """The losses at every checkpoint."""
     losses = sorted({key for row in rows for key in row if key == "train/loss" or key.startswith("eval/")})
     head = ["size", "seed", "checkpoint", "step", "tokens", *losses]
-    found = [
+    cells = [
         [
             str(row["size"]),
             str(row["seed"]),
@@ -58,13 +58,13 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table(head, found) + "\n"
+    return table(head, cells) + "\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns columns that are as wide as they must be; the first to the left, the others to the right."""
+    """Aligns the columns of a table: the first to the left, all others to the right."""
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
-    # The first column is stripped and padded again, on its other side.
+    # The first column is padded on its right.
     lines = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in (head, *rows)]
     return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]).rstrip() for line in lines)
 

@@ -1,4 +1,4 @@
-"""Commands of `gcloud compute tpus` for one queued resource, and their execution."""
+"""Builds and runs `gcloud compute tpus` commands for one queued resource."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class State(NamedTuple):
     """The state of a queued resource."""
 
     name: str
-    """As Google Cloud spells it, `ACTIVE`; empty where there is no such resource."""
+    """State in Google Cloud's spelling, such as `ACTIVE`; empty if the resource does not exist."""
     reason: str
-    """The message of a request that failed."""
+    """Error message of a failed request."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Gcloud:
         return self._command("queued-resources", "describe", self.name, "--format=json")
 
     def delete(self) -> list[str]:
-        # --force: also with the TPU in it.
+        # --force deletes the TPU of the resource too.
         return self._command("queued-resources", "delete", self.name, "--force", "--quiet")
 
     def ssh(self, command: str, worker: str = "all") -> list[str]:
@@ -50,11 +50,11 @@ class Gcloud:
         return self._command("tpu-vm", "scp", "--recurse", str(source), f"{self.name}:", "--worker=all", "--quiet")
 
     def state(self) -> State:
-        """Asks for the state.
+        """Queries the state.
 
         Raises:
-            UserError: when there is no gcloud.
-            MachineError: when it cannot tell.
+            UserError: if gcloud is not installed.
+            MachineError: if gcloud fails.
         """
         done = _run(self.describe())
         if done.returncode:
@@ -65,13 +65,13 @@ class Gcloud:
         return State(state["state"], state.get("failedData", {}).get("error", {}).get("message", "no reason given"))
 
     def call(self, command: list[str]) -> None:
-        """Runs a command; raises `UserError` with what gcloud says when it fails."""
+        """Runs a command; if it fails, raises `UserError` with gcloud's message."""
         done = _run(command)
         if done.returncode:
             raise UserError(f"`{shlex.join(command)}` failed: {_reason(done)}")
 
     def stream(self, command: list[str]) -> Iterator[str]:
-        """Yields each line of output as it comes; raises `MachineError` after the last one when the command failed."""
+        """Yields each line of output as it comes; raises `MachineError` after the last one if the command failed."""
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -84,7 +84,7 @@ class Gcloud:
                 for line in process.stdout:
                     yield line.decode(errors="replace").rstrip("\r\n")
             finally:
-                # A reader that stops early must not wait for the rest.
+                # A reader that stops early must not wait for the rest of the output.
                 if process.poll() is None:
                     process.stdout.close()
                     process.terminate()

@@ -1,7 +1,7 @@
-"""A run as a JobSet on Kubernetes: its manifest for TPU slices or nodes with GPUs, and its submission.
+"""Runs as a JobSet on Kubernetes: the manifest for TPU slices or GPU nodes, and its submission.
 
-Fields of `jobset.x-k8s.io/v1alpha2`: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. A rule on messages of
-failures needs JobSet 0.10.1 or newer.
+Fields of `jobset.x-k8s.io/v1alpha2`: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. Rules on failure
+messages need JobSet 0.10.1 or newer.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ JOB = "train"
 
 _PORT = 8476
 _TPU_PORTS = (8471, 8431)
-"""Ports of a TPU worker: of the processes among themselves, and of metrics."""
+"""Ports of a TPU worker: communication between processes, and metrics."""
 _CONFIG_DIRECTORY = "/etc/lmt"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED]
-"""Exit codes of a run that would come to the same end again, or that a person has stopped."""
+"""Exit codes after which a restart is useless (the run would fail the same way) or unwanted (a person stopped it)."""
 _LONGEST_NAME = 40
-"""Longest name of a JobSet: those of its pods add to it, and have at most 63 characters."""
+"""Maximum length of a JobSet name: pod names add a suffix to it, and are limited to 63 characters."""
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """Nodes with NVIDIA GPUs; one process drives all of a node."""
+    """Nodes with NVIDIA GPUs; one process drives all GPUs of a node."""
 
     nodes: int
     per_node: int
     kind: str | None = None
-    """Value of the node label `cloud.google.com/gke-accelerator`; None: any node that has them."""
+    """Value of the node label `cloud.google.com/gke-accelerator`; None means any node with GPUs."""
 
     @property
     def devices(self) -> int:
@@ -55,10 +55,10 @@ class Gpus:
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """The request to Kubernetes.
+    """A request to Kubernetes.
 
     Raises:
-        UserError: for a name that Kubernetes refuses.
+        UserError: for an invalid Kubernetes name.
     """
 
     name: str
@@ -69,18 +69,18 @@ class KubernetesJob:
     """TPU slices that train one model together."""
     namespace: str | None = None
     queue: str | None = None
-    """Kueue's LocalQueue."""
+    """Name of a Kueue LocalQueue."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
-    """Secrets of the cluster whose entries become environment variables, such as WANDB_API_KEY."""
+    """Cluster secrets whose entries become environment variables, such as WANDB_API_KEY."""
     volumes: tuple[Volume, ...] = ()
     node_selector: Mapping[str, str] = field(default_factory=dict)
     service_account: str | None = None
     spot: bool = False
     max_restarts: int = 10
-    """Restarts after crashes and lost machines; those after a stop with everything saved are not counted."""
+    """Restarts after crashes and lost machines; restarts after a clean stop are not counted."""
     grace: int = 300
-    """Seconds that a stopped process has to save."""
+    """Seconds for a stopped process to save a checkpoint."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
@@ -95,12 +95,12 @@ class KubernetesJob:
 
 
 def manifest(job: KubernetesJob, config: str, config_name: str) -> str:
-    """The manifest for kubectl: a ConfigMap that holds the configuration, and the JobSet.
+    """Builds the manifest for kubectl: a ConfigMap with the configuration, and the JobSet.
 
     Args:
         job: the request.
         config: content of the configuration file.
-        config_name: its file name, which names the run.
+        config_name: its file name, which becomes the name of the run.
 
     """
     import yaml
@@ -114,10 +114,10 @@ def manifest(job: KubernetesJob, config: str, config_name: str) -> str:
 
 
 def apply(text: str) -> str:
-    """Hands a manifest to kubectl and returns its answer.
+    """Passes a manifest to kubectl and returns its output.
 
     Raises:
-        UserError: if there is no kubectl, or the cluster refuses the manifest.
+        UserError: if kubectl is not installed, or the cluster refuses the manifest.
         MachineError: if the cluster does not answer.
     """
     command = ["kubectl", "apply", "-f", "-"]
@@ -141,10 +141,10 @@ def _job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     if job.queue is not None:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
     if isinstance(job.hardware, TpuSlice) and job.hardware.nodes > 1:
-        # One job for each slice, and the slice for it alone: a node pool of several machines is one slice.
+        # One job for each slice, and no other job on the slice: a node pool of several machines is one slice.
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     template = {
-        # Any pod that fails ends the job: its processes start together or not at all.
+        # Any failed pod ends the job: its processes start together or not at all.
         "backoffLimit": 0,
         "completionMode": "Indexed",
         "completions": job.hardware.nodes,
@@ -158,7 +158,7 @@ def _job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
-            # The names by which the processes find one another, from before their pods are ready.
+            # DNS names for the processes to find each other, even before their pods are ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
             "failurePolicy": {"maxRestarts": job.max_restarts, "rules": _FAILURES},
             "replicatedJobs": [replicated],
@@ -166,8 +166,8 @@ def _job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     }
 
 
-# Exit codes that say what to do become failures of the job by rule, whose messages quote them. All others, such as
-# those of a crash and a lost machine, are failures by the number of failed pods, which may be repeated a few times.
+# Exit codes with a defined reaction become job failures by rule, and the failure messages quote them. All others, such
+# as crashes and lost machines, are failures by the number of failed pods, which are retried a few times.
 _POD_FAILURES = {
     "rules": [
         {
@@ -227,7 +227,7 @@ def _container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[st
             {"name": "NUM_PROCESSES", "value": str(job.processes)},
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         ]
-        # Kubernetes puts the values in.
+        # Kubernetes substitutes the values.
         settings = coordinates("$(COORDINATOR_ADDRESS)", "$(NUM_PROCESSES)", "$(PROCESS_ID)")
     # On TPUs, GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices, MEGASCALE_*, which JAX reads.
     env += [{"name": name, "value": value} for name, value in job.env.items()]
@@ -269,7 +269,7 @@ def _tolerations(job: KubernetesJob) -> list[dict[str, str]]:
 
 
 def _dumper() -> Any:
-    """A writer of YAML that repeats equal parts instead of pointing at them, and writes long texts line by line."""
+    """A YAML dumper that writes out repeated parts instead of using aliases, and long texts as blocks."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine."""
+"""Launches the processes of a run on this machine."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def launch_local(
     write: Callable[[str], object],
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Starts `count` processes that find one another over loopback, and supervises them.
+    """Starts `count` processes that communicate over loopback, and supervises them.
 
     Args:
-        arguments: of Python, to train the run in one process.
+        arguments: Python arguments to train the run in one process.
         count: the number of processes.
-        devices_per_process: emulate so many CPU devices in each; None: the machine's GPUs are shared out, or, without
-            GPUs, each process has one CPU device.
-        write: takes each line of output.
+        devices_per_process: emulate this many CPU devices in each process; None divides the machine's GPUs among the
+            processes, or without GPUs gives each process one CPU device.
+        write: receives each line of output.
         environ: inherited by the processes.
 
     Returns:
         The exit code, as `supervise`.
 
     Raises:
-        UserError: when the processes cannot share the GPUs.
+        UserError: if the GPUs cannot be divided equally.
     """
     address = free_address()
     environments = process_environments(environ, count, devices_per_process)
@@ -48,7 +48,7 @@ def launch_local(
 
 
 def coordinates(address: str, count: int | str, index: int | str) -> list[str]:
-    """The settings by which one process finds the others, as numbers or texts; none if there are no others."""
+    """Settings for one process to find the others, as numbers or texts; empty for a single process."""
     if count == 1:
         return []
     section = "trainer.distributed"
@@ -68,12 +68,12 @@ def process_environments(
         environ: inherited by all.
         count: the number of processes.
         devices_per_process: as for `launch_local`.
-        gpus: those of this machine, by default those that `environ` and /dev name.
+        gpus: the GPUs of this machine; by default the ones named in `environ` and /dev.
 
     Raises:
-        UserError: when the processes cannot share the GPUs.
+        UserError: if the GPUs cannot be divided equally.
     """
-    # The output goes through a pipe, to which Python would write only when a block of kilobytes is full.
+    # The output goes through a pipe, which Python block-buffers by default.
     shared = {**environ, "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
         return [{**shared, **emulation(environ, devices_per_process)} for _ in range(count)]
@@ -91,13 +91,13 @@ def process_environments(
 
 def emulation(environ: Mapping[str, str], devices: int) -> dict[str, str]:
     """The environment variables that make JAX emulate `devices` devices on a CPU."""
-    # A flag that is set already, for example by a test run, would win over the variable.
-    kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
-    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
+    # An existing flag, for example from a test run, would override the variable.
+    flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(flags)}
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The names of the NVIDIA GPUs that a process started from here would use.
+    """Names of the NVIDIA GPUs visible to processes started from here.
 
     Read from the device files: asking JAX would open every GPU in this process, which needs none.
     """

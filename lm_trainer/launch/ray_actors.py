@@ -1,4 +1,4 @@
-"""The processes of a run as actors on a Ray cluster that exists already."""
+"""Launches the processes of a run as actors on an existing Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lm_trainer.launch.local import coordinates, emulation
 from lm_trainer.launch.supervise import LocalProcess, Status, free_address, supervise
 
 _LOST = -9
-"""The status of a process whose actor died: it was killed along with it (SIGKILL)."""
+"""Status of a process with a dead actor: the process was killed with it (SIGKILL)."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """The request to the cluster."""
+    """A request to the cluster."""
 
     processes: int
     address: str
@@ -27,27 +27,27 @@ class RayJob:
     cpus_per_process: float = 1
     gpus_per_process: float = 0
     devices_per_process: int | None = None
-    """Emulate so many CPU devices in each process."""
+    """Emulate this many CPU devices in each process."""
     wait: float = 300
-    """Seconds to wait for the cluster to have room."""
+    """Seconds to wait for free resources in the cluster."""
 
 
 def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], object]) -> int:
-    """Starts the processes of a run, each in an actor of its own, and supervises them.
+    """Starts the processes of a run, one per actor, and supervises them.
 
     The nodes must have the package, and see the configuration, the data and the directories of the run under the same
-    names.
+    paths.
 
     Args:
-        arguments: of Python, to train the run in one process.
+        arguments: Python arguments to train the run in one process.
         job: the request to the cluster.
-        write: takes each line of output.
+        write: receives each line of output.
 
     Returns:
         The exit code, as `supervise`.
 
     Raises:
-        UserError: if Ray is not installed, there is no cluster, or it has no room in time.
+        UserError: if Ray is not installed, the cluster does not exist, or its resources do not become free in time.
     """
     ray = _connect(job.address)
     try:
@@ -61,7 +61,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
             .remote()
             for index in range(job.processes)
         ]
-        # The coordinator listens on the node of process 0, whose ports only an actor there can know.
+        # The coordinator listens on the node of process 0, so only an actor on this node can find a free port.
         address = ray.get(actors[0].address.remote())
         extra = {} if job.devices_per_process is None else emulation({}, job.devices_per_process)
         for index, actor in enumerate(actors):
@@ -86,7 +86,7 @@ def _connect(address: str) -> Any:
 
 
 def _reserve(ray: Any, job: RayJob) -> Any:
-    """Reserves room for all processes at once: some of them alone would wait for the others for ever."""
+    """Reserves resources for all processes at once: a part of them would wait for the others forever."""
     need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
     bundle = {name: amount for name, amount in need.items() if amount}
     group = ray.util.placement_group([bundle] * job.processes, strategy="PACK")
@@ -102,7 +102,7 @@ def _reserve(ray: Any, job: RayJob) -> Any:
 
 
 class _Worker:
-    """Actor that runs one process on the node where Ray has put it."""
+    """Actor that runs one process on its node."""
 
     def address(self) -> str:
         import ray
@@ -113,10 +113,10 @@ class _Worker:
         environ = {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}
         self._process = LocalProcess([sys.executable, *command], environ, directory)
 
-    def place(self) -> str:
+    def location(self) -> str:
         import ray
 
-        return f"host {ray.util.get_node_ip_address()}, {self._process.place}"
+        return f"host {ray.util.get_node_ip_address()}, {self._process.location}"
 
     def poll(self) -> Status:
         return self._process.poll()
@@ -130,7 +130,7 @@ class _RemoteProcess:
 
     def __init__(self, ray: Any, actor: Any):
         self._ray, self._actor = ray, actor
-        self.place = ray.get(actor.place.remote())
+        self.location = ray.get(actor.location.remote())
 
     def poll(self) -> Status:
         try:

@@ -1,4 +1,4 @@
-"""A run as a SLURM job: its batch script, and the submission."""
+"""Runs as a SLURM job: the batch script, and its submission."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
 from lm_trainer.launch.local import emulation
 
 _LAST_SECONDS = 300
-"""Longest time in which the other processes of a job step may go on after the first has ended, to save and stop."""
+"""Maximum time for the other processes of a job step to save and stop after the first has ended."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The request to SLURM; None leaves a setting to the site's defaults.
+    """A request to SLURM; None leaves a setting to the site's defaults.
 
     Raises:
-        UserError: when the processes do not spread equally over nodes, or GPUs over processes.
+        UserError: if the processes do not divide equally over nodes, or GPUs over processes.
     """
 
     name: str
@@ -29,19 +29,19 @@ class SlurmJob:
     nodes: int = 1
     gpus_per_node: int | None = None
     cpus_per_process: int | None = None
-    """Cores of each process; None: the job takes whole nodes, and its processes share all cores and memory."""
+    """Cores of each process; None means exclusive nodes, with all cores and memory shared by the processes."""
     time: str | None = None
-    """The limit, as SLURM writes it: `24:00:00`, `2-00`."""
+    """Time limit in SLURM's notation: `24:00:00`, `2-00`."""
     partition: str | None = None
     account: str | None = None
     notice: int = 120
-    """Seconds before the limit at which the processes are asked to save and stop."""
+    """Seconds before the time limit at which the processes are asked to save and stop."""
     requeue: bool = True
-    """Queue a stopped job again, to go on where it was."""
+    """Requeue a stopped job, to resume it."""
     devices_per_process: int | None = None
-    """Emulate so many CPU devices in each process; None: the processes of a node share its GPUs."""
+    """Emulate this many CPU devices in each process; None: the processes of a node share its GPUs."""
     extra: tuple[str, ...] = ()
-    """More options of sbatch, as `--mem=0`."""
+    """Extra options of sbatch, such as `--mem=0`."""
 
     def __post_init__(self) -> None:
         if self.processes % self.nodes:
@@ -66,12 +66,12 @@ class SlurmJob:
 
 
 def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
-    """The script for sbatch.
+    """Builds the script for sbatch.
 
     Args:
         job: the request to SLURM.
-        command: run by each process.
-        directory: where it runs.
+        command: command of each process.
+        directory: working directory.
     """
     options = {
         "job-name": job.name,
@@ -88,12 +88,12 @@ def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
         "open-mode": "append",
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    # In either direction: the site may have set the other as its default.
+    # Set either way: the default of the site may be the opposite.
     lines += ["--requeue" if job.requeue else "--no-requeue"]
     if job.cpus_per_process is None:
         lines += ["--exclusive", "--mem=0"]
     lines += job.extra
-    again = f"""\
+    requeue_lines = f"""\
 if [ "$code" -eq {EXIT_PREEMPTED} ]; then
     # scancel and scontrol requeue send SIGTERM as well: then SLURM has ended the job, and what follows is decided.
     if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = COMPLETING ]; then
@@ -104,7 +104,7 @@ if [ "$code" -eq {EXIT_PREEMPTED} ]; then
 fi
 """
     variables = {} if job.devices_per_process is None else emulation(os.environ, job.devices_per_process)
-    # SLURM gives a task one core unless told otherwise: on nodes of its own the job frees its tasks from that.
+    # SLURM binds a task to one core by default: on exclusive nodes the job lifts this limit.
     cores = "cpu-bind=none" if job.cpus_per_process is None else f"cpus-per-task={job.cpus_per_process}"
     return (
         "#!/bin/bash\n"
@@ -117,16 +117,16 @@ trap : TERM
 
 srun --{cores} --kill-on-bad-exit=0 --wait={_LAST_SECONDS} --label {shlex.join(command)}
 code=$?
-{again if job.requeue else ""}exit "$code"
+{requeue_lines if job.requeue else ""}exit "$code"
 """
     )
 
 
 def submit(script: str) -> str:
-    """Hands a script to sbatch and returns its answer.
+    """Passes a script to sbatch and returns its output.
 
     Raises:
-        UserError: if there is no SLURM, or SLURM refuses the job.
+        UserError: if SLURM is not installed, or refuses the job.
         MachineError: if SLURM does not answer.
     """
     try:

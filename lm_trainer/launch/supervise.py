@@ -1,4 +1,4 @@
-"""Supervisor of the processes of a run: forwards their output, and stops all when one of them fails."""
+"""Supervises the processes of a run: forwards their output, and stops all if one fails."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED
 from lm_trainer.core.hangup import heeded, leave_terminal
 
 GRACE_PERIOD = 15.0
-"""Seconds that the others have to end by themselves after one has failed, and again to end when asked to.
+"""Seconds for the other processes to end by themselves after a failure, and the same time to end after SIGTERM.
 
-More than `FailureDetector` needs to end them with an error of their own.
+Longer than `FailureDetector` needs to end them with its own error.
 """
 
 _TICK_SECONDS = 0.05
-# For the last lines of a process that has ended; a grandchild that keeps the pipe open must not hold us up for longer.
+# For the last lines of a process after its end; a grandchild that keeps the pipe open must not delay us longer.
 _DRAIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-# The kernel then signals the child when its parent dies, even of SIGKILL. A program of its own sets that, since a
+# Makes the kernel signal the child when its parent dies, even from SIGKILL. Set by a small wrapper program, since a
 # function between fork and exec (`preexec_fn`) may deadlock in a process with threads.
 _END_WITH_PARENT = (
     sys.executable,
@@ -38,33 +38,33 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Status(NamedTuple):
-    """News of a process since the last poll."""
+    """Output and exit code of a process since the last poll."""
 
     lines: list[str]
-    """Its output, without line ends."""
+    """Output lines, without line ends."""
     code: int | None
-    """None while it runs; its exit code; or, of one that a signal ended, the number of the signal, negative."""
+    """None while it runs; then its exit code, or the negative signal number if it was killed by a signal."""
 
 
 class SupervisedProcess(Protocol):
-    """One process of a run, wherever it is."""
+    """One process of a run, local or remote."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Host and process id, for people: `pid 17` or `host a, pid 17`."""
         ...
 
     def poll(self) -> Status:
-        """Returns at once, with the news since the last call."""
+        """Returns immediately, with the output since the last call."""
         ...
 
     def send_signal(self, number: int) -> None:
-        """Sends it a signal; does nothing if it has ended."""
+        """Sends a signal to the process; no effect after its end."""
         ...
 
 
 class LocalProcess:
-    """A `SupervisedProcess` on this machine, which is asked to stop when the process that started it dies."""
+    """A `SupervisedProcess` on this machine; it is asked to stop when its parent dies."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], directory: str):
         self._process = subprocess.Popen(
@@ -74,22 +74,22 @@ class LocalProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A session of its own: Ctrl-C reaches it once, through `send_signal`, and not from the terminal as well.
+            # A new session: Ctrl-C reaches it once, through `send_signal`, and not also from the terminal.
             start_new_session=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # A thread reads the pipe: a full one would block the process, and reading here would block the supervisor.
+        # A thread reads the pipe: a full pipe would block the process, and reading here would block the supervisor.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"pid {self._process.pid}"
 
     def poll(self) -> Status:
         code = self._process.poll()
         if code is not None:
-            # The output is complete when the pipe is closed, which a process that it started may keep open.
+            # The output is complete when the pipe is closed, but a child of the process may keep it open.
             self._reader.join(_DRAIN_SECONDS)
         lines = []
         while not self._lines.empty():
@@ -108,7 +108,7 @@ class LocalProcess:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """Finds a `host:port` on which nothing listens at this moment."""
+    """Finds a `host:port` without a listener at this moment."""
     with socket.socket() as server:
         server.bind((host, 0))
         return f"{host}:{server.getsockname()[1]}"
@@ -123,19 +123,19 @@ def supervise(
 ) -> int:
     """Waits until all processes have ended.
 
-    Signals to this process are forwarded, each once to every process. The first process that fails takes the others
-    down: they are given time to end by themselves, then asked to, then killed.
+    Signals to this process are forwarded, each once to every process. The first process to fail takes the others down:
+    they get time to end by themselves, then SIGTERM, then SIGKILL.
 
     Args:
-        processes: by their number in the run.
-        write: takes each line of output, with the number of its process in front, and messages of the supervisor.
+        processes: the processes, in order of their index in the run.
+        write: receives each line of output, prefixed with the index of its process, and messages of the supervisor.
         grace_period: see `GRACE_PERIOD`.
-        clock: seconds that only grow.
+        clock: monotonic time in seconds.
 
     Returns:
-        The exit code of the first that failed, or, of one that a signal ended before any was sent to it from here,
-        128 + the number of the signal: another one may miss it, and fail for that reason, before its end is seen here.
-        If none failed, 75 or 76 if any was stopped with everything saved, else 0.
+        The exit code of the first failed process, or 128 + the signal number for a process killed by a signal not sent
+        from here. The signal has priority: other processes may fail because the killed one is missing, and their ends
+        may be seen first. If none failed, 75 or 76 if any was stopped after saving, else 0.
     """
     running = dict(enumerate(processes))
     write = _Output(write)
@@ -153,9 +153,9 @@ def supervise(
                 if code in (EXIT_PREEMPTED, EXIT_STOPPED):
                     stopped = code
                 elif code and (not first or (code < 0 < first and not takedown.sent)):
-                    # A killed process comes before one with an exit code, which may be just its consequence.
+                    # A killed process has priority over an exit code, which may be only its consequence.
                     first = code
-                    write(f"process {index} of {len(processes)} ({process.place}) {describe_exit(code)}")
+                    write(f"process {index} of {len(processes)} ({process.location}) {describe_exit(code)}")
                     takedown.begin()
             if running and (number := takedown.due()):
                 write(f"sending {number.name} to process {', '.join(map(str, running))}")
@@ -178,7 +178,7 @@ def describe_exit(code: int) -> str:
 
 
 class _Output:
-    """Output that is given up where it breaks, as a terminal that is closed: the processes still have to be watched."""
+    """Output that stops on an error, such as a closed terminal: the processes still have to be supervised."""
 
     def __init__(self, write: Callable[[str], object]):
         self._write, self._open = write, True
@@ -192,7 +192,7 @@ class _Output:
 
 
 class _Takedown:
-    """Schedule of the signals to the remaining processes, once one has failed."""
+    """Schedule of the signals to the remaining processes after a failure."""
 
     def __init__(self, grace_period: float, clock: Callable[[], float]):
         self._grace_period, self._clock = grace_period, clock
@@ -213,19 +213,19 @@ class _Takedown:
 
 
 class _ForwardedSignals:
-    """Handlers that forward the signals to this process to every running one; active as a context manager."""
+    """Context manager with handlers that forward signals to every running process."""
 
     def __init__(self, running: Mapping[int, SupervisedProcess]):
         self._running = running
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         for number in heeded(_SIGNALS):
-            self._before[number] = signal.signal(number, self._forward)
+            self._previous_handlers[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A run on Cloud TPU VMs: a queued resource, the installation, the training, and another one after a preemption."""
+"""Runs on Cloud TPU VMs: queued resource, installation and training, repeated after a preemption."""
 
 from __future__ import annotations
 
@@ -34,44 +34,44 @@ _RUNTIMES = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-"""Software that Google recommends for JAX on each generation (Cloud TPU documentation, TPU software versions)."""
+"""Google's recommended runtime for JAX on each generation (Cloud TPU documentation, TPU software versions)."""
 
 _OVER = ("FAILED", "SUSPENDING", "SUSPENDED", "DELETING")
-"""States of a queued resource that holds no TPU and will not get one."""
+"""States of a queued resource that has no TPU and will not get one."""
 _FAILURES_IN_QUEUE = 3
-"""Requests that fail one after the other without ever getting a TPU before the launcher gives up."""
+"""Consecutive failed requests, without ever getting a TPU, before the launcher gives up."""
 
 
 @dataclass(frozen=True)
 class TpuJob:
-    """The request to Google Cloud; None leaves a setting to gcloud's own configuration or to the defaults here.
+    """A request to Google Cloud; None leaves a setting to gcloud's own configuration or to the defaults here.
 
     Raises:
-        UserError: for a name that Google Cloud refuses, or a generation whose software is not known.
+        UserError: for an invalid Google Cloud name, or a generation without a known runtime version.
     """
 
     name: str
     accelerator: str
-    """Type and size as Cloud TPU counts them: `v5p-128`, `v6e-16`; `v5e-16` is `v5litepod-16`."""
+    """Type and size in Cloud TPU's notation: `v5p-128`, `v6e-16`; `v5e-16` is `v5litepod-16`."""
     zone: str
     project: str | None = None
     version: str | None = None
-    """The runtime version; None: that for JAX on this generation."""
+    """The runtime version; None means the one for JAX on this generation."""
     spot: bool = False
     create_options: tuple[str, ...] = ()
-    """More options of `queued-resources create`, as `--network=NAME`."""
+    """Extra options of `queued-resources create`, such as `--network=NAME`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the training on every worker."""
     install: str | None = None
-    """Requirement of pip that provides lm_trainer; None: this source tree."""
+    """Pip requirement for lm_trainer; None means this source tree."""
     setup: str | None = None
-    """Command of bash that every worker runs before training, for example to mount a bucket."""
+    """Bash command to run on every worker before training, for example to mount a bucket."""
     delete: bool = False
-    """Delete the TPU when the run is over: done, failed, or stopped on request."""
+    """Delete the TPU after the end of the run: finished, failed, or stopped on request."""
     on_interrupt: Literal["stop", "leave"] = "stop"
-    """At Ctrl-C: `stop` asks the training to save and stop, `leave` lets it go on."""
+    """Reaction to Ctrl-C: `stop` asks the training to save and stop, `leave` lets it continue."""
     restarts: int = 100
-    """Largest number of times that a preempted run is started again."""
+    """Maximum number of restarts of a preempted run."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]{0,58}[a-z0-9])?", self.name):
@@ -89,7 +89,7 @@ class TpuJob:
 
     @property
     def accelerator_type(self) -> str:
-        """The type as gcloud spells it."""
+        """The type in gcloud's spelling."""
         return re.sub(r"^v5e-", "v5litepod-", self.accelerator)
 
     @property
@@ -102,7 +102,7 @@ class TpuJob:
 
     @property
     def create_arguments(self) -> list[str]:
-        """Those of `queued-resources create` behind the name."""
+        """Arguments of `queued-resources create` after the name."""
         return [
             f"--node-id={self.name}",
             f"--accelerator-type={self.accelerator_type}",
@@ -112,12 +112,12 @@ class TpuJob:
         ]
 
     def scripts(self, config_name: str) -> dict[str, str]:
-        """Those that every worker gets, by their names."""
+        """Scripts for every worker, by name."""
         return scripts(config_name, self.env, self.install, self.setup)
 
 
 def describe_commands(job: TpuJob, config_name: str) -> Iterator[str]:
-    """Yields the commands of an attempt in their order, as a shell takes them, and the scripts, all with comments."""
+    """Yields the shell commands of an attempt in order, and the scripts, all with comments."""
     gcloud, directory = job.gcloud, remote_directory(job.name)
     steps = [
         ("ask for the TPU", gcloud.create(job.create_arguments)),
@@ -146,18 +146,18 @@ class _Lost(Exception):
 
 
 class TpuRun:
-    """One run on a TPU, followed from here until it is over.
+    """One run on a TPU, followed from here until it ends.
 
-    The training does not hang on this process: it goes on when the connection breaks or this machine goes off, and the
-    same command again follows it.
+    The training does not depend on this process: it continues when the connection breaks or this machine is switched
+    off, and running the same command a second time follows it.
 
     Args:
         job: the request.
-        config: content of the configuration file that is trained.
-        config_name: its file name, which names the run.
-        write: takes each line of output.
-        interval: seconds between two looks at the state of the request.
-        settle: seconds after a failure in which a preemption may become known.
+        config: content of the configuration file to train.
+        config_name: its file name, which becomes the name of the run.
+        write: receives each line of output.
+        interval: seconds between two queries of the request's state.
+        settle: seconds after a failure to wait for news of a preemption.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class TpuRun:
         self._next_line = 1
 
     def run(self) -> int:
-        """Trains to the end, over preemptions.
+        """Trains to the end, across preemptions.
 
         Returns:
-            The exit code of the training; 130 when the launcher was interrupted and did not see its end.
+            The exit code of the training; 130 if the launcher was interrupted before the end.
 
         Raises:
-            UserError: when there is no gcloud, or Google Cloud refuses the request.
-            MachineError: when an installation fails, requests fail again and again, or the preemptions are too many.
+            UserError: if gcloud is not installed, or Google Cloud refuses the request.
+            MachineError: if an installation fails, requests fail repeatedly, or the run is preempted too often.
         """
         try:
             code = self._attempts()
@@ -216,7 +216,7 @@ class TpuRun:
         raise MachineError(f"the run was stopped more than {self._job.restarts} times (--restarts)")
 
     def _acquire(self) -> None:
-        """Returns when the TPU is there: that of an earlier command, or a new one."""
+        """Waits for the TPU: one from an earlier command, or a new one."""
         failures, shown = 0, ""
         while True:
             state = self._gcloud.state()
@@ -277,7 +277,7 @@ class TpuRun:
         return self._follow()
 
     def _follow(self) -> int:
-        """Passes the output of worker 0 on until the training ends; returns its exit code."""
+        """Forwards the output of worker 0 until the training ends; returns its exit code."""
         while True:
             try:
                 for line in self._gcloud.stream(_follow(self._gcloud, self._next_line)):
@@ -292,7 +292,7 @@ class TpuRun:
             time.sleep(self._interval)
 
     def _lost(self) -> bool:
-        """True if the TPU is gone, which may become known a while after its workers are."""
+        """True if the TPU is gone, which may become known some time after its workers are gone."""
         end = time.monotonic() + self._settle
         while self._gcloud.state().name == "ACTIVE":
             if time.monotonic() >= end:
@@ -311,7 +311,7 @@ class TpuRun:
             return EXIT_INTERRUPTED
 
     def _show_ends(self) -> None:
-        """Shows the last lines of every worker: the one that failed first may not be worker 0."""
+        """Shows the last lines of every worker: the first to fail may not be worker 0."""
         command = self._gcloud.ssh(f"tail -n 20 {remote_directory(self._job.name)}/log")
         try:
             for line in self._gcloud.stream(command):

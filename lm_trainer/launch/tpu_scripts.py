@@ -1,4 +1,4 @@
-"""Files that a TPU worker gets: lm_trainer itself, and the scripts that install, start, follow and stop a run."""
+"""Files for a TPU worker: lm_trainer itself, and scripts to install, start, follow and stop a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from lm_trainer.core.errors import UserError
 
 EXIT_MARK = "lmt-exit-code="
-"""Begins the line behind the output of a training that has ended, with its exit code."""
+"""Prefix of the line after the output of a finished training, followed by its exit code."""
 FAILURE_MARK = "lmt-failed="
-"""Begins the line of a worker on which a script failed, with its exit code: gcloud's own says nothing of workers."""
+"""Prefix of the line from a worker with a failed script, followed by its exit code; gcloud's own does not name workers.
+"""
 LOST = 137
 """Exit code of a training that ended without leaving one: it was killed, or its machine restarted."""
 
@@ -22,30 +23,30 @@ _PACKAGED = ("lm_trainer", "cli", "configs", "pyproject.toml", "README.md", "LIC
 
 
 def remote_directory(name: str) -> str:
-    """The directory of a run below the home directory of each worker."""
+    """The directory of a run, relative to the home directory of each worker."""
     return name
 
 
 def script(name: str, step: str) -> str:
-    """The command that runs one of the scripts on a worker."""
+    """The command to run one of the scripts on a worker."""
     return f"bash {remote_directory(name)}/{step}.sh || echo {FAILURE_MARK}$?"
 
 
 def follow(name: str, line: int) -> str:
-    """The command that shows the output of a worker from a line on, counted from 1, until the training ends."""
+    """The command to show the output of a worker from a line on, counted from 1, until the training ends."""
     return f"bash {remote_directory(name)}/follow.sh {line}"
 
 
 def write_files(directory: Path, texts: Mapping[str, str], *, source: bool) -> None:
-    """Writes what a worker gets.
+    """Writes the files for a worker.
 
     Args:
-        directory: takes the files.
-        texts: scripts and the configuration, by their names.
-        source: also lm_trainer's source, with its constraints.
+        directory: directory for the files.
+        texts: contents of the scripts and the configuration, by name.
+        source: include lm_trainer's source, with its constraints.
 
     Raises:
-        UserError: when this lm_trainer is not a source tree.
+        UserError: if this lm_trainer is not a source tree.
     """
     if source:
         _pack(_ROOT, directory / _SOURCE)
@@ -56,20 +57,20 @@ def write_files(directory: Path, texts: Mapping[str, str], *, source: bool) -> N
 
 
 def scripts(config_name: str, env: Mapping[str, str], install: str | None, setup: str | None) -> dict[str, str]:
-    """The scripts of a run, by their names.
+    """The scripts of a run, by name.
 
     Args:
-        config_name: the configuration, in the same directory.
+        config_name: name of the configuration file in the same directory.
         env: environment of the training.
-        install: requirement of pip; None: the source that `write_files` packs.
-        setup: command of bash that runs after the installation.
+        install: pip requirement; None means the source packed by `write_files`.
+        setup: bash command to run after the installation.
     """
     constraints = f"--constraint {_CONSTRAINTS} " if install is None and (_ROOT / _CONSTRAINTS).is_file() else ""
     requirement = f'"lm_trainer[tpu] @ file://$PWD/{_SOURCE}"' if install is None else shlex.quote(install)
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     train = f"trap : TERM; venv/bin/lmt train {shlex.quote(config_name)}; echo $? > exit"
-    found = {
-        # The images have an older Python than lm_trainer needs: uv brings one.
+    bodies = {
+        # The images have an older Python than lm_trainer needs: uv installs a newer one.
         "install": f"""\
 set -euo pipefail
 python3 -m pip install --quiet --user uv
@@ -81,8 +82,8 @@ uv pip install --quiet --python venv/bin/python {constraints}{requirement}
         "running": """\
 [ -f pid ] && [ ! -f exit ] && kill -0 "$(cat pid)" 2> /dev/null
 """,
-        # Detached, so that it does not end with the connection that started it. `trap`: SIGTERM goes to the whole
-        # group, and the shell has to survive it to write the exit code down.
+        # Detached, to outlive the connection that started it. `trap`: SIGTERM goes to the entire group, and the shell
+        # has to survive it to write the exit code.
         "start": f"""\
 if bash running.sh; then exit 0; fi
 rm -f exit
@@ -90,7 +91,7 @@ rm -f exit
 {exports}setsid nohup bash -c {shlex.quote(train)} > log 2>&1 < /dev/null &
 echo $! > pid
 """,
-        # Not until the process is gone: one that nobody waits for stays in the table of processes after its end.
+        # Does not wait for the process to disappear: without a waiting parent it stays in the process table.
         "follow": f"""\
 while [ ! -f exit ] && kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.2; done &
 tail -s 0.2 -n "+$1" --pid=$! -F log 2> /dev/null
@@ -100,7 +101,7 @@ echo "{EXIT_MARK}$(cat exit 2> /dev/null || echo {LOST})"
 kill -TERM -- "-$(cat pid)"
 """,
     }
-    return {f"{name}.sh": 'cd "$(dirname "$0")"\n' + text for name, text in found.items()}
+    return {f"{name}.sh": 'cd "$(dirname "$0")"\n' + text for name, text in bodies.items()}
 
 
 def _pack(root: Path, archive: Path) -> None:

@@ -1,4 +1,4 @@
-"""TPU slices as Kubernetes on Google Cloud knows them: labels of nodes, topologies, chips of a node.
+"""TPU slices on Google Kubernetes Engine: node labels, topologies, chips per node.
 
 Source: Google Kubernetes Engine documentation, "About TPUs in GKE" and "Plan TPUs in GKE".
 """
@@ -14,16 +14,16 @@ from lm_trainer.core.errors import UserError
 
 @dataclass(frozen=True)
 class TpuGeneration:
-    """A kind of TPU."""
+    """A generation of TPUs."""
 
     label: str
     """Value of the node label `cloud.google.com/gke-tpu-accelerator`."""
     dimensions: int
     """Number of sides of a topology."""
     counted_per_chip: int
-    """The number that a chip counts for in a size: `v5p-128` has 64 chips, `v6e-16` has 16."""
+    """Size units per chip: `v5p-128` has 64 chips, `v6e-16` has 16."""
     devices_per_chip: int = 1
-    """Devices that JAX shows for each chip."""
+    """JAX devices per chip."""
 
 
 GENERATIONS = {
@@ -35,12 +35,12 @@ GENERATIONS = {
 }
 _OTHER_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 _USUAL_CHIPS = 4
-"""Chips of a node, but for whole slices of one node."""
+"""Chips per node, except in slices of a single node."""
 
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """A slice: chips that one fast network connects."""
+    """A slice: chips connected by one fast network."""
 
     generation: TpuGeneration
     topology: tuple[int, ...]
@@ -53,7 +53,7 @@ class TpuSlice:
 
     @property
     def devices(self) -> int:
-        """Number of devices that JAX shows, over all nodes."""
+        """Number of JAX devices over all nodes."""
         return math.prod(self.topology) * self.generation.devices_per_chip
 
     @property
@@ -67,7 +67,7 @@ def is_tpu(accelerator: str) -> bool:
 
 
 def device_count(accelerator: str) -> int | None:
-    """The number of devices that JAX shows of an accelerator with a size, as `v5p-128`; None where it is not known."""
+    """Number of JAX devices of an accelerator with a size, such as `v5p-128`; None if unknown."""
     kind = GENERATIONS.get(_kind(accelerator))
     chips = None if kind is None else _chips(accelerator, kind)
     return None if kind is None or chips is None else chips * kind.devices_per_chip
@@ -79,15 +79,15 @@ def _chips(accelerator: str, kind: TpuGeneration) -> int | None:
 
 
 def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None) -> TpuSlice:
-    """Finds the slice that a user means.
+    """Finds the slice for the options of a user.
 
     Args:
-        accelerator: the kind with a size (`v5p-128`), or without one (`v5p`) where a topology is given.
-        topology: as `4x4x8`; None: the usual one of this size, the nearest to a cube.
-        chips_per_node: None: 4, and as many as there are in a slice of at most 8 that fits one machine.
+        accelerator: the kind with a size (`v5p-128`), or without one (`v5p`) if a topology is given.
+        topology: sides such as `4x4x8`; None means the usual one of this size, the nearest to a cube.
+        chips_per_node: None means 4, or all chips of a slice of at most 8 that fits one machine.
 
     Raises:
-        UserError: when there is no such slice, or size and topology differ.
+        UserError: if the slice does not exist, or size and topology differ.
     """
     kind = GENERATIONS[_kind(accelerator)]
     chips = _chips(accelerator, kind)
@@ -104,26 +104,26 @@ def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None
         sides = tuple(map(int, topology.split("x")))
         if chips is not None and math.prod(sides) != chips:
             raise UserError(f"--topology {topology} has {math.prod(sides)} chips, but {accelerator} has {chips}")
-    found = TpuSlice(kind, sides, chips_per_node or _chips_of_node(math.prod(sides), kind))
-    if math.prod(sides) % found.chips_per_node:
-        raise UserError(f"--chips-per-node {found.chips_per_node} does not divide the {math.prod(sides)} chips")
-    return found
+    result = TpuSlice(kind, sides, chips_per_node or _chips_of_node(math.prod(sides), kind))
+    if math.prod(sides) % result.chips_per_node:
+        raise UserError(f"--chips-per-node {result.chips_per_node} does not divide the {math.prod(sides)} chips")
+    return result
 
 
 def usual_topology(chips: int, dimensions: int) -> tuple[int, ...] | None:
-    """The topology of so many chips that is nearest to a square or cube, its sides powers of 2 in ascending order.
+    """The topology nearest to a square or cube for a number of chips, its sides powers of 2 in ascending order.
 
     Returns:
-        None where there is none, as for sizes that are no power of 2.
+        The sides; None if no such topology exists, for example if the number is not a power of 2.
     """
     if chips < 1 or chips & (chips - 1) or (dimensions == 3 and chips < _USUAL_CHIPS):
         return None
     if dimensions == 3 and chips == _USUAL_CHIPS:
-        # The chips of a single node lie flat.
+        # The chips of a single node form a plane.
         return (2, 2, 1)
     power = chips.bit_length() - 1
-    share, rest = divmod(power, dimensions)
-    return tuple(2 ** (share + (index >= dimensions - rest)) for index in range(dimensions))
+    share, remainder = divmod(power, dimensions)
+    return tuple(2 ** (share + (index >= dimensions - remainder)) for index in range(dimensions))
 
 
 def _kind(accelerator: str) -> str:

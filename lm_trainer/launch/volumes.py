@@ -1,4 +1,4 @@
-"""Volumes of a pod, as `lmt launch k8s --volume SOURCE:/MOUNT` names them."""
+"""Volumes of a pod, from `lmt launch k8s --volume SOURCE:/MOUNT`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lm_trainer.core.errors import UserError
 
 @dataclass(frozen=True)
 class Volume:
-    """One volume, its mount, and what the pod needs for it, as Kubernetes writes them."""
+    """One volume, its mount, and the required pod annotations, as Kubernetes fields."""
 
     source: Mapping[str, Any]
     mount: Mapping[str, Any]
@@ -20,8 +20,8 @@ class Volume:
 
 
 def parse_volumes(texts: Sequence[str]) -> tuple[Volume, ...]:
-    """Reads volumes: `CLAIM:/MOUNT` (a PersistentVolumeClaim), `gs://BUCKET:/MOUNT` (GKE's driver of Cloud Storage
-    FUSE) or `/DIRECTORY:/MOUNT` (of the node).
+    """Parses volumes: `CLAIM:/MOUNT` (a PersistentVolumeClaim), `gs://BUCKET:/MOUNT` (GKE's Cloud Storage FUSE driver)
+    or `/DIRECTORY:/MOUNT` (of the node).
 
     Raises:
         UserError: for anything else.

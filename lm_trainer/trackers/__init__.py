@@ -1,4 +1,4 @@
-"""Trackers, which take the metrics of a run: a file for each kind, their union, and the console."""
+"""Trackers for the metrics of a run: one module for each kind, their composite, and the console."""
 
 from __future__ import annotations
 
@@ -51,50 +51,50 @@ def open_trackers(
     series: Mapping[str, Plain] | None = None,
     process_index: int = 0,
 ) -> Composite:
-    """Opens metrics.jsonl and the configured trackers, as one that the caller has to close.
+    """Opens metrics.jsonl and the configured trackers as one composite, to be closed by the caller.
 
     Args:
-        configs: the trackers besides metrics.jsonl.
+        configs: trackers in addition to metrics.jsonl.
         run_dir: the run directory, which must exist.
         run_id: the name of the run.
-        resume_step: how many steps are done and restored; records of later steps are dropped, because they come
-            again. 0: the files that are there get another name.
-        series: the lines that the run's own files must have, as `Composite.sync` returned them for the checkpoint.
-        process_index: of several processes that train one run, only the first, 0, writes anything.
+        resume_step: number of finished steps that were restored; records of later steps are dropped, because they are
+            logged a second time. With 0, existing files are renamed.
+        series: expected lines in the run's files, as returned by `Composite.sync` for the checkpoint.
+        process_index: only the first process of a run, 0, writes anything.
 
     Raises:
-        MachineError: when metrics.jsonl cannot be written.
-        UserError: when a tracker needs something from the user, such as a package. One that fails for another
-            reason, such as a service that does not answer, is reported and left out.
+        MachineError: if metrics.jsonl cannot be written.
+        UserError: if a tracker needs something from the user, such as a package. Trackers failing for another reason,
+            such as an unreachable service, are reported and left out.
     """
     if process_index:
         return Composite(NoopTracker(), ())
     run = TrackedRun(Path(run_dir), run_id, resume_step, series or {})
-    always, others = JsonlTracker(run), []
+    run_file, opened = JsonlTracker(run), []
     try:
         for config in configs:
             try:
-                others.append((config.type, config.open(run)))
+                opened.append((config.type, config.open(run)))
             except UserError:
                 raise
-            # A service that does not answer must not keep a model from being trained.
+            # An unreachable service must not stop training.
             except Exception as error:
                 report(config.type, error)
     except BaseException:
-        Composite(always, others).close()
+        Composite(run_file, opened).close()
         raise
-    trackers = Composite(always, others)
+    trackers = Composite(run_file, opened)
     if resume_step:
         trackers.catch_up()
     return trackers
 
 
 def profile_directory(configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str) -> Path:
-    """The directory for traces of the profiler, chosen so that TensorBoard shows them beside the metrics.
+    """The directory for profiler traces, chosen such that TensorBoard shows them next to the metrics.
 
-    It is that of the first tensorboard tracker with a local one, else `tensorboard` in the run directory.
+    The directory of the first tensorboard tracker with a local one, or else `tensorboard` in the run directory.
     """
-    # The profiler of JAX writes local files alone.
+    # JAX's profiler writes only to local files.
     run = TrackedRun(Path(run_dir), run_id, 0)
     boards = (config.directory(run) for config in configs if isinstance(config, TensorboardConfig))
     return Path(next((directory for directory in boards if "://" not in directory), run.dir / "tensorboard"))

@@ -1,4 +1,4 @@
-"""The live bar of a run at a terminal."""
+"""Live progress bar of a run in a terminal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.progress import Progress as RichProgress
 
 from lm_trainer.trackers.console import describe, duration
 
-# Short steps would notice the time that drawing takes.
+# Limits the cost of drawing for short steps.
 _DRAW_SECONDS = 0.25
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raises, where rich would end the process."""
+        """Raises, unlike rich's method, which ends the process."""
         raise BrokenPipeError
 
 
 class Bar:
-    """A bar at the bottom of the terminal, above which notes scroll by; drawn by the caller's thread alone."""
+    """A bar at the bottom of the terminal, with notes scrolling above; drawn only by the caller's thread."""
 
     def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]):
         self._total, self._clock, self._drawn = total, clock, -math.inf
@@ -35,7 +35,7 @@ class Bar:
             TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             expand=True,
-            # No thread of its own, which would draw while another library writes to the terminal.
+            # No refresh thread, which would draw while another library writes to the terminal.
             auto_refresh=False,
         )
         self._task = self._bar.add_task("starting", total=total, status="")
@@ -46,19 +46,19 @@ class Bar:
 
     def phase(self, text: str) -> None:
         self._bar.update(self._task, description=f"{text} ...", status="")
-        self._draw(now=True)
+        self._draw(force=True)
 
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
         shown = describe(metrics, names=("train/loss", "throughput/tokens_per_second", "throughput/mfu"))
         status = " | ".join([*shown, f"eta {duration(seconds_left)}"])
         self._bar.update(self._task, completed=step, description="training", status=status)
-        self._draw(now=step == self._total)
+        self._draw(force=step == self._total)
 
     def close(self) -> None:
         self._bar.stop()
 
-    def _draw(self, *, now: bool) -> None:
+    def _draw(self, *, force: bool) -> None:
         self._bar.start()
-        if now or self._clock() - self._drawn >= _DRAW_SECONDS:
+        if force or self._clock() - self._drawn >= _DRAW_SECONDS:
             self._drawn = self._clock()
             self._bar.refresh()

@@ -1,6 +1,4 @@
-"""Lines of steps that are done, handed to a tracker that has not got them: its process was killed, or it was switched
-off.
-"""
+"""Inserts lines of finished steps into a tracker without them, after its process was killed or it was switched off."""
 
 from __future__ import annotations
 
@@ -16,55 +14,62 @@ if TYPE_CHECKING:
     from lm_trainer.trackers.base import RunFile, Tracker
 
 FINGERPRINT = "fingerprint"
-"""The name of lines that are no numbers, which services do not take."""
+"""Name of non-numeric lines, which services do not accept."""
 
 Missing = Mapping[str, Mapping[str, Collection[int]]]
 """File -> name of the line -> steps."""
 
 
-def catch_up(name: str, tracker: Tracker, own: RunFile) -> str | None:
-    """Hands a tracker the lines that it lacks of those of the run's own files.
+def catch_up(name: str, tracker: Tracker, run_file: RunFile) -> str | None:
+    """Inserts lines of the run's own files that a tracker is missing.
+
+    Args:
+        name: name of the tracker.
+        tracker: the tracker.
+        run_file: the run's own files.
 
     Returns:
-        A line for people that names them; None where nothing is missing.
+        A message that names the inserted lines; None if the tracker is complete.
     """
-    missing = tracker.lacks({file: Series(plain) for file, plain in own.lines.items()})
+    missing = tracker.lacks({file: Series(plain) for file, plain in run_file.lines.items()})
     if not missing:
         return None
     tracker.put_back(
         {
-            file: [record for record in own.records(file) if record["step"] in lost.get(line_name(record), ())]
-            for file, lost in missing.items()
+            file: [record for record in run_file.records(file) if record["step"] in names.get(line_name(record), ())]
+            for file, names in missing.items()
         }
     )
-    named = [f"{kind} of {describe(sorted(steps))}" for lost in missing.values() for kind, steps in lost.items()]
-    shown = "; ".join(named[:6]) + (f"; {len(named) - 6} more" if len(named) > 6 else "")
-    return f"the {name} tracker lacked lines of steps that are done, and now has them from {METRICS}: {shown}"
+    descriptions = [
+        f"{kind} of {describe(sorted(steps))}" for names in missing.values() for kind, steps in names.items()
+    ]
+    summary = "; ".join(descriptions[:6]) + (f"; {len(descriptions) - 6} more" if len(descriptions) > 6 else "")
+    return f"the {name} tracker lacked lines of steps that are done, and now has them from {METRICS}: {summary}"
 
 
-def lacking(lines: Mapping[str, Series], there: Mapping[str, Iterable[int]]) -> Missing:
-    """The lines that a service lacks.
+def find_missing(lines: Mapping[str, Series], recorded: Mapping[str, Iterable[int]]) -> Missing:
+    """The lines missing in a service.
 
     Args:
-        lines: by file, those that it should have.
-        there: the steps of each of its metrics, texts and histograms, in any order.
+        lines: the expected lines by file.
+        recorded: the recorded steps of each metric, text and histogram, in any order.
     """
-    wanted = {file: {name: {*series.steps(name)} for name in series.names} for file, series in lines.items()}
+    expected = {file: {name: {*series.steps(name)} for name in series.names} for file, series in lines.items()}
     missing = {
         file: {
-            name: lost
+            name: absent
             for name, steps in names.items()
-            if name != FINGERPRINT and (lost := steps.difference(there.get(name, ())))
+            if name != FINGERPRINT and (absent := steps.difference(recorded.get(name, ())))
         }
-        for file, names in wanted.items()
+        for file, names in expected.items()
     }
     return {file: names for file, names in missing.items() if names}
 
 
-def log_again(tracker: Tracker, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Logs records of the run's files, by file, as they were logged first: step by step."""
-    every = ((file, record) for file, of_file in records.items() for record in of_file)
-    for file, record in sorted(every, key=lambda line: line[1]["step"]):
+def log_records(tracker: Tracker, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Logs records of the run's files, by file, in their original order: step by step."""
+    lines = ((file, record) for file, file_records in records.items() for record in file_records)
+    for file, record in sorted(lines, key=lambda line: line[1]["step"]):
         step, content = record["step"], {k: decode(v) for k, v in record.items() if k not in ("step", "time")}
         if file == TEXTS:
             tracker.log_text(content["name"], content["text"], step=step)

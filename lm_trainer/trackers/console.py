@@ -14,25 +14,25 @@ from typing import Protocol, Self, TextIO
 from lm_trainer.core.terminal import for_terminal
 
 _MODULES = logging.getLogger("lm_trainer.nn")
-"""Modules of a model log here the choices that they make by themselves."""
+"""Modules of a model log their automatic choices here."""
 _ALL = logging.getLogger("lm_trainer")
 _MAX_LINE_STEPS = 1000
 
 
 class Progress:
-    """Progress of a run, and the choices that the modules of its model make by themselves; a context manager.
+    """Progress of a run, and the automatic choices of its model's modules; a context manager.
 
-    The bar is drawn on a terminal that can move its cursor, unless LMT_PROGRESS=plain is set. Plain lines are written
-    through at once, so that a log file is up to date. An output that breaks (`| head`, a full disk) is given up: it
+    The bar is drawn on a terminal with cursor control, unless LMT_PROGRESS=plain is set. Plain lines are flushed
+    immediately, to keep log files up to date. After an output error (`| head`, a full disk) no more is written: it
     never stops a run.
 
     Args:
         total_steps: the last step.
-        stream: takes the output; standard output by default.
+        stream: the output; standard output by default.
         live: draw the bar; None decides by the stream and the environment.
         line_steps: steps between plain lines; None makes about 50 lines in a run.
-        line_seconds: a plain line comes at least this often.
-        clock: seconds that only grow.
+        line_seconds: maximum time between plain lines.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class Progress:
         line_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        out = sys.stdout if stream is None else stream
+        output = sys.stdout if stream is None else stream
         self._total = total_steps
         self._clock = clock
         self._first: tuple[int, float] | None = None
-        self._encoding = getattr(out, "encoding", None) or "utf-8"
-        if _wants_live(out) if live is None else live:
-            # With rich, which only a terminal needs.
+        self._encoding = getattr(output, "encoding", None) or "utf-8"
+        if _wants_live(output) if live is None else live:
+            # Imports rich, which only a terminal needs.
             from lm_trainer.trackers.bar import Bar
 
-            self._view: _View = Bar(out, total_steps, clock)
+            self._view: _View = Bar(output, total_steps, clock)
         else:
-            self._view = _Lines(out, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
+            self._view = _Lines(output, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
         self._open = True
-        self._choices, self._before = _Notes(self.note), (_MODULES.level, _MODULES.propagate)
+        self._choices, self._previous_state = _Notes(self.note), (_MODULES.level, _MODULES.propagate)
         self._warnings = _Notes(self.note, logging.WARNING)
 
     def __enter__(self) -> Self:
-        self._before = (_MODULES.level, _MODULES.propagate)
+        self._previous_state = (_MODULES.level, _MODULES.propagate)
         _MODULES.setLevel(logging.INFO)
         _MODULES.addHandler(self._choices)
-        # Handlers that other libraries have put at the root would write the line a second time, through the bar.
+        # Root handlers of other libraries would write the line a second time, through the bar.
         _MODULES.propagate = False
         _ALL.addHandler(self._warnings)
         return self
@@ -73,27 +73,25 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         _ALL.removeHandler(self._warnings)
         _MODULES.removeHandler(self._choices)
-        level, _MODULES.propagate = self._before
+        level, _MODULES.propagate = self._previous_state
         _MODULES.setLevel(level)
         self.close()
 
     def note(self, text: str) -> None:
-        """Writes a line that stays; characters that the output cannot encode are written as escapes, and those that a
-        terminal would obey are replaced.
-        """
+        """Writes a permanent line; unencodable characters are escaped, and terminal control characters replaced."""
         self._show(lambda: self._view.note(self._encodable(text)))
 
     def phase(self, text: str) -> None:
-        """Shows the present activity until the next phase or step; may be called often, with figures that change."""
+        """Shows the current activity until the next phase or step; may be called often, with changing figures."""
         self._show(lambda: self._view.phase(self._encodable(text)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a step that is done, with those of its metrics that have a short form."""
+        """Shows a finished step, with its metrics that have a short form."""
         left = self._seconds_left(step)
         self._show(lambda: self._view.log(step, metrics, left))
 
     def close(self) -> None:
-        """Leaves the terminal as it was; safe to call twice."""
+        """Restores the terminal; safe to call twice."""
         self._show(self._view.close)
         self._open = False
 
@@ -101,14 +99,14 @@ class Progress:
         return for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
-        """The time left, by the mean since the first step of this attempt, evaluations and saves included."""
-        now = self._clock()
-        # The first step has compiled the program, so the mean begins after it.
+        """Estimated remaining time, from the mean since the first step of this attempt, with evaluations and saves."""
+        timestamp = self._clock()
+        # The first step includes compilation, so the mean starts after it.
         if self._first is None or step <= self._first[0]:
-            self._first = (step, now)
+            self._first = (step, timestamp)
             return None
         first_step, first = self._first
-        return (now - first) / (step - first_step) * (self._total - step)
+        return (timestamp - first) / (step - first_step) * (self._total - step)
 
     def _show(self, draw: Callable[[], None]) -> None:
         if not self._open:
@@ -125,7 +123,7 @@ class _Notes(logging.Handler):
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        # So that handlers at the root need not show it a second time.
+        # Tells root handlers not to show it a second time.
         record.shown = True
         severe = record.levelno >= logging.WARNING
         self._note(f"{'warning: ' if severe else ''}{record.getMessage()}")
@@ -142,7 +140,7 @@ class _View(Protocol):
 
 
 class _Lines:
-    """Prints a line for a step after a number of steps, or of seconds."""
+    """Prints a line for a step after a number of steps or seconds."""
 
     def __init__(self, stream: TextIO, total: int, every: int, seconds: float, clock: Callable[[], float]):
         self._stream, self._total, self._every, self._seconds, self._clock = stream, total, every, seconds, clock
@@ -154,7 +152,7 @@ class _Lines:
         self._stream.flush()
 
     def phase(self, text: str) -> None:
-        # Phases that differ in figures alone (`tokenised 3 of 8 files`) are one, shown again only after a while.
+        # Phases with only different figures (`tokenised 3 of 8 files`) are one, shown repeatedly only after a while.
         kind = re.sub(r"[\d.,]+", "", text)
         if kind != self._phase or self._clock() - self._phase_shown >= self._seconds:
             self._phase, self._phase_shown = kind, self._clock()
@@ -162,10 +160,10 @@ class _Lines:
 
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
         self._phase = ""
-        now = self._clock()
-        due = step % self._every == 0 or step == self._total or now - self._step_shown >= self._seconds
+        timestamp = self._clock()
+        due = step % self._every == 0 or step == self._total or timestamp - self._step_shown >= self._seconds
         if due:
-            self._step_shown = now
+            self._step_shown = timestamp
             done = f"step {step}/{self._total} ({100 * step / self._total:.1f}%)"
             self.note(" | ".join([done, *describe(metrics, first=step <= 1), f"eta {duration(seconds_left)}"]))
 
@@ -186,9 +184,9 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 def describe(
     metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS), *, first: bool = False
 ) -> list[str]:
-    """Formats the metrics that have a short form, in the order of `names`; `first`: of the first step of a run."""
+    """Formats the metrics with a short form, in the order of `names`; `first` marks the first step of a run."""
     shown = {name: _FORMATS[name](metrics[name]) for name in names if name in metrics}
-    # A warm-up begins with a step that changes nothing.
+    # The first step of a warm-up has a learning rate of 0.
     if first and metrics.get("optim/learning_rate") == 0 and "optim/learning_rate" in shown:
         shown["optim/learning_rate"] += " (warm-up)"
     return [*shown.values()]
@@ -198,14 +196,14 @@ def duration(seconds: float | None) -> str:
     """Formats a duration as `1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_part = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
         return f"{days}d{hours:02}h"
     if hours:
         return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+    return f"{minutes}m{seconds_part:02}s" if minutes else f"{seconds_part}s"
 
 
 def _wants_live(stream: TextIO) -> bool:
@@ -214,6 +212,6 @@ def _wants_live(stream: TextIO) -> bool:
 
 
 def _round_steps(total: int) -> int:
-    """The least of 1, 2, 5, 10, 20, ... that makes at most 50 lines, but not over 1000."""
+    """The smallest of 1, 2, 5, 10, 20, ... with at most 50 lines, but not over 1000."""
     sizes = (digit * 10**power for power in range(4) for digit in (1, 2, 5))
     return next((size for size in sizes if size * 50 >= total or size >= _MAX_LINE_STEPS), _MAX_LINE_STEPS)

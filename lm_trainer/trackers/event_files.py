@@ -1,4 +1,4 @@
-"""The end of TensorBoard's event files, by which a writer knows what the one before it has left."""
+"""Reads the end of TensorBoard's event files, to find out what earlier writers left."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 _TEXT = "/text_summary"
-"""The end of the tags of texts."""
+"""Suffix of the tags of texts."""
 
 
 class LastStep:
-    """The last step that a directory of event files shows, and what it shows of it.
+    """The last step in a directory of event files, and its tags.
 
-    Steps of one file never decrease, but for what is logged at step 0, and the start of a session hides the events of
-    its step and later ones in earlier files. So the end of each file tells enough, and long files are read fast.
+    Steps of a file never decrease, except for events at step 0, and the start of a session hides the events of its step
+    and later ones in earlier files. So the end of each file is enough, and long files are read fast.
 
     Attributes:
-        step: 0 where nothing is shown.
-        tags: of the scalars, histograms and texts of that step; None: all that the run has logged.
+        step: 0 for an empty directory.
+        tags: scalars, histograms and texts of the step; None means everything the run has logged.
     """
 
     def __init__(self, directory: Path, event_class: Any, start: int):
         """Reads the files.
 
         Args:
-            directory: of the files, whose names follow the time.
+            directory: directory of the files, whose names sort by time.
             event_class: the class `Event` of tensorboardX's protobufs.
             start: the status of a session's start.
         """
@@ -33,7 +33,7 @@ class LastStep:
         self.tags: set[str] | None = set()
         for file in sorted(directory.glob("events*")):
             frames = [*_frames(file.read_bytes())]
-            # Behind the version of the file.
+            # The event after the file's version.
             for event in map(event_class.FromString, frames[1:2]):
                 if event.session_log.status == start and event.step <= self.step:
                     self.step, self.tags = max(event.step - 1, 0), None
@@ -54,16 +54,16 @@ class LastStep:
             self.tags |= tags
 
     def has(self, name: str, step: int) -> bool:
-        """True if the directory shows a line of the run, as far as its end tells."""
+        """True if the directory shows a line of the run, according to the end of its files."""
         return step < self.step or (step == self.step and (self.tags is None or name in self.tags))
 
 
 def _frames(data: bytes) -> Iterator[bytes]:
-    """The whole events of a file: each has its length (8 bytes) and a CRC (4) before it, and a CRC (4) behind it."""
-    at = 0
-    while at + 12 <= len(data):
-        end = at + 12 + int.from_bytes(data[at : at + 8], "little")
+    """The complete events of a file: 8 bytes of length and 4 of CRC before each, and 4 of CRC after it."""
+    offset = 0
+    while offset + 12 <= len(data):
+        end = offset + 12 + int.from_bytes(data[offset : offset + 8], "little")
         if end + 4 > len(data):
             return
-        yield data[at + 12 : end]
-        at = end + 4
+        yield data[offset + 12 : end]
+        offset = end + 4

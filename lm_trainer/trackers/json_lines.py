@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, which belong to the steps of a run."""
+"""Files with one JSON object per line, which belong to the steps of a run."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonLines:
-    """A file to which whole lines are appended.
+    """A file of lines, appended one at a time.
 
     Args:
-        path: the file, which need not exist.
-        resume_step: lines of later steps are dropped, because they come again; 0: a file that is there gets another
-            name.
-        expected: the lines that the file must have.
+        path: the file; may be missing.
+        resume_step: lines of later steps are dropped, because they are logged a second time; with 0, an existing file
+            is renamed.
+        expected: expected lines of the file.
 
     Attributes:
-        missing: those that it lacks: steps by the name of the line.
-        there: the lines that it had when it was opened.
+        missing: steps of the missing lines, by name of the line.
+        initial_lines: the lines of the file at opening.
 
     Raises:
-        MachineError: here and in every method, when the file cannot be written, or is gone.
+        MachineError: here and in every method, if the file cannot be written, or was removed.
     """
 
     def __init__(self, path: Path, resume_step: int, expected: Plain | None = None):
         self.path = path
         try:
-            there = _drop_steps_after(path, resume_step)
+            existing = _drop_steps_after(path, resume_step)
             self._fd = _open_to_append(path)
         except OSError as error:
             raise machine_error(path, error) from error
         self._size = os.fstat(self._fd).st_size
-        must = Series(expected)
-        self.missing = must.without(there)
-        self.there = there.plain()
-        # What is missing stays so, however often the run is resumed.
-        self._series = must.joined(there) if self.missing else there
+        required = Series(expected)
+        self.missing = required.without(existing)
+        self.initial_lines = existing.plain()
+        # Missing lines stay missing, however often the run is resumed.
+        self._series = required.joined(existing) if self.missing else existing
 
     @property
     def series(self) -> Plain:
-        """The lines that the file has had, as `expected` takes them at the next start."""
+        """All lines the file should have, for `expected` at the next start."""
         return self._series.plain()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        # One unbuffered write a line: a kill between two steps loses nothing, and a kill inside one tears no line.
+        # One unbuffered write per line: a kill between two steps loses no line, and a kill during a write tears none.
         line = _line(record)
         try:
             written = os.write(self._fd, line)
@@ -67,7 +67,7 @@ class JsonLines:
                 written += os.write(self._fd, line[written:])
             links = os.fstat(self._fd).st_nlink
         except OSError as error:
-            # A full disk may have taken half a line, which would spoil the next one.
+            # A full disk may have taken half a line, which would corrupt the next one.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise machine_error(self.path, error) from error
@@ -77,14 +77,14 @@ class JsonLines:
         self._series.add(line_name(record), record["step"])
 
     def records(self) -> list[dict[str, Any]]:
-        """Reads its records, with the floats that JSON lacks as texts."""
+        """Reads its records; non-finite floats stay strings."""
         try:
             return [record for record, _ in parse(self.path.read_bytes())[0]]
         except OSError as error:
             raise machine_error(self.path, error) from error
 
     def insert(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Puts records of earlier steps among the other lines, by step and time."""
+        """Inserts records of earlier steps between the other lines, by step and time."""
         ordered = sorted([*self.records(), *records], key=lambda record: (record["step"], record.get("time", 0.0)))
         try:
             write_atomically(self.path, b"".join(_line(record) for record in ordered))
@@ -95,23 +95,23 @@ class JsonLines:
             raise machine_error(self.path, error) from error
 
     def sync(self) -> None:
-        """Returns when all lines would outlast a power cut."""
+        """Flushes all lines to disk, to survive a power cut."""
         try:
             os.fsync(self._fd)
-            ours = os.fstat(self._fd)
-            named = self.path.stat()
+            opened = os.fstat(self._fd)
+            current = self.path.stat()
             _sync_directory(self.path.parent)
         except FileNotFoundError:
             raise self._gone() from None
         except OSError as error:
             raise machine_error(self.path, error) from error
-        if not os.path.samestat(ours, named):
+        if not os.path.samestat(opened, current):
             raise self._gone()
 
     def close(self) -> None:
         if self._fd < 0:
             return
-        # Closing twice is harmless: it also happens when another tracker fails to open.
+        # Closing twice is harmless: this happens if another tracker fails to open.
         fd, self._fd = self._fd, -1
         try:
             os.fsync(fd)
@@ -129,12 +129,12 @@ class JsonLines:
 
 
 def decode(value: Any) -> Any:
-    """Converts a value of these files to that which was logged: texts for the floats that JSON lacks become floats."""
+    """Converts a value in these files back to the logged one: strings for non-finite floats become floats."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
-    """Parses the records with their lines, and counts the lines that hold none, a torn last one included."""
+    """Parses the records with their lines, and counts the invalid lines, including a torn last one."""
     records, broken = [], 0
     for line in content.splitlines(keepends=True):
         try:
@@ -149,7 +149,7 @@ def parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
 
 
 def machine_error(path: Path, error: OSError) -> MachineError:
-    """The error of a file that cannot be written."""
+    """The error for an unwritable file."""
     return MachineError(
         f"{path}: cannot be written ({error.strerror or error}); make room or mend the directory, then start the same "
         f"command again: the run goes on from its newest checkpoint"
@@ -161,15 +161,15 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _open_to_append(path: Path) -> int:
-    # For appending, so that a line ends up at the end even if somebody else has the file open too.
+    # O_APPEND: lines go to the end even if another process has the file open.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _drop_steps_after(path: Path, step: int) -> Series:
-    """Keeps the whole lines of steps up to `step`, and returns them; the file changes by a rename or not at all.
+    """Keeps the complete lines of steps up to `step`, and returns them; the file is replaced atomically.
 
-    Where the run begins again at step 0 the file is kept under another name: its checkpoints were lost or moved, and
-    nothing says that the steps will come again.
+    If the run starts at step 0, the file is renamed and kept: its checkpoints were lost or moved, so the steps may
+    never be logged a second time.
     """
     series = Series()
     if not path.exists():
@@ -179,31 +179,33 @@ def _drop_steps_after(path: Path, step: int) -> Series:
     if broken:
         logger.warning("%s: dropped %d lines that were not whole", path, broken)
     if records and not step:
-        path.rename(aside := _unused_name(path))
+        path.rename(renamed := _unused_name(path))
         last = max(record["step"] for record, _ in records)
-        # Once for all files of a run.
+        # Warn once for all files of a run.
         level = logging.WARNING if path.name == METRICS else logging.INFO
-        logger.log(level, "%s reached step %d, but no checkpoint was found: kept as %s", path, last, aside.name)
+        logger.log(level, "%s reached step %d, but no checkpoint was found: kept as %s", path, last, renamed.name)
         return series
-    kept = [(record, line) for record, line in records if record["step"] <= step]
-    if len(kept) < len(records):
-        logger.info("%s: dropped %d lines of steps after %d, which come again", path, len(records) - len(kept), step)
-    text = b"".join(line for _, line in kept)
+    retained = [(record, line) for record, line in records if record["step"] <= step]
+    if len(retained) < len(records):
+        logger.info(
+            "%s: dropped %d lines of steps after %d, which come again", path, len(records) - len(retained), step
+        )
+    text = b"".join(line for _, line in retained)
     if text != content:
         write_atomically(path, text)
-    for record, _ in kept:
+    for record, _ in retained:
         series.add(line_name(record), record["step"])
     return series
 
 
 def _unused_name(path: Path) -> Path:
-    """The first of `metrics-1.jsonl`, `metrics-2.jsonl`, ... that does not exist."""
+    """The first of `metrics-1.jsonl`, `metrics-2.jsonl`, ... without a file."""
     names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes the names in a directory outlast a power cut, where the file system can."""
+    """Flushes the names in a directory to disk, to survive a power cut, if the file system supports it."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

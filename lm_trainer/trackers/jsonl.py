@@ -1,4 +1,4 @@
-"""The files that every run writes into its directory: metrics.jsonl, summary.json, texts.jsonl, histograms.jsonl."""
+"""The files in every run directory: metrics.jsonl, summary.json, texts.jsonl, histograms.jsonl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUMMARY = "summary.json"
 
 
 class JsonlConfig(TrackerConfig):
-    """Writes a second copy of the files that the run directory always holds, for example on a shared disk."""
+    """Writes a second copy of the files in the run directory, for example on a shared disk."""
 
     type: Literal["jsonl"] = "jsonl"
     path: LocalPath
@@ -36,23 +36,23 @@ class JsonlConfig(TrackerConfig):
 
 
 class JsonlTracker:
-    """Writer of one JSON object a line, each complete before the next step begins.
+    """Writer of one JSON object per line, each complete before the next step begins.
 
     A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
     since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
-    "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). With a checkpoint comes a line whose
-    `fingerprint` is text, with an alert one with the texts `alert` (its kind) and `message`. Texts have `name` and
-    `text` instead of metrics, histograms `name`, `counts` and `edges`.
+    "NaN", "Infinity" and "-Infinity" (`read_metrics` converts them back). Each checkpoint adds a line with the string
+    `fingerprint`, each alert one with the strings `alert` (its kind) and `message`. Texts have `name` and `text`
+    instead of metrics, histograms `name`, `counts` and `edges`.
 
     Raises:
-        MachineError: here and in every method, when a file cannot be written. Earlier lines stay whole.
+        MachineError: here and in every method, if a file cannot be written. Earlier lines stay complete.
     """
 
     def __init__(self, run: TrackedRun):
         self._run = run
         self._files: dict[str, JsonLines] = {}
         self._lines(METRICS)
-        # Opened now if they exist or should, since opening drops the steps that come again; else with the first line.
+        # Opened now if they exist or should, since opening drops repeated steps; otherwise with the first line.
         for name in (TEXTS, HISTOGRAMS):
             if (run.dir / name).exists() or name in run.series:
                 self._lines(name)
@@ -67,7 +67,7 @@ class JsonlTracker:
         self._lines(METRICS).write(_record(step) | dict(record))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Nothing: the run directory has its config.yaml."""
+        """Ignored: the run directory has its config.yaml."""
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         self._summary |= summary
@@ -88,16 +88,16 @@ class JsonlTracker:
         self._lines(METRICS).write({**_record(step), "alert": kind, "message": message})
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Nothing: artifacts are files of the run directory."""
+        """Ignored: artifacts are files of the run directory."""
 
     def lacks(self, lines: Mapping[str, Series]) -> Missing:
-        there = self.lines
-        missing = {file: series.without(Series(there.get(file))) for file, series in lines.items()}
+        existing = self.lines
+        missing = {file: series.without(Series(existing.get(file))) for file, series in lines.items()}
         return {file: names for file, names in missing.items() if names}
 
     def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        for file, of_file in records.items():
-            self._lines(file).insert(of_file)
+        for file, file_records in records.items():
+            self._lines(file).insert(file_records)
 
     def records(self, file: str) -> list[dict[str, Any]]:
         return self._files[file].records() if file in self._files else []
@@ -112,7 +112,7 @@ class JsonlTracker:
 
     @property
     def lines(self) -> dict[str, Plain]:
-        return {name: lines.there for name, lines in self._files.items()}
+        return {name: lines.initial_lines for name, lines in self._files.items()}
 
     @property
     def gaps(self) -> list[str]:
@@ -128,7 +128,7 @@ class JsonlTracker:
             lines.close()
 
     def _lines(self, name: str) -> JsonLines:
-        """The file of this name, without the lines that a resumed run computes again."""
+        """The file with this name, without the lines that a resumed run repeats."""
         if name not in self._files:
             run = self._run
             self._files[name] = JsonLines(run.dir / name, run.resume_step, run.series.get(name))
@@ -138,8 +138,7 @@ class JsonlTracker:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """Reads the lines of a run's metrics.jsonl in order, with NaN and infinities as floats.
 
-    The file of a run that is going on may be read at any time. A torn last line, as a power cut can leave it, is
-    skipped.
+    The file of a running run may be read at any time. A torn last line, for example after a power cut, is skipped.
     """
     records, _ = parse((Path(run_dir) / METRICS).read_bytes())
     return [{name: decode(value) for name, value in record.items()} for record, _ in records]
@@ -150,7 +149,7 @@ def _record(step: int) -> dict[str, Any]:
 
 
 def encode(value: Any) -> Any:
-    """Converts a value to its form in these files: the floats that JSON lacks become texts."""
+    """Converts a value to its form in these files: non-finite floats become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

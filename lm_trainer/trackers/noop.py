@@ -1,4 +1,4 @@
-"""The tracker that tracks nothing."""
+"""A tracker without any output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm_trainer.trackers.series import Plain, Series
 
 
 class NoopConfig(TrackerConfig):
-    """Tracks nothing; the run directory has its metrics.jsonl all the same."""
+    """Disables tracking, except for metrics.jsonl in the run directory."""
 
     type: Literal["noop"] = "noop"
 
@@ -24,7 +24,7 @@ class NoopConfig(TrackerConfig):
 
 
 class NoopTracker:
-    """Tracker that writes nothing; all processes of a run but the first have it in place of any other."""
+    """Tracker without output, used by all processes of a run except the first."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Series of steps: which lines a file of records must have, as checkpoints remember it."""
+"""Series of steps: the expected lines in a file of records, as stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 Plain = dict[str, list[list[int]]]
-"""A series as JSON: by the name of its lines, ranges `[first, last, stride]` of steps."""
+"""A series as JSON: name of a line -> ranges `[first, last, stride]` of steps."""
 
 
 class Series:
-    """The steps of the lines of a file, by the name of a line; small as JSON, however many lines there are.
+    """The steps of the lines of a file, by name of the line; small as JSON, for any number of lines.
 
-    The name of a line of metrics is its first metric, such as `train/loss`; that of a text or histogram its `name`.
+    The name of a line of metrics is its first metric, such as `train/loss`; texts and histograms have a `name`.
     """
 
     def __init__(self, plain: Mapping[str, Iterable[Iterable[int]]] | None = None):
-        self._ranges = {name: [list(each) for each in ranges] for name, ranges in (plain or {}).items()}
+        self._ranges = {name: [list(span) for span in ranges] for name, ranges in (plain or {}).items()}
 
     def add(self, name: str, step: int) -> None:
-        """Adds a line; steps of one name do not decrease, and count once. Alerts are of the day, and do not count."""
+        """Adds a line; steps of one name do not decrease, and count once. Alerts are not counted: reruns differ."""
         if name == "alert":
             return
         ranges = self._ranges.setdefault(name, [])
@@ -42,25 +42,25 @@ class Series:
             yield from range(first, last + 1, stride)
 
     def without(self, other: Series) -> dict[str, list[int]]:
-        """The lines that `other` lacks: steps by name, only names that have any."""
+        """The lines missing in `other`: steps by name, only names with any."""
         missing = {}
         for name in self._ranges:
-            there = {*other.steps(name)}
-            if steps := [step for step in self.steps(name) if step not in there]:
+            existing = {*other.steps(name)}
+            if steps := [step for step in self.steps(name) if step not in existing]:
                 missing[name] = steps
         return missing
 
     def joined(self, other: Series) -> Series:
-        """The lines that this one or `other` has."""
-        both = Series()
+        """The union of the lines of this series and `other`."""
+        union = Series()
         for name in {**self._ranges, **other._ranges}:
             for step in sorted({*self.steps(name), *other.steps(name)}):
-                both.add(name, step)
-        return both
+                union.add(name, step)
+        return union
 
     def plain(self) -> Plain:
-        """Itself as JSON."""
-        return {name: [list(each) for each in ranges] for name, ranges in self._ranges.items()}
+        """The series as JSON."""
+        return {name: [list(span) for span in ranges] for name, ranges in self._ranges.items()}
 
 
 def line_name(record: Mapping[str, Any]) -> str:
@@ -70,13 +70,13 @@ def line_name(record: Mapping[str, Any]) -> str:
 
 
 def describe_gap(file: Path, run_id: str, step: int, missing: Mapping[str, list[int]]) -> str:
-    """A line for people about lines that a file lacks: steps by the name of the line.
+    """A message about missing lines in a file.
 
     Args:
-        file: one of the run's.
+        file: one of the run's files.
         run_id: the run's name.
-        step: that of the checkpoint that remembers the lines.
-        missing: the lines.
+        step: step of the checkpoint that remembers the lines.
+        missing: steps of the missing lines, by name of the line.
     """
     kinds = (f"{kind} of {describe(steps)}" for kind, steps in missing.items())
     return (
@@ -86,7 +86,7 @@ def describe_gap(file: Path, run_id: str, step: int, missing: Mapping[str, list[
 
 
 def describe(steps: list[int]) -> str:
-    """Steps for people, such as `12, 20 to 31 and 40`."""
+    """Formats steps for people, such as `12, 20 to 31 and 40`."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][1] + 1:

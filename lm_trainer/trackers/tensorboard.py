@@ -17,7 +17,7 @@ from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
-from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
 from lm_trainer.trackers.event_files import LastStep
 from lm_trainer.trackers.series import Series
 
@@ -26,7 +26,7 @@ _REMOTE_FLUSH_SECONDS = 60.0
 
 
 class TensorboardConfig(TrackerConfig):
-    """Writes event files, which `tensorboard --logdir` shows; the viewer is a package of its own."""
+    """Writes event files for `tensorboard --logdir`; the viewer is a separate package."""
 
     type: Literal["tensorboard"] = "tensorboard"
     logdir: Annotated[str, Takes(schemes=("gs", "s3"))] | None = None
@@ -43,7 +43,7 @@ class TensorboardConfig(TrackerConfig):
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Hides torch from imports that take it if it is installed, without needing it, at the cost of seconds."""
+    """Hides torch from imports that use it if it is installed, without needing it, at the cost of seconds."""
     hidden = "torch" not in sys.modules
     if hidden:
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
@@ -55,10 +55,10 @@ def _without_torch() -> Iterator[None]:
 
 
 class TensorboardTracker:
-    """Writer of event files, each event as soon as it is logged.
+    """Writer of event files; each event is written when it is logged.
 
-    `tensorboardX.SummaryWriter` is not used: it writes in a thread, and once that thread has died of a full disk, the
-    next call waits for ever.
+    `tensorboardX.SummaryWriter` is not used: it writes in a thread, and after the thread has died of a full disk, the
+    next call waits forever.
     """
 
     def __init__(self, directory: str, *, resume_step: int):
@@ -67,16 +67,16 @@ class TensorboardTracker:
             from tensorboardX.proto import event_pb2, summary_pb2
 
         self._text_summary, self._hparams = summary.text, summary.hparams
-        # The generated classes, whose names type checkers cannot see.
+        # The generated classes, whose names are invisible to type checkers.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         remote = "://" in directory
         try:
             record_writer.directory_check(directory)
-            # What earlier attempts have left, before this one adds a file.
+            # Read the files of earlier attempts before this one adds a file.
             start = self._events.SessionLog.START
             self._shown = None if remote else LastStep(Path(directory), self._events.Event, start)
-            # tensorboardX names files by the second, in which another attempt may have begun.
+            # tensorboardX names files by the second, which is not unique between attempts.
             suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
             self._file = event_file_writer.EventsWriter(f"{directory}/events", suffix)
         except (OSError, ImportError) as error:
@@ -84,7 +84,7 @@ class TensorboardTracker:
         self._local = None if remote else next(Path(directory).glob(f"*{suffix}"))
         self._flush_seconds = _REMOTE_FLUSH_SECONDS if remote else 0.0
         self._flushed = time.monotonic()
-        # TensorBoard then drops the events of earlier files from this step on, which come again.
+        # TensorBoard then drops the events of earlier files from this step on, which are logged a second time.
         first = resume_step + 1 if resume_step else 0
         self._write(first, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
@@ -94,11 +94,11 @@ class TensorboardTracker:
         self._write(step, summary=summary(value=values))
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Nothing: TensorBoard draws numbers."""
+        """Ignored: TensorBoard draws numbers."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
-        # The values of the two metrics stand for "there is such a metric", by which runs can be sorted.
+        # The values of the two metrics are placeholders: they declare metrics to sort runs by.
         for summary in self._hparams(dict(_hyperparameters(config, "")), {"train/loss": 0.0, "eval/loss": 0.0}):
             self._write(0, summary=summary)
 
@@ -109,10 +109,10 @@ class TensorboardTracker:
         self._write(step, summary=self._text_summary(name, text))
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
-        # The bucket limits have to ascend; neighbours that are equal have nothing between them.
+        # Bucket limits must ascend: merge empty bins between equal edges.
         keep = np.append(edges[2:] > edges[1:-1], True)
         middles = (edges[:-1] + edges[1:]) / 2
-        # Sums and squares are those of the middles of the bins: the values themselves are not known.
+        # Sums and squares use the middles of the bins: the values themselves are unknown.
         histogram = self._summaries.HistogramProto(
             min=edges[0],
             max=edges[-1],
@@ -130,27 +130,27 @@ class TensorboardTracker:
         self.log_text(f"alerts/{kind}", message, step=step)
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Nothing: TensorBoard shows no files, and the run directory has them."""
+        """Ignored: TensorBoard shows no files, and the run directory has them."""
 
     def lacks(self, lines: Mapping[str, Series]) -> Missing:
-        # A bucket would have to hand out whole files.
+        # A bucket would have to download entire files.
         if self._shown is None:
             return {}
-        there = {
+        recorded = {
             name: [step for step in series.steps(name) if self._shown.has(name, step)]
             for series in lines.values()
             for name in series.names
         }
-        return lacking(lines, there)
+        return find_missing(lines, recorded)
 
     def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        log_again(self, records)
+        log_records(self, records)
 
     def sync(self) -> None:
         self._file.flush()
         self._flushed = time.monotonic()
         if self._local is not None:
-            # Opened by its name, so that a file that somebody has removed is noticed.
+            # Opened by name, to notice a removed file.
             with self._local.open("rb") as file:
                 os.fsync(file.fileno())
 
@@ -159,10 +159,10 @@ class TensorboardTracker:
 
     def _write(self, step: int, **content: Any) -> None:
         self._file.write_event(self._events.Event(wall_time=time.time(), step=step, **content))
-        now = time.monotonic()
-        if now - self._flushed >= self._flush_seconds:
+        timestamp = time.monotonic()
+        if timestamp - self._flushed >= self._flush_seconds:
             self._file.flush()
-            self._flushed = now
+            self._flushed = timestamp
 
 
 def _as_markdown(values: Mapping[str, Any]) -> str:
@@ -170,7 +170,7 @@ def _as_markdown(values: Mapping[str, Any]) -> str:
 
 
 def _hyperparameters(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a configuration by dotted key, as TensorBoard can compare them between runs."""
+    """The leaves of a configuration by dotted key, for comparing runs in TensorBoard."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _hyperparameters(inner, f"{key}.{name}" if key else str(name))

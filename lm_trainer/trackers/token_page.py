@@ -1,6 +1,6 @@
-"""Probabilities of the tokens of a few documents over the steps of a run: their file, and a page that shows them.
+"""Token probabilities of a few documents over the steps of a run: their file, and an HTML page.
 
-Shape letters: S tokens of a document that are predicted, K likeliest tokens.
+Shape letters: S predicted tokens of a document, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from lm_trainer.core.files import append_line
 from lm_trainer.core.page import write_page
 
 FILE, PAGE = "token-probabilities.jsonl", "token-probabilities.html"
-"""Names in the run directory."""
+"""File names in the run directory."""
 
 MAX_STEPS = 40
-"""Evaluations on a page: the first, the last, and those between evenly."""
+"""Maximum number of evaluations on a page: the first, the last, and evenly spaced ones in between."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A document at a step; hundredths of nats, so that files stay small."""
+    """Scores of a document at a step, in hundredths of nats to keep files small."""
 
     nll_S: list[int]
-    """-log p of each token but the first."""
+    """-log p of each token except the first."""
     rank_S: list[int]
-    """Number of tokens that were likelier."""
+    """Number of more likely tokens."""
     top_SK: list[list[tuple[int, int]]]
-    """Id and -log p of the likeliest tokens."""
+    """Id and -log p of the most likely tokens."""
 
     @classmethod
     def of(cls, nll_S: np.ndarray, rank_S: np.ndarray, ids_SK: np.ndarray, nll_SK: np.ndarray) -> Scored:
-        """Rounds what a program has computed."""
+        """Rounds the outputs of a program."""
         top = [
             [(int(i), int(n)) for i, n in zip(ids, nlls, strict=True)]
             for ids, nlls in zip(ids_SK, _hundredths(nll_SK), strict=True)
@@ -46,7 +46,7 @@ class Scored:
 
 
 def _hundredths(nll: np.ndarray) -> np.ndarray:
-    # A loss that is not finite is as bad as any.
+    # Non-finite losses become a large finite one.
     return np.rint(np.nan_to_num(nll.astype(np.float64), nan=1e4, posinf=1e4) * 100).astype(int)
 
 
@@ -57,16 +57,16 @@ class TokenHistory:
     documents: list[list[int]]
     """Token ids."""
     tokens: dict[int, str]
-    """Text of every token that occurs."""
+    """Text of every token used."""
     steps: dict[int, list[Scored]] = field(default_factory=dict)
-    """Step -> each document."""
+    """Step -> scores of each document."""
 
     @classmethod
     def read(cls, directory: Path) -> TokenHistory:
-        """Reads the file of a run directory; a line that was cut off is left out.
+        """Reads the file of a run directory; an incomplete line is left out.
 
         Raises:
-            UserError: where there is none.
+            UserError: if the file does not exist.
         """
         history = cls([], {})
         try:
@@ -83,20 +83,20 @@ class TokenHistory:
             except ValueError:
                 continue
             if isinstance(record, dict):
-                history._take(record)
+                history._add_record(record)
         return history
 
-    def _take(self, record: Mapping[str, Any]) -> None:
+    def _add_record(self, record: Mapping[str, Any]) -> None:
         self.tokens |= {int(index): text for index, text in record.get("tokens", {}).items()}
         if "documents" in record:
-            # A run that was begun anew, or with other documents, begins its history anew.
+            # A run started from scratch, or with other documents, starts a new history.
             self.documents, self.steps = record["documents"], {}
         if "step" in record:
-            # A step that was done again replaces what was after it.
+            # A repeated step replaces all later ones.
             self.steps = {step: scored for step, scored in self.steps.items() if step < record["step"]}
             columns = zip(record["nll"], record["rank"], record["top"], strict=True)
             self.steps[record["step"]] = [
-                Scored(nll, rank, [[(i, n) for i, n in each] for each in top]) for nll, rank, top in columns
+                Scored(nll, rank, [[(i, n) for i, n in pairs] for pairs in top]) for nll, rank, top in columns
             ]
 
 
@@ -105,27 +105,27 @@ class TokenFile:
 
     def __init__(self, directory: Path, documents: Sequence[Sequence[int]], texts: Any):
         self._path, self._texts = directory / FILE, texts
-        self.history = TokenHistory([list(each) for each in documents], {})
+        self.history = TokenHistory([list(document) for document in documents], {})
         try:
-            before = TokenHistory.read(directory)
+            previous = TokenHistory.read(directory)
         except UserError:
-            before = self.history
-        if before.documents == self.history.documents and before.steps:
-            self.history = before
+            previous = self.history
+        if previous.documents == self.history.documents and previous.steps:
+            self.history = previous
         else:
             self._write({"documents": self.history.documents, "tokens": self._new_tokens(_ids(documents))})
 
     def add(self, step: int, scored: Sequence[Scored]) -> None:
         """Writes the probabilities at a step."""
-        self.history.steps = {s: each for s, each in self.history.steps.items() if s < step}
+        self.history.steps = {s: document_scores for s, document_scores in self.history.steps.items() if s < step}
         self.history.steps[step] = list(scored)
-        ids = (index for each in scored for top in each.top_SK for index, _ in top)
+        ids = (index for document_scores in scored for top in document_scores.top_SK for index, _ in top)
         self._write(
             {
                 "step": step,
-                "nll": [each.nll_S for each in scored],
-                "rank": [each.rank_S for each in scored],
-                "top": [each.top_SK for each in scored],
+                "nll": [document_scores.nll_S for document_scores in scored],
+                "rank": [document_scores.rank_S for document_scores in scored],
+                "top": [document_scores.top_SK for document_scores in scored],
                 "tokens": self._new_tokens(ids),
             }
         )
@@ -136,25 +136,25 @@ class TokenFile:
         return new
 
     def _write(self, record: dict[str, Any]) -> None:
-        # On the disk before the checkpoint of this step, which a power cut does not take back.
+        # Flushed to disk before the checkpoint of this step: it must survive a power cut if the checkpoint does.
         append_line(self._path, json.dumps(record, separators=(",", ":")).encode())
 
 
 def _ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:
-    return (index for each in documents for index in each)
+    return (index for document in documents for index in document)
 
 
 def token_page(runs: Mapping[str, TokenHistory]) -> str:
-    """A page, complete in itself, with the documents of one run, or of two side by side.
+    """A self-contained page with the documents of one run, or of two side by side.
 
     Raises:
-        UserError: for two runs with other documents, and for one that was not evaluated yet.
+        UserError: for two runs with different documents, and for a run without an evaluation.
     """
     histories = list(runs.values())
     for name, history in runs.items():
         if not history.steps:
             raise UserError(f"{name}: this run was not evaluated yet")
-    if any(each.documents != histories[0].documents for each in histories):
+    if any(other.documents != histories[0].documents for other in histories):
         raise UserError(
             f"{' and '.join(runs)} have other documents or another tokenizer; only the same tokens can be compared"
         )
@@ -177,9 +177,9 @@ def _page_steps(history: TokenHistory) -> list[dict[str, Any]]:
     return [
         {
             "step": step,
-            "nll": [each.nll_S for each in history.steps[step]],
-            "rank": [each.rank_S for each in history.steps[step]],
-            "top": [each.top_SK for each in history.steps[step]],
+            "nll": [document.nll_S for document in history.steps[step]],
+            "rank": [document.rank_S for document in history.steps[step]],
+            "top": [document.top_SK for document in history.steps[step]],
         }
         for step in sorted(chosen)
     ]

@@ -15,11 +15,11 @@ from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
-from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
 from lm_trainer.trackers.series import Series
 
 _REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
-"""Variables of the environment that have Trackio log to another machine."""
+"""Environment variables that make Trackio log to another machine."""
 
 
 class TrackioConfig(TrackerConfig):
@@ -27,14 +27,14 @@ class TrackioConfig(TrackerConfig):
 
     type: Literal["trackio"] = "trackio"
     project: str = "lm_trainer"
-    """The runs that the dashboard compares."""
+    """Project; the dashboard compares its runs."""
     name: str | None = None
     """Name of the run. Default: its id."""
     group: str | None = None
-    """Runs that belong together."""
+    """Group of related runs."""
     space_id: str | None = None
     """A Hugging Face Space to log to, as in `user/space`, with the token of `hf auth login`. Default: the environment's
-    TRACKIO_SPACE_ID, else this machine, in TRACKIO_DIR."""
+    TRACKIO_SPACE_ID, or else this machine, in TRACKIO_DIR."""
 
     @model_validator(mode="after")
     def _is_installed(self) -> TrackioConfig:
@@ -46,9 +46,9 @@ class TrackioConfig(TrackerConfig):
 
 
 class TrackioTracker:
-    """One Trackio run, which a resumed run goes on with.
+    """One Trackio run, continued by a resumed run.
 
-    Steps that a resumed run computes again are there twice: Trackio cannot drop records, and the numbers are the same.
+    Repeated steps of a resumed run appear twice: Trackio cannot drop records, and the numbers are the same.
     """
 
     def __init__(self, config: TrackioConfig, run: TrackedRun):
@@ -58,7 +58,7 @@ class TrackioTracker:
         self._local = config.space_id is None and not any(map(os.environ.get, _REMOTE))
         with _quiet():
             try:
-                # Not embedded in a notebook, and without the load of the machine among the metrics of a step.
+                # Not embedded in a notebook, and without the machine's load among the metrics of a step.
                 self._run: Any = trackio.init(
                     config.project,
                     name=config.name or run.id,
@@ -75,7 +75,7 @@ class TrackioTracker:
         self._run.log(dict(metrics), step=step)
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Nothing: Trackio draws numbers."""
+        """Ignored: Trackio draws numbers."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         # Trackio sends the configuration with the first metrics.
@@ -99,22 +99,22 @@ class TrackioTracker:
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
 
     def lacks(self, lines: Mapping[str, Series]) -> Missing:
-        # A Space cannot be asked for so many lines at each start.
+        # Querying a Space for so many lines at each start is too slow.
         if not self._local:
             return {}
         from trackio.sqlite_storage import SQLiteStorage
 
-        there: dict[str, set[int]] = {}
+        recorded: dict[str, set[int]] = {}
         for row in SQLiteStorage.get_logs(self._project, self._run.name, run_id=self._run.id):
             for name in row:
-                there.setdefault(name, set()).add(row["step"])
-        return lacking(lines, there)
+                recorded.setdefault(name, set()).add(row["step"])
+        return find_missing(lines, recorded)
 
     def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        log_again(self, records)
+        log_records(self, records)
 
     def sync(self) -> None:
-        """Nothing: Trackio's own thread writes and sends."""
+        """Ignored: Trackio writes and sends in a thread."""
 
     def close(self) -> None:
         with _quiet():

@@ -16,12 +16,12 @@ from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
-from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
 from lm_trainer.trackers.series import Series
 from lm_trainer.trackers.wandb_log import steps_in_logs
 
 STEP = "global_step"
-"""The x axis of all metrics. W&B's own step cannot go back, so it would drop the steps that a resumed run repeats."""
+"""The x axis of all metrics. W&B's own step cannot go back, so it would drop the repeated steps of a resumed run."""
 _MAX_SOURCE_BYTES = 1 << 20
 
 
@@ -30,25 +30,25 @@ class WandbConfig(TrackerConfig):
 
     type: Literal["wandb"] = "wandb"
     project: str | None = None
-    """Default: WANDB_PROJECT, else W&B's own default."""
+    """Default: WANDB_PROJECT, or else W&B's own default."""
     entity: str | None = None
-    """User or team. Default: WANDB_ENTITY, else yours."""
+    """User or team. Default: WANDB_ENTITY, or else yours."""
     tags: tuple[str, ...] = ()
     """Labels of the run."""
     group: str | None = None
-    """Runs that belong together."""
+    """Group of related runs."""
     id: str | None = None
-    """Default: the id of the run, so that a resumed run goes on in the same place."""
+    """Default: the id of the run, so a resumed run continues in the same place."""
     name: str | None = None
-    """The name that W&B shows. Default: the id."""
+    """Display name in W&B. Default: the id."""
     resume: Literal["allow", "must", "never", "auto"] = "allow"
-    """Reaction to an id that W&B knows: `allow` goes on in that run, `never` refuses; `must` refuses an id that it does
-    not know; `auto` goes on only after a crash on the same machine."""
+    """Reaction to an id known to W&B: `allow` continues the run, `never` refuses; `must` refuses an unknown id; `auto`
+    continues only after a crash on the same machine."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """`offline` writes to the run directory, for a later `wandb sync`. Default: WANDB_MODE, else online."""
     save_code: bool = True
-    """Upload the files that git tracks in the repository of the main script, else of lm_trainer; hidden files, such
-    as `.env`, and those over 1 MB are left out."""
+    """Upload the files tracked by git in the repository of the main script, or else of lm_trainer, except hidden files,
+    such as `.env`, and files over 1 MB."""
     save_xla_dumps: bool = False
     """Upload XLA's dumps at the end; needs `--xla_dump_to=DIRECTORY` in the environment's XLA_FLAGS."""
 
@@ -82,8 +82,8 @@ class WandbTracker:
                 mode=config.mode,
                 dir=str(run.dir),
                 resume=config.resume,
-                # W&B would copy the main script, a diff of the whole checkout, the command line and the address of the
-                # repository, whatever secrets they contain.
+                # By default W&B copies the main script, a diff of the entire checkout, the command line and the address
+                # of the repository, with any secrets in them.
                 settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
             )
         except UsageError as error:
@@ -97,7 +97,7 @@ class WandbTracker:
         self._run.log({STEP: step, **metrics})
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Nothing: W&B draws numbers."""
+        """Ignored: W&B draws numbers."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
@@ -119,7 +119,7 @@ class WandbTracker:
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         if type == "html":
-            # Shown among the charts, where a file would have to be downloaded.
+            # Shown among the charts; a file would have to be downloaded.
             self._run.log({STEP: self._step, name: self._wandb.Html(str(path))})
             return
         files = {path.name: path}
@@ -132,22 +132,22 @@ class WandbTracker:
         if run.disabled:
             return {}
         if run.offline:
-            return lacking(lines, steps_in_logs(self._directory, run.id, STEP))
-        # The server would need a request for every thousand lines. Lines are lost at the end of an attempt: by a kill,
-        # or once the tracker is switched off; it says which step of a resumed run was its last.
+            return find_missing(lines, steps_in_logs(self._directory, run.id, STEP))
+        # The server would need a request for every thousand lines. But lines are lost only at the end of an attempt,
+        # by a kill or once the tracker is switched off, and the server returns the last step of a resumed run.
         last = run.summary.get(STEP, math.inf) if run.resumed else 0
-        there = {
+        recorded = {
             name: [step for step in series.steps(name) if step <= last]
             for series in lines.values()
             for name in series.names
         }
-        return lacking(lines, there)
+        return find_missing(lines, recorded)
 
     def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        log_again(self, records)
+        log_records(self, records)
 
     def sync(self) -> None:
-        """Nothing: W&B's own process writes and sends."""
+        """Ignored: W&B writes and sends in another process."""
 
     def close(self) -> None:
         if self._dump_dir is not None and self._dump_dir.is_dir():
@@ -162,27 +162,26 @@ class WandbTracker:
 
 
 def tracked_sources() -> dict[str, Path]:
-    """Lists, name -> path, what git tracks in the repository of the main script, but hidden and large files.
+    """Files (name -> path) tracked by git in the repository of the main script, except hidden and large ones.
 
-    If git does not track the main script, as is so for `lmt`, it is the checkout that lm_trainer runs from; empty if
-    there is none.
+    If git does not track the main script, as for `lmt`, uses the checkout of lm_trainer; empty without one.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     root = (main and _repository(Path(main).resolve())) or _repository(Path(__file__).resolve())
     if root is None:
         return {}
-    # Tracked files alone: an untracked one may be a dump of data or hold a key.
+    # Only tracked files: an untracked one may be a data dump or contain a key.
     listed = _git(root, "ls-files", "-z") or ""
     names = [name for name in listed.split("\0") if name and not any(p.startswith(".") for p in name.split("/"))]
     files = {name: root / name for name in names}
-    # A link may lead out of the repository.
+    # A link may point out of the repository.
     return {
         n: p for n, p in files.items() if p.is_file() and not p.is_symlink() and p.stat().st_size <= _MAX_SOURCE_BYTES
     }
 
 
 def _repository(file: Path) -> Path | None:
-    """The top of the checkout in which git tracks `file`."""
+    """Root of the checkout in which git tracks `file`."""
     if not _git(file.parent, "ls-files", "--error-unmatch", file.name):
         return None
     top = _git(file.parent, "rev-parse", "--show-toplevel")
@@ -192,7 +191,7 @@ def _repository(file: Path) -> Path | None:
 def _git(directory: Path, *command: str) -> str | None:
     """Runs git and returns its output; None if it fails or is not installed."""
     try:
-        # A repository on a dead mount must not hold up the start of a run.
+        # A repository on a dead mount must not delay the start of a run.
         done = subprocess.run(
             ["git", "-C", str(directory), *command], capture_output=True, text=True, timeout=10, check=True
         )

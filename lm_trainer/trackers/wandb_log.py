@@ -1,4 +1,4 @@
-"""The transaction logs in which W&B keeps the records of a run on this machine."""
+"""Reads W&B's transaction logs, which contain the records of a run on this machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from glob import escape
 from pathlib import Path
 
 _HEADER, _BLOCK = 7, 1 << 15
-"""Bytes of the header of a file and of each part of a record; bytes of a block, across whose end no part goes."""
-_ALONE, _FIRST, _LAST = 1, 2, 4
-"""Kinds of parts: one that is a record, and the first and the last of several."""
+"""Bytes of the file header and of each fragment's header; bytes of a block, which fragments never cross."""
+_FULL, _FIRST, _LAST = 1, 2, 4
+"""Kinds of fragments: a complete record, and the first and the last fragment of a record."""
 
 
 def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[int]]:
-    """The steps of each key in the histories of a run, as its logs below `directory`/wandb have them."""
+    """The steps of each key in the history of a run, from its logs below `directory`/wandb."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     steps: dict[str, set[int]] = defaultdict(set)
@@ -24,7 +24,7 @@ def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[
             try:
                 keys = {item.key or item.nested_key[0]: item for item in Record.FromString(content).history.item}
                 step = int(keys[step_key].value_json) if step_key in keys else None
-            # A record that a power cut has spoilt; the class of protobuf's error is that of a package of W&B's.
+            # A record damaged by a power cut; protobuf's error class is in W&B's copy of the package.
             except Exception:
                 continue
             if step is not None:
@@ -34,21 +34,21 @@ def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a log, in LevelDB's format: CRC (4 bytes), length (2) and kind (1) before each part."""
-    at, parts = _HEADER, []
-    while at + _HEADER <= len(data):
-        left = _BLOCK - at % _BLOCK
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        # Zeros fill the end of a block, and what a power cut has left unwritten.
+    """The complete records of a log in LevelDB's format: fragments start with CRC (4 bytes), length (2), kind (1)."""
+    offset, parts = _HEADER, []
+    while offset + _HEADER <= len(data):
+        left = _BLOCK - offset % _BLOCK
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        # Zeros fill the end of a block, and the unwritten part after a power cut.
         if left < _HEADER or not kind:
-            at += left
+            offset += left
             continue
-        if kind in (_ALONE, _FIRST):
+        if kind in (_FULL, _FIRST):
             parts = []
-        at += _HEADER
-        if at + length > len(data):
+        offset += _HEADER
+        if offset + length > len(data):
             return
-        parts.append(data[at : at + length])
-        at += length
-        if kind in (_ALONE, _LAST):
+        parts.append(data[offset : offset + length])
+        offset += length
+        if kind in (_FULL, _LAST):
             yield b"".join(parts)

@@ -29,8 +29,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(
 ) -> None:
     file = tmp_path / "file"
     write_atomically(file, content)
-    before = file.read_bytes()
-    assert before == (content.encode() if isinstance(content, str) else content)
+    original = file.read_bytes()
+    assert original == (content.encode() if isinstance(content, str) else content)
 
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -38,7 +38,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(file, content * 2)
-    assert file.read_bytes() == before
+    assert file.read_bytes() == original
     assert [*tmp_path.iterdir()] == [file]
 
 

@@ -16,7 +16,7 @@ from lm_trainer.core import file_lock
 from lm_trainer.core.file_lock import is_locked, try_lock
 from lm_trainer.core.process_id import ProcessId
 
-HERE = ProcessId.of_this_process()
+THIS_PROCESS = ProcessId.of_this_process()
 
 
 def test_a_lock_is_seen_without_being_taken(tmp_path: Path) -> None:
@@ -41,20 +41,20 @@ def test_an_ended_process_is_known_even_before_it_is_waited_for() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         while Path(f"/proc/{child.pid}/stat").exists() and " Z " not in Path(f"/proc/{child.pid}/stat").read_text():
             time.sleep(0.01)
-        assert ProcessId(HERE.host, child.pid).has_ended()
-        assert ProcessId(HERE.host, child.pid, HERE.boot).has_ended()
-    assert ProcessId(HERE.host, child.pid).has_ended()
+        assert ProcessId(THIS_PROCESS.host, child.pid).has_ended()
+        assert ProcessId(THIS_PROCESS.host, child.pid, THIS_PROCESS.boot).has_ended()
+    assert ProcessId(THIS_PROCESS.host, child.pid).has_ended()
 
 
 @pytest.mark.parametrize("pid", [0, -1, 10**30])
 def test_a_number_that_no_process_can_have(pid: int) -> None:
-    assert ProcessId(HERE.host, pid).has_ended()
+    assert ProcessId(THIS_PROCESS.host, pid).has_ended()
 
 
 @pytest.mark.parametrize(
     "process",
-    [HERE, ProcessId(socket.gethostname(), os.getppid()), ProcessId("elsewhere", 10**30)]
-    + ([ProcessId(HERE.host, 10**30, "another start")] if HERE.boot else []),
+    [THIS_PROCESS, ProcessId(socket.gethostname(), os.getppid()), ProcessId("elsewhere", 10**30)]
+    + ([ProcessId(THIS_PROCESS.host, 10**30, "another start")] if THIS_PROCESS.boot else []),
     ids=["this", "its parent", "of another machine", "of another start"],
 )
 def test_others_count_as_running(process: ProcessId) -> None:

@@ -146,15 +146,15 @@ def test_other_texts_are_no_durations(text: str) -> None:
     ],
 )
 def test_methods_of_other_frameworks_are_answered_with_ours(config: Any, name: str, instead: str) -> None:
-    for asked in (config, config()):
+    for owner in (config, config()):
         with pytest.raises(AttributeError, match=rf"there is no {config.__name__}\.{name}: .*{instead}"):
-            getattr(asked, name)
+            getattr(owner, name)
         with pytest.raises(AttributeError, match="no_such_name"):
-            getattr(asked, "no_such_name")  # noqa: B009 - type checkers know that there is none
+            getattr(owner, "no_such_name")  # noqa: B009 - type checkers know that there is none
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "advice"),
     [
         (
             {"trainer": {"replica_dcn_axis_size": -1}},
@@ -164,8 +164,8 @@ def test_methods_of_other_frameworks_are_answered_with_ours(config: Any, name: s
         ({"data": {"validation_split": "dev"}}, r"splits: \[TRAIN, VALIDATION\]"),
     ],
 )
-def test_keys_of_levanter_name_what_to_write(section: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_keys_of_levanter_name_what_to_write(section: dict[str, Any], advice: str, tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(json.dumps(section))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=advice):
         load(file, [], RunConfig)

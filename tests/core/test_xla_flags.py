@@ -22,9 +22,9 @@ def gpu(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda,cpu"}, {"XLA_FLAGS": ""}])
 def test_a_gpu_gets_them_and_the_person_is_told(gpu: Path, environ: dict[str, str]) -> None:
-    (said,) = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
+    (message,) = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
     assert environ["XLA_FLAGS"] == FLAG
-    assert FLAG in said
+    assert FLAG in message
 
 
 def test_the_users_own_stay(gpu: Path) -> None:

@@ -77,8 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _api(self, name: str, verb: str | None, below: str, body: bytes) -> None:
         files = self.hub.files[name]
         if verb == "paths-info":
-            asked = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
-            return self._send(200, [_entry(path, files[path]) for path in asked if path in files])
+            paths = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
+            return self._send(200, [_entry(path, files[path]) for path in paths if path in files])
         if verb == "tree":
             return self._send(200, [_entry(p, c) for p, c in files.items() if p.startswith(below)])
         siblings = [{"rfilename": path, "size": len(content)} for path, content in files.items()]

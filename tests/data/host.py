@@ -23,23 +23,23 @@ def main(config: Path, out: Path, address: str, count: int, index: int, steps: r
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
 
     def rows(size: int) -> range:
-        places = sharding.addressable_devices_indices_map((size, SEQ_LEN)).values()
-        found = [where[0].indices(size) for where in places if where]
-        return range(min(start for start, _, _ in found), max(stop for _, stop, _ in found))
+        indices = sharding.addressable_devices_indices_map((size, SEQ_LEN)).values()
+        ranges = [index[0].indices(size) for index in indices if index]
+        return range(min(start for start, _, _ in ranges), max(stop for _, stop, _ in ranges))
 
     data = open_data(DataConfig.model_validate_json(config.read_text()), seq_len=SEQ_LEN, seed=3)
     schedule = BatchSchedule(Piecewise.make(list(BATCH)))
-    found: dict[str, np.ndarray] = {"fingerprint": np.frombuffer(data.fingerprint().encode(), np.uint8)}
+    arrays: dict[str, np.ndarray] = {"fingerprint": np.frombuffer(data.fingerprint().encode(), np.uint8)}
     batches = data.train(schedule, rows=rows, first_step=steps.start, num_steps=len(steps))
     for step, batch in zip(steps, batches, strict=True):
         for name, local in batch._asdict().items():
             if local is None:
                 continue
-            whole = jax.make_array_from_process_local_data(sharding, local, (schedule.at(step), SEQ_LEN))
-            for shard in whole.addressable_shards:
-                found[f"{step}/{name}/{shard.index[0].start or 0}"] = np.asarray(shard.data)
+            global_batch = jax.make_array_from_process_local_data(sharding, local, (schedule.at(step), SEQ_LEN))
+            for shard in global_batch.addressable_shards:
+                arrays[f"{step}/{name}/{shard.index[0].start or 0}"] = np.asarray(shard.data)
     data.close()
-    np.savez(out / f"{count}-{index}-{steps.start}.npz", **found)  # pyright: ignore[reportArgumentType]
+    np.savez(out / f"{count}-{index}-{steps.start}.npz", **arrays)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

@@ -49,8 +49,14 @@ def mel(samples: np.ndarray) -> np.ndarray:
 
 
 def opened(directory: Path, format: dict[str, Any] | None = None, seq_len: int = 8, **options: Any) -> Data:
-    given = {"tokenizer": "bytes", "shuffle": False, "num_workers": 0, "cache_dir": str(directory / "cache"), **options}
-    config = DataConfig.model_validate({"format": {**FORMAT, **(format or {})}, **given})
+    section = {
+        "tokenizer": "bytes",
+        "shuffle": False,
+        "num_workers": 0,
+        "cache_dir": str(directory / "cache"),
+        **options,
+    }
+    config = DataConfig.model_validate({"format": {**FORMAT, **(format or {})}, **section})
     return open_data(config, seq_len=seq_len, seed=0)
 
 
@@ -73,11 +79,11 @@ def test_features_are_those_of_transformers(mels: int, seconds: int, length: int
     samples = rng.normal(size=length) * np.geomspace(1e-7, 0.3, length) if length else rng.normal(size=16_000)
     samples = samples.astype(np.float32)
     extractor = transformers.WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds)
-    wanted = extractor(samples, sampling_rate=RATE, return_tensors="np").input_features[0].T
-    found = LogMel(100 * seconds, mels)(samples)
-    assert found.shape == (100 * seconds, mels)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    expected = extractor(samples, sampling_rate=RATE, return_tensors="np").input_features[0].T
+    actual = LogMel(100 * seconds, mels)(samples)
+    assert actual.shape == (100 * seconds, mels)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 class TestRecordings:
@@ -140,10 +146,10 @@ class TestRecordings:
         high = tone(rate=44_100)
         for audio in ({"bytes": recorded(high, 44_100)}, {"array": high.tolist(), "sampling_rate": 44_100},
                       recorded(np.stack([2 * high, 0 * high], axis=1), 44_100, subtype="FLOAT")):  # fmt: skip
-            found = encode(format, {"audio": audio, "text": "x"}, ByteTokenizer()).features
-            assert found is not None
+            features = encode(format, {"audio": audio, "text": "x"}, ByteTokenizer()).features
+            assert features is not None
             loud = mel(tone()) > 0.5
-            np.testing.assert_allclose(found[loud], mel(tone())[loud], atol=0.02)
+            np.testing.assert_allclose(features[loud], mel(tone())[loud], atol=0.02)
 
 
 class TestBadRows:
@@ -184,10 +190,10 @@ class TestBadRows:
             (tmp_path / f"{name}.wav").write_bytes(content)
             (tmp_path / f"{name}.txt").write_text(name)
         (tmp_path / "c.txt").unlink()
-        given: dict[str, Any] = {"train_urls": [str(tmp_path / "*.wav")]}
+        section: dict[str, Any] = {"train_urls": [str(tmp_path / "*.wav")]}
         with pytest.raises(UserError, match=r"b\.wav: the audio cannot be decoded.*on_bad_row: skip"):
-            opened(tmp_path, **given)
-        data = opened(tmp_path, on_bad_row="skip", max_bad_rows=0.7, **given)
+            opened(tmp_path, **section)
+        data = opened(tmp_path, on_bad_row="skip", max_bad_rows=0.7, **section)
         assert texts(first(data)) == [b"a"]
         (ledger,) = (cache.ledger for cache in data.caches.values())
         assert ledger.bad == 2
@@ -249,17 +255,17 @@ MORSE["unit_seconds"] = (0.01, 0.015)
 
 class TestCache:
     def test_kept_features_are_those_made_anew(self, tmp_path: Path) -> None:
-        kept = opened(tmp_path / "kept", source=MORSE)
-        anew = opened(tmp_path / "anew", {"features": "on_the_fly"}, source=MORSE)
-        for one, other in zip(first(kept, 12), first(anew, 12), strict=True):
+        cached = opened(tmp_path / "kept", source=MORSE)
+        recomputed = opened(tmp_path / "anew", {"features": "on_the_fly"}, source=MORSE)
+        for one, other in zip(first(cached, 12), first(recomputed, 12), strict=True):
             np.testing.assert_array_equal(one, other)
-        store = kept.caches["train/train"].store
+        store = cached.caches["train/train"].store
         assert {key.rpartition(".")[2] for key in store.list("parts")} == {"bin", "fea", "json", "len", "msk", "row"}
-        assert not [key for key in anew.caches["train/train"].store.list("parts") if key.endswith("fea")]
-        assert verify(store, kept.caches["train/train"].ledger) == []
+        assert not [key for key in recomputed.caches["train/train"].store.list("parts") if key.endswith("fea")]
+        assert verify(store, cached.caches["train/train"].ledger) == []
         (key,) = [key for key in store.list("parts") if key.endswith("fea")]
         store.write(f"parts/{key}", (store.read(f"parts/{key}") or b"")[:-4] + b"wxyz")
-        (problem,) = verify(KvStore(store.url), kept.caches["train/train"].ledger)
+        (problem,) = verify(KvStore(store.url), cached.caches["train/train"].ledger)
         assert problem.endswith(f"{key} has changed since it was written")
         with pytest.raises(MachineError, match=f"{key} has changed since it was written"):
             first(opened(tmp_path / "kept", source=MORSE), 12)
@@ -273,8 +279,8 @@ class TestCache:
         assert np.asarray(two.weights)[2].sum() == 0
         assert np.asarray(two.segments)[2].tolist() == [-1] * 8
         assert not np.asarray(two.features)[2].any()
-        whole = first(opened(tmp_path, source={**MORSE, "validation_rows": 0}), 12)
-        np.testing.assert_array_equal(np.asarray(whole.features)[7:10], one.features)
+        full = first(opened(tmp_path, source={**MORSE, "validation_rows": 0}), 12)
+        np.testing.assert_array_equal(np.asarray(full.features)[7:10], one.features)
 
     def test_masks_depend_on_the_step_and_the_row_alone(self, tmp_path: Path) -> None:
         plain = first(opened(tmp_path, source=MORSE), 12)
@@ -282,33 +288,33 @@ class TestCache:
         batches = list(data.train(4, rows=range(4), num_steps=6))
         (other,) = data.train(4, rows=range(1, 3), first_step=4, num_steps=1)
         np.testing.assert_array_equal(other.features, np.asarray(batches[4].features)[1:3])
-        found, again = np.asarray(batches[0].features), np.asarray(batches[3].features)
+        first_features, repeated_features = np.asarray(batches[0].features), np.asarray(batches[3].features)
         np.testing.assert_array_equal(batches[0].tokens, batches[3].tokens)
-        assert (found != again).any(), "the next epoch masks anew"
-        masked = found != np.asarray(plain.features)[:4]
+        assert (first_features != repeated_features).any(), "the next epoch masks anew"
+        masked = first_features != np.asarray(plain.features)[:4]
         assert 0 < masked.mean() < 0.9
-        assert not found[masked].any()
+        assert not first_features[masked].any()
         (held_out,) = data.validation().values()
-        (whole,) = held_out.batches(5, rows=range(5))
-        assert (np.asarray(whole.features)[:, 0] != 0).all(), "held-out rows have no masks"
+        (full,) = held_out.batches(5, rows=range(5))
+        assert (np.asarray(full.features)[:, 0] != 0).all(), "held-out rows have no masks"
 
-    @pytest.mark.parametrize(("features", "kept"), [("cached", "(0.0 MB)"), ("on_the_fly", "(made on the fly)")])
-    def test_features_are_told_apart_from_text(self, tmp_path: Path, features: str, kept: str) -> None:
+    @pytest.mark.parametrize(("features", "stored"), [("cached", "(0.0 MB)"), ("on_the_fly", "(made on the fly)")])
+    def test_features_are_told_apart_from_text(self, tmp_path: Path, features: str, stored: str) -> None:
         data = opened(tmp_path, {"features": features}, source=MORSE)
         train = status(data.config)[0]
-        assert f"12 documents, {train.ledger.num_tokens} tokens of 0.0 MB, features of 100 x {MELS} {kept}" in str(
+        assert f"12 documents, {train.ledger.num_tokens} tokens of 0.0 MB, features of 100 x {MELS} {stored}" in str(
             train
         )
-        found = stats(KvStore(train.url), train.ledger, None)
+        statistics = stats(KvStore(train.url), train.ledger, None)
         # The start and the end of a text are tokens, too.
-        assert found.bytes_per_token is not None
-        assert found.bytes_per_token < 1
-        assert not found.packing
+        assert statistics.bytes_per_token is not None
+        assert statistics.bytes_per_token < 1
+        assert not statistics.packing
 
     def test_widths_of_masks_have_their_limits(self) -> None:
         masks = SpecAugment(time_masks=1, time_width=5, channel_masks=0)
-        ones = np.ones((200, 30, 4), np.float32)
-        masked = masks.apply(ones, 3, np.arange(200))
+        features = np.ones((200, 30, 4), np.float32)
+        masked = masks.apply(features, 3, np.arange(200))
         widths = (masked[:, :, 0] == 0).sum(axis=1)
         assert set(widths.tolist()) == set(range(6))
         assert (masked == masked[:, :, :1]).all()

@@ -95,18 +95,18 @@ def open_growing(config: DataConfig) -> Data:
     return open_data(config, seq_len=SEQ_LEN, seed=7, background=True)
 
 
-def until(condition: Callable[[], object], what: str) -> None:
+def until(condition: Callable[[], object], description: str) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, description
         time.sleep(0.005)
 
 
-def drain(iterator: TrainIterator, taken: list[Batch]) -> None:
+def drain(iterator: TrainIterator, batches: list[Batch]) -> None:
     """Takes one batch after another as the training loop does, which asks for missing tokens until there are none."""
     while True:
         until(lambda: iterator.missing() is None, "it fails or goes on")
-        taken.append(next(iterator))
+        batches.append(next(iterator))
 
 
 MIXED = {"train_weights": [[0, {"a": 0.7, "b": 0.3}], [12, {"a": 0.2, "b": 0.8}]]}
@@ -177,17 +177,17 @@ def test_the_identity_of_the_data_is_known_at_once_and_stays(
     config = make_config("cache", validation_urls=[])
     data = open_growing(config)
     assert not data.complete
-    before = data.fingerprints(3)
-    assert before.keys() == {"sources"}
+    identity = data.fingerprints(3)
+    assert identity.keys() == {"sources"}
     with pytest.raises(RuntimeError, match="still being tokenised"):
         data.fingerprint()
-    assert open_growing(config.model_copy(update={"shuffle": False})).fingerprints(3) != before
+    assert open_growing(config.model_copy(update={"shuffle": False})).fingerprints(3) != identity
     gate.open()
     until(lambda: data.complete, "all is tokenised")
-    assert data.fingerprints(3) == {**before, "tokens": data.fingerprint(3)}
-    again = open_growing(config)
-    assert again.builds is None, "there is nothing left to build"
-    assert again.fingerprints(3) == data.fingerprints(3)
+    assert data.fingerprints(3) == {**identity, "tokens": data.fingerprint(3)}
+    reopened = open_growing(config)
+    assert reopened.builds is None, "there is nothing left to build"
+    assert reopened.fingerprints(3) == data.fingerprints(3)
     data.close()
 
 
@@ -200,11 +200,11 @@ def test_a_held_out_set_is_waited_for(
     assert isinstance(pending, PendingEvalSet)
     assert str(pending.missing()).startswith("waiting for tokenised data")
     gate.open()
-    found = list(pending.batches(BATCH, rows=range(BATCH)))
+    batches = list(pending.batches(BATCH, rows=range(BATCH)))
     assert pending.missing() is None
     monkeypatch.undo()
     (evals,) = open_data(make_config("finished", **changes), seq_len=SEQ_LEN, seed=7).validation().values()
-    for got, expected in zip(found, evals.batches(BATCH, rows=range(BATCH)), strict=True):
+    for got, expected in zip(batches, evals.batches(BATCH, rows=range(BATCH)), strict=True):
         np.testing.assert_array_equal(got.tokens, expected.tokens)
     data.close()
 
@@ -217,10 +217,10 @@ def test_a_build_that_fails_ends_the_waiting_with_its_own_words(
     data = open_growing(make_config("cache", shuffle=False))
     iterator = data.train(BATCH, rows=range(BATCH), num_steps=1000)
     gate.open()
-    taken: list[Batch] = []
+    batches: list[Batch] = []
     with pytest.raises(UserError, match=r"b\.jsonl:11: not JSON"):
-        drain(iterator, taken)
-    assert 0 < len(taken) < data.num_train_tokens / SEQ_LEN
+        drain(iterator, batches)
+    assert 0 < len(batches) < data.num_train_tokens / SEQ_LEN
     with pytest.raises(UserError, match=r"b\.jsonl:11: not JSON"):
         next(iterator)  # a reader that does not ask for missing tokens does not hang either
     with pytest.raises(UserError, match=r"b\.jsonl:11: not JSON"):
@@ -250,7 +250,7 @@ def test_the_end_of_the_data_is_checked_once_it_is_known(gate: Gate, make_config
 def test_closing_ends_the_build_and_keeps_what_was_built(
     gate: Gate, make_config: Callable[..., DataConfig], tmp_path: Path
 ) -> None:
-    before = set(threading.enumerate())
+    threads = set(threading.enumerate())
     data = open_growing(make_config("cache", shuffle=False))
     iterator = data.train(BATCH, rows=range(BATCH), first_step=30, num_steps=1000)
     # The thread that reads may take some of them for batches whose turn is later, and the first part is seen with the
@@ -260,7 +260,7 @@ def test_closing_ends_the_build_and_keeps_what_was_built(
     # The batches of rows at hand are finished first, in the two threads that encode.
     threading.Timer(0.2, gate.release, [AHEAD + 2]).start()
     data.close()
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "tokenise"]
+    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "tokenise"]
     assert not (tmp_path / "cache/train/builder.json").exists()
     with pytest.raises(RuntimeError, match="closed"):
         iterator.missing()

@@ -156,9 +156,9 @@ def test_who_lags_behind_does_not_undo_the_ledger(make_build: MakeBuild) -> None
 def test_a_finished_cache_is_only_opened(make_build: MakeBuild) -> None:
     build = make_build()
     build.run()
-    before = {path: path.stat().st_mtime_ns for path in Path(build.store.url).rglob("*") if path.is_file()}
+    times = {path: path.stat().st_mtime_ns for path in Path(build.store.url).rglob("*") if path.is_file()}
     make_build().run()
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
 def test_wide_vocabularies_take_four_bytes() -> None:
@@ -169,11 +169,11 @@ def test_wide_vocabularies_take_four_bytes() -> None:
 
 
 def test_progress_reaches_the_size_of_the_text(make_build: MakeBuild, documents: list[str]) -> None:
-    seen: list[BuildProgress] = []
-    make_build().run(BuildCallbacks(on_progress=seen.append))
-    assert seen[-1].done_bytes == sum(len(text.encode()) for text in documents)
-    assert seen[-1].total_bytes is None, "a packed file hides how much text it holds"
-    assert [p.done_bytes for p in seen] == sorted(p.done_bytes for p in seen)
+    reports: list[BuildProgress] = []
+    make_build().run(BuildCallbacks(on_progress=reports.append))
+    assert reports[-1].done_bytes == sum(len(text.encode()) for text in documents)
+    assert reports[-1].total_bytes is None, "a packed file hides how much text it holds"
+    assert [p.done_bytes for p in reports] == sorted(p.done_bytes for p in reports)
 
 
 def test_a_trained_tokenizer_never_makes_eos_of_text(make_build: MakeBuild, tmp_path: Path) -> None:
@@ -242,13 +242,13 @@ def test_a_build_goes_on_inside_a_document(make_build: MakeBuild, tmp_path: Path
 
     (tmp_path / "a.txt").write_text("some words to fill a line\n" * (5 * PIECE_BYTES // 26))
     options = {"urls": [str(tmp_path / "a.txt")], "part_bytes": (PIECE_BYTES, PIECE_BYTES)}
-    whole = make_build("whole", **options)
-    whole.run()
+    uninterrupted = make_build("whole", **options)
+    uninterrupted.run()
     with pytest.raises(MachineError, match="stopped here"):
         make_build(tokenizer=Failing(), **options).run()
     resumed = make_build(**options)
     resumed.run()
-    assert contents(Path(resumed.store.url)) == contents(Path(whole.store.url))
+    assert contents(Path(resumed.store.url)) == contents(Path(uninterrupted.store.url))
 
 
 def test_empty_documents_and_lone_surrogates(make_build: MakeBuild, tmp_path: Path) -> None:

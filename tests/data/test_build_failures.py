@@ -66,8 +66,8 @@ class TestBadRows:
         self, make_build: MakeBuild, tmp_path: Path, places: tuple[float, ...], count: int
     ) -> None:
         content = bytearray(b"some words to fill a line\n" * (8 * PIECE_BYTES // 26))
-        for place in places:
-            content[int(place * len(content))] = 0xFF
+        for position in places:
+            content[int(position * len(content))] = 0xFF
         (tmp_path / "a.txt").write_bytes(content)
         options = {"urls": [str(tmp_path / "a.txt")], "raise_on_bad_row": False, "max_bad_rows": 0.9}
         build = make_build(**options)
@@ -115,13 +115,13 @@ class TestAnotherCache:
     def test_a_repaired_file_that_nobody_read_is_built_again(
         self, make_build: MakeBuild, corpus: Path, documents: list[str], tmp_path: Path
     ) -> None:
-        whole = (corpus / "b.jsonl.gz").read_bytes()
+        content = (corpus / "b.jsonl.gz").read_bytes()
         (tmp_path / "a.jsonl").write_bytes((corpus / "a.jsonl").read_bytes())
-        (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) // 20])
+        (tmp_path / "b.jsonl.gz").write_bytes(content[: len(content) // 20])
         urls = [str(tmp_path / "*.jsonl*")]
         with pytest.raises(UserError, match="truncated"):
             make_build(urls=urls).run()
-        (tmp_path / "b.jsonl.gz").write_bytes(whole)
+        (tmp_path / "b.jsonl.gz").write_bytes(content)
         ledger = make_build(urls=urls).run()
         assert ledger.num_documents == len(documents[0::3]) + len(documents[1::3])
 
@@ -132,12 +132,12 @@ class TestAnotherCache:
         # Larger than the bytes that are unpacked at once, so that something has been read before the end is missed.
         text = random.Random(0).randbytes(4 << 20).hex()
         lines = (json.dumps({"text": text[i : i + 10_000]}) + "\n" for i in range(0, len(text), 10_000))
-        whole = gzip.compress("".join(lines).encode(), 1)
-        (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
+        content = gzip.compress("".join(lines).encode(), 1)
+        (tmp_path / "b.jsonl.gz").write_bytes(content[: len(content) * 3 // 4])
         urls = [str(tmp_path / "b.jsonl.gz")]
         with pytest.raises(UserError, match="truncated"):
             make_build(urls=urls, part_bytes=(1_000_000, 1_000_000)).run()
-        (tmp_path / "b.jsonl.gz").write_bytes(whole)
+        (tmp_path / "b.jsonl.gz").write_bytes(content)
         with pytest.raises(UserError, match=r"b\.jsonl\.gz has changed since"):
             make_build(urls=urls, part_bytes=(1_000_000, 1_000_000)).run()
 
@@ -209,8 +209,8 @@ class TestASourceThatChangesMeanwhile:
     def test_keeps_only_parts_of_what_it_was(
         self, make_build: MakeBuild, change: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        before = [f"before {i} " * 100 for i in range(50)]
-        change.write_text(self.lines(*before, "now", *(f"after {i} " * 100 for i in range(20))))
+        old_rows = [f"before {i} " * 100 for i in range(50)]
+        change.write_text(self.lines(*old_rows, "now", *(f"after {i} " * 100 for i in range(20))))
         urls, old = [str(change)], change.read_bytes()
         times = change.stat()
         build = make_build(urls=urls, part_bytes=(2000, 2000))
@@ -226,8 +226,8 @@ class TestASourceThatChangesMeanwhile:
         os.utime(change, ns=(times.st_atime_ns, times.st_mtime_ns))
         make_build(urls=urls, part_bytes=(2000, 2000)).run()
         make_build("other", urls=urls, part_bytes=(2000, 2000)).run()
-        whole = [contents(Path(make_build(name).store.url)) for name in ("cache", "other")]
-        assert whole[0] == whole[1]
+        caches = [contents(Path(make_build(name).store.url)) for name in ("cache", "other")]
+        assert caches[0] == caches[1]
 
 
 class TestFailures:
@@ -328,13 +328,13 @@ class TestFailures:
         waiting = make_build()
         # Late enough for the other one to have found it at work.
         killer = threading.Timer(0.5, builder.kill)
-        seen: list[int] = []
-        callbacks = BuildCallbacks(on_progress=lambda at: seen.append(at.tokens))
+        token_counts: list[int] = []
+        callbacks = BuildCallbacks(on_progress=lambda progress: token_counts.append(progress.tokens))
         killer.start()
         ledger = waiting.run(callbacks)
         builder.join()
         assert builder.exitcode == -signal.SIGKILL, "it was to be killed while it built"
-        assert seen[0] < ledger.num_tokens, "the progress of the other one is shown"
+        assert token_counts[0] < ledger.num_tokens, "the progress of the other one is shown"
         assert contents(directory) == reference
 
 

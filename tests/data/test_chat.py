@@ -67,11 +67,11 @@ class TestChat:
         messages = [{"role": "user", "content": f"say {quoted}!"}, {"role": "assistant", "content": f"é{quoted} no"}]
         document = encode(ChatFormat(), {"messages": messages}, chatml)
         start, end = (chatml.special_tokens()[name] for name in ("<|im_start|>", "<|im_end|>"))
-        said = f"é{quoted} no".encode()
+        message = f"é{quoted} no".encode()
         user = [start, *f"user\nsay {quoted}!".encode(), end, *b"\n"]
-        assert list(document.ids) == [*user, start, *b"assistant\n", *said, end, *b"\n"]
+        assert list(document.ids) == [*user, start, *b"assistant\n", *message, end, *b"\n"]
         assert document.loss_mask is not None
-        assert np.flatnonzero(document.loss_mask).tolist() == list(range(len(user) + 11, len(user) + 12 + len(said)))
+        assert np.flatnonzero(document.loss_mask).tolist() == list(range(len(user) + 11, len(user) + 12 + len(message)))
 
     def test_the_end_token_inside_a_conversation_ends_no_document(self, tmp_path: Path) -> None:
         tokenizer = with_specials("<|im_start|>", "<|im_end|>", eos="<|im_end|>", chat_template=CHATML)

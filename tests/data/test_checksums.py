@@ -91,10 +91,10 @@ def flip(file: Path, byte: int, bits: int = 1) -> None:
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("kind", ["bin", "msk"])
 def test_a_flipped_bit_is_named_with_its_part(parts: Path, kind: str, remote: bool, earlier: bool) -> None:
-    whole = read_all(parts)
+    original = read_all(parts)
     if earlier:
         as_an_earlier_version(parts)
-    for one, other in zip(read_all(parts, remote=remote), whole, strict=True):
+    for one, other in zip(read_all(parts, remote=remote), original, strict=True):
         np.testing.assert_array_equal(one, other)
     for file in sorted(parts.glob(f"*.{kind}"))[1:3]:
         for byte in (0, file.stat().st_size // 2, file.stat().st_size - 1):
@@ -144,7 +144,7 @@ def test_parts_that_were_exchanged_do_not_fit_the_ledger(config: DataConfig, par
 
 
 def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConfig) -> None:
-    before = contents(parts.parent)
+    original = contents(parts.parent)
     flip(parts / "00000-00001.bin", 7)
     (parts / "00000-00003.msk").unlink()
     store = KvStore(str(parts.parent))
@@ -153,7 +153,7 @@ def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConf
         assert remove_parts(store, ledger, damaged_parts(store, ledger)) == removed
     data = open_data(config, seq_len=64, seed=0)
     assert data.complete
-    assert contents(parts.parent) == before
+    assert contents(parts.parent) == original
     assert verify(store, Ledger.read(store)) == []
 
 
@@ -185,16 +185,16 @@ def test_a_read_compares_the_blocks_that_it_needs_once(
     stream = TokenStream(store, Ledger.read(store), token_dtype(257))
     flip(parts / "00000-00000.bin", 3 * BLOCK)
     # Two bytes for each token.
-    at = partial(stream.read, length=100)
-    at(np.array([10]))
+    read_at = partial(stream.read, length=100)
+    read_at(np.array([10]))
     assert compared == [0]
-    at(np.array([20, 90]))
+    read_at(np.array([20, 90]))
     # From object storage each fetch is compared.
     assert compared == [0, 0, 1] if remote else [0, 1]
-    at(np.array([20, 90]))
+    read_at(np.array([20, 90]))
     assert compared == [0, 0, 1, 0, 1] if remote else [0, 1]
     with pytest.raises(MachineError, match=rf"near byte {3 * BLOCK}; remove"):
-        at(np.array([380]))
+        read_at(np.array([380]))
 
 
 def test_a_packing_plan_that_has_changed_is_made_again(config: DataConfig, parts: Path) -> None:
@@ -216,14 +216,14 @@ def test_a_flipped_bit_in_any_json_file_is_named(config: DataConfig, parts: Path
     file = parts.parent / key
     if not key.startswith("ledger"):
         (parts.parent / "ledger.json").unlink()  # else the files that it was made of are not needed
-    whole = file.read_bytes()
+    original = file.read_bytes()
     # Without its name the checksum is that of no version, and all else is whole.
-    name = whole.index(b"checksum")
-    for byte in {*range(0, len(whole), len(whole) // 20)} - {*range(name, name + 8)}:
+    name = original.index(b"checksum")
+    for byte in {*range(0, len(original), len(original) // 20)} - {*range(name, name + 8)}:
         flip(file, byte)
         with pytest.raises(UserError, match=rf"{key} is damaged"):
             open_data(config, seq_len=64, seed=0).close()
-        file.write_bytes(whole)
+        file.write_bytes(original)
     open_data(config, seq_len=64, seed=0).close()
 
 
@@ -249,18 +249,18 @@ def test_a_damaged_packing_plan_is_made_again(config: DataConfig, parts: Path) -
     packed = config.model_copy(update={"packing": "best_fit"})
     open_data(packed, seq_len=64, seed=0).close()
     (plan,) = parts.parent.glob("packing/*.json")
-    whole = plan.read_bytes()
-    for content in (bytes(len(whole)), whole[:9], b"[]"):
+    original = plan.read_bytes()
+    for content in (bytes(len(original)), original[:9], b"[]"):
         plan.write_bytes(content)
         open_data(packed, seq_len=64, seed=0).close()
-        assert plan.read_bytes() == whole
+        assert plan.read_bytes() == original
 
 
 @pytest.mark.parametrize("kind", ["bin", "msk"])
 def test_what_comes_damaged_from_object_storage_at_any_time_is_asked_for_once_more_and_named(
     parts: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = read_all(parts)
+    original = read_all(parts)
     store = KvStore(str(parts.parent))
     store.local = None
     ledger = Ledger.read(store)
@@ -280,8 +280,8 @@ def test_what_comes_damaged_from_object_storage_at_any_time_is_asked_for_once_mo
     for count in (0, 1):
         lies[0] = count
         np.testing.assert_array_equal(
-            streams[kind].read(np.array([0]), len(whole[0]))[0], whole[0] if kind == "bin" else whole[1]
+            streams[kind].read(np.array([0]), len(original[0]))[0], original[0] if kind == "bin" else original[1]
         )
     lies[0] = 2
     with pytest.raises(MachineError, match=rf"00000-00001\.{kind} has changed since it was written"):
-        streams[kind].read(np.array([0]), len(whole[0]))
+        streams[kind].read(np.array([0]), len(original[0]))

@@ -47,8 +47,8 @@ def test_archives_of_several_files_and_damaged_ones_are_refused(tmp_path: Path) 
         rows_of(tmp_path / "two.jsonl.zip")
     # Deflate64, as Windows packs large files.
     other = bytearray(zipped(lines))
-    for place in (8, other.index(b"PK\x01\x02") + 10):
-        other[place] = 9
+    for offset in (8, other.index(b"PK\x01\x02") + 10):
+        other[offset] = 9
     (tmp_path / "other.jsonl.zip").write_bytes(other)
     with pytest.raises(UserError, match=r"other\.jsonl\.zip is packed in a way that is not read .*; unpack it"):
         rows_of(tmp_path / "other.jsonl.zip")
@@ -119,9 +119,9 @@ def test_a_frame_that_cannot_be_read_is_not_taken_for_the_end(tmp_path: Path, en
         rows_of(path)
 
 
-@pytest.mark.parametrize("before", ["\n", "\r\n  \n", "\ufeff\n\n"])
-def test_an_array_of_json_after_blank_lines_is_read(tmp_path: Path, before: str) -> None:
-    (tmp_path / "a.json").write_text(f'{before}  [{{"text": "x"}},\n {{"text": "y"}}]\n\n', newline="")
+@pytest.mark.parametrize("prefix", ["\n", "\r\n  \n", "\ufeff\n\n"])
+def test_an_array_of_json_after_blank_lines_is_read(tmp_path: Path, prefix: str) -> None:
+    (tmp_path / "a.json").write_text(f'{prefix}  [{{"text": "x"}},\n {{"text": "y"}}]\n\n', newline="")
     assert texts(rows_of(tmp_path / "a.json")) == ["x", "y"]
     # Lines keep their numbers.
     (tmp_path / "b.json").write_text('\n\n{"text": "x"}\n\n{"text": "y"}\n')

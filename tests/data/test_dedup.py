@@ -29,8 +29,8 @@ def text(rng: np.random.Generator, count: int) -> list[str]:
 
 def changed(rng: np.random.Generator, words: list[str], places: int) -> list[str]:
     words = list(words)
-    for place in rng.choice(len(words), places, replace=False):
-        words[place] = "".join(rng.choice(ALPHABET, 3))
+    for position in rng.choice(len(words), places, replace=False):
+        words[position] = "".join(rng.choice(ALPHABET, 3))
     return words
 
 
@@ -59,17 +59,17 @@ def data(directory: Path) -> Data:
 
 
 def documents(directory: Path) -> list[tuple[str, int, str]]:
-    found = []
+    rows = []
     for name in ("a", "b"):
         lines = (directory / f"{name}.jsonl").read_text().splitlines()
-        found += [(name, number, json.loads(line)["text"]) for number, line in enumerate(lines)]
-    return found
+        rows += [(name, number, json.loads(line)["text"]) for number, line in enumerate(lines)]
+    return rows
 
 
 def shingles(text: str, length: int = 5) -> set[tuple[str, ...]]:
     words = re.findall(r"\w+", text.lower())
     count = max(len(words) - length + 1, min(len(words), 1))
-    return {tuple(words[at : at + length]) for at in range(count)}
+    return {tuple(words[start : start + length]) for start in range(count)}
 
 
 def test_exact_duplicates_are_those_of_equal_text(data: Data, directory: Path) -> None:
@@ -80,8 +80,11 @@ def test_exact_duplicates_are_those_of_equal_text(data: Data, directory: Path) -
         like = first.setdefault(content, (name, number))
         if like != (name, number):
             expected.append((name, number, *like, len(content.encode()) + 1))
-    found = [(each.set, each.document, each.like_set, each.like, each.tokens) for each in report.duplicates]
-    assert found == expected
+    duplicates = [
+        (duplicate.set, duplicate.document, duplicate.like_set, duplicate.like, duplicate.tokens)
+        for duplicate in report.duplicates
+    ]
+    assert duplicates == expected
     assert report.documents == len(documents(directory))
 
 
@@ -94,23 +97,23 @@ def test_near_duplicates_are_those_of_a_comparison_of_all_pairs(data: Data, dire
         if sets[one] and sets[other]:
             near[one, other] = len(sets[one] & sets[other]) / len(sets[one] | sets[other])
     # Away from the threshold, so that the error of the estimate decides nothing.
-    assert not [each for each in near.values() if threshold - 0.15 < each < threshold + 0.15]
-    found = {((each.like_set, each.like), (each.set, each.document)) for each in report.duplicates}
+    assert not [entry for entry in near.values() if threshold - 0.15 < entry < threshold + 0.15]
+    pairs = {((entry.like_set, entry.like), (entry.set, entry.document)) for entry in report.duplicates}
     firsts: dict[Any, Any] = {}
     for (one, other), similarity in near.items():
         if similarity >= threshold and other not in firsts:
             firsts[other] = firsts.get(one, one)
-    assert found == {(one, other) for other, one in firsts.items()}
-    for each in report.duplicates:
-        exactly = near[(each.like_set, each.like), (each.set, each.document)]
-        assert each.similarity == pytest.approx(exactly, abs=0.12)
-        assert each.exact == (exactly == 1 and documents_equal(directory, each.set, each.document))
+    assert pairs == {(one, other) for other, one in firsts.items()}
+    for entry in report.duplicates:
+        exactly = near[(entry.like_set, entry.like), (entry.set, entry.document)]
+        assert entry.similarity == pytest.approx(exactly, abs=0.12)
+        assert entry.exact == (exactly == 1 and documents_equal(directory, entry.set, entry.document))
 
 
 def documents_equal(directory: Path, name: str, number: int) -> bool:
     every = documents(directory)
-    place = next(at for at, each in enumerate(every) if each[:2] == (name, number))
-    return every[place][2] in [content for _, _, content in every[:place]]
+    index = next(position for position, document in enumerate(every) if document[:2] == (name, number))
+    return every[index][2] in [content for _, _, content in every[:index]]
 
 
 def test_signatures_estimate_the_similarity() -> None:
@@ -121,7 +124,7 @@ def test_signatures_estimate_the_similarity() -> None:
     for one, other in ((0, 1), (0, 2), (1, 2)):
         a, b = shingles(texts[one]), shingles(texts[other])
         assert (signed[one] == signed[other]).mean() == pytest.approx(len(a & b) / len(a | b), abs=0.12)
-    assert [rows_per_band(each) for each in (0.5, 0.7, 0.9)] == [3, 4, 10]
+    assert [rows_per_band(threshold) for threshold in (0.5, 0.7, 0.9)] == [3, 4, 10]
 
 
 def test_words_are_those_of_a_regular_expression() -> None:
@@ -142,35 +145,37 @@ def test_words_are_those_of_a_regular_expression() -> None:
 def test_overlaps_are_those_of_every_run_of_words(data: Data, directory: Path, length: int) -> None:
     rng, every = np.random.default_rng(2), documents(directory)
     train = {run: (name, number) for name, number, content in reversed(every) for run in runs(content, length)}
-    wanted = []
+    expected = []
     for number in range(20):
         words = re.findall(r"\w+", every[number][2])
         start = int(rng.integers(0, len(words) - 30))
         borrowed = words[start : start + int(rng.integers(5, 30))]
         middle = [*text(rng, 12), *borrowed, *text(rng, 12)] if number % 4 else text(rng, 30)
-        wanted.append(EvalDocument(f"eval:{number}", "; ".join(middle).upper().replace("SS", "ß")))
-    wanted.append(EvalDocument("short", "zu kurz"))
-    report = find_overlap(data, wanted, ngram=length, texts_V=token_texts(data.tokenizer))
+        expected.append(EvalDocument(f"eval:{number}", "; ".join(middle).upper().replace("SS", "ß")))
+    expected.append(EvalDocument("short", "zu kurz"))
+    report = find_overlap(data, expected, ngram=length, texts_V=token_texts(data.tokenizer))
     holders = set()
-    for document, overlap in zip(wanted, report.documents, strict=True):
+    for document, overlap in zip(expected, report.documents, strict=True):
         words = re.findall(r"\w+", document.text.lower())
-        there = [tuple(words[at : at + length]) in train for at in range(max(len(words) - length + 1, 0))]
-        covered = [any(there[max(at - length + 1, 0) : at + 1]) for at in range(len(words))]
-        longest = max((len(list(run)) for found, run in itertools.groupby(there) if found), default=1 - length)
+        matches = [
+            tuple(words[position : position + length]) in train for position in range(max(len(words) - length + 1, 0))
+        ]
+        covered = [any(matches[max(position - length + 1, 0) : position + 1]) for position in range(len(words))]
+        longest = max((len(list(run)) for matched, run in itertools.groupby(matches) if matched), default=1 - length)
         assert (overlap.words, overlap.covered, overlap.longest) == (len(words), sum(covered), longest + length - 1)
         span = re.findall(r"\w+", overlap.span.lower())
         assert len(span) == overlap.longest
         if span:
             assert overlap.found_in == (train[tuple(span[:length])],)
-        holders |= {each[:2] for each in every if set(runs(document.text, length)) & set(runs(each[2], length))}
+        holders |= {item[:2] for item in every if set(runs(document.text, length)) & set(runs(item[2], length))}
     assert {(name, n) for name, numbers in report.train_documents.items() for n in numbers.tolist()} == holders
-    assert report.too_short == (1 if length == 3 else sum(each.words < 13 for each in report.documents))
-    assert 0 < report.count(0) < len(wanted)
+    assert report.too_short == (1 if length == 3 else sum(item.words < 13 for item in report.documents))
+    assert 0 < report.count(0) < len(expected)
 
 
 def runs(content: str, length: int) -> list[tuple[str, ...]]:
     words = re.findall(r"\w+", content.lower())
-    return [tuple(words[at : at + length]) for at in range(len(words) - length + 1)]
+    return [tuple(words[start : start + length]) for start in range(len(words) - length + 1)]
 
 
 def test_an_evaluation_set_of_short_texts_is_refused(data: Data) -> None:

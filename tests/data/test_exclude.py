@@ -30,8 +30,8 @@ LEFT_OUT = {"a": [0, 1, 5, 40, 41, 42, 79], "b": [3]}
 def write(directory: Path, left_out: dict[str, list[int]]) -> None:
     directory.mkdir()
     for name, lines in LINES.items():
-        kept = [line for number, line in enumerate(lines) if number not in left_out.get(name, [])]
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in kept))
+        lines_kept = [line for number, line in enumerate(lines) if number not in left_out.get(name, [])]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines_kept))
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def batches(data: Data, rows: Sequence[int] = range(4)) -> list[np.ndarray]:
 def test_the_batches_are_those_of_text_without_the_documents(directory: Path, settings: dict[str, object]) -> None:
     some = open_data(config(directory / "all", exclude=lists(directory), **settings), seq_len=16, seed=3)
     less = open_data(config(directory / "less", **settings), seq_len=16, seed=3)
-    whole = open_data(config(directory / "all", **settings), seq_len=16, seed=3)
-    assert some.num_train_tokens == less.num_train_tokens < whole.num_train_tokens
+    full = open_data(config(directory / "all", **settings), seq_len=16, seed=3)
+    assert some.num_train_tokens == less.num_train_tokens < full.num_train_tokens
     assert some.max_steps(4) == less.max_steps(4)
     expected = batches(less)
     for one, other in zip(batches(some), expected, strict=True):
@@ -89,24 +89,24 @@ def test_the_batches_are_those_of_text_without_the_documents(directory: Path, se
     for name, held_out in less.validation().items():
         pairs = zip(held_out.batches(2, rows=range(2)), some.validation()[name].batches(2, rows=range(2)), strict=True)
         assert all((a == b).all() for one, other in pairs for a, b in zip(one[:5], other[:5], strict=True))
-    assert len({some.fingerprint(), whole.fingerprint()}) == 2
-    assert some.fingerprints()["sources"] != whole.fingerprints()["sources"]
+    assert len({some.fingerprint(), full.fingerprint()}) == 2
+    assert some.fingerprints()["sources"] != full.fingerprints()["sources"]
 
 
 def test_a_loss_mask_is_that_of_the_documents_that_are_kept(tmp_path: Path) -> None:
-    found = {}
-    for name, kept in (("all", range(30)), ("less", [n for n in range(30) if n % 4])):
-        lines = [{"q": "was " * (n % 5 + 1), "a": f"antwort {n}"} for n in kept]
+    configs = {}
+    for name, numbers in (("all", range(30)), ("less", [n for n in range(30) if n % 4])):
+        lines = [{"q": "was " * (n % 5 + 1), "a": f"antwort {n}"} for n in numbers]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        found[name] = DataConfig.model_validate(
+        configs[name] = DataConfig.model_validate(
             {"train_urls": [str(tmp_path / f"{name}.jsonl")], "cache_dir": str(tmp_path / name), "tokenizer": "bytes"}
             | {"format": {"type": "supervised", "input_field": "q", "output_field": "a"}}
         )
-    whole = open_data(found["all"], seq_len=16, seed=3)
+    full = open_data(configs["all"], seq_len=16, seed=3)
     entries = [{"set": "train", "document": number} for number in range(0, 30, 4)]
-    write_exclusions(tmp_path / "list", {"train": whole.caches["train/train"].ledger}, entries)
-    some = open_data(found["all"].model_copy(update={"exclude": [str(tmp_path / "list")]}), seq_len=16, seed=3)
-    for one, other in zip(batches(some), batches(open_data(found["less"], seq_len=16, seed=3)), strict=True):
+    write_exclusions(tmp_path / "list", {"train": full.caches["train/train"].ledger}, entries)
+    some = open_data(configs["all"].model_copy(update={"exclude": [str(tmp_path / "list")]}), seq_len=16, seed=3)
+    for one, other in zip(batches(some), batches(open_data(configs["less"], seq_len=16, seed=3)), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -124,16 +124,16 @@ def test_documents_are_shown_and_found_where_they_are(directory: Path) -> None:
     tracer = Tracer(data, schedule, 30, texts)
     for number in (5, 6):
         text = LINES["a"][number]
-        (found,) = [tracer.trace(name, match) for name, match in find_text(data, text, texts)]
-        assert (found.where, found.excluded) == (f"{directory}/all/a.jsonl:{number + 1}", number in LEFT_OUT["a"])
-        at = {(each.step, each.row) for each in found.trained_at}
+        (trace,) = [tracer.trace(name, match) for name, match in find_text(data, text, texts)]
+        assert (trace.where, trace.excluded) == (f"{directory}/all/a.jsonl:{number + 1}", number in LEFT_OUT["a"])
+        trained_rows = {(trained_row.step, trained_row.row) for trained_row in trace.trained_at}
         held = {
             (number // 4 + 1, row.row)
             for number, row in enumerate(shown)
-            if any(passage.where == found.where for passage in row.passages)
+            if any(passage.where == trace.where for passage in row.passages)
         }
-        assert at == held
-        assert bool(at) != found.excluded
+        assert trained_rows == held
+        assert bool(trained_rows) != trace.excluded
 
 
 def test_text_in_the_background_is_waited_for(directory: Path, tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def brute_force(tokens: np.ndarray, texts: list[bytes | None], text: bytes) -> l
     """The occurrences in the bytes of all tokens; what ends a text is a byte that no text holds."""
     pieces = [texts[token] or b"\xff" for token in tokens]
     ends = np.cumsum([len(piece) for piece in pieces])
-    whole, found, at = b"".join(pieces), [], -1
-    while (at := whole.find(text, at + 1)) >= 0:
-        first = int(np.searchsorted(ends, at, side="right"))
-        stop = int(np.searchsorted(ends, at + len(text) - 1, side="right")) + 1
-        found.append(Match(first, at - (int(ends[first]) - len(pieces[first])), stop))
-    return found
+    content, matches, offset = b"".join(pieces), [], -1
+    while (offset := content.find(text, offset + 1)) >= 0:
+        first = int(np.searchsorted(ends, offset, side="right"))
+        stop = int(np.searchsorted(ends, offset + len(text) - 1, side="right")) + 1
+        matches.append(Match(first, offset - (int(ends[first]) - len(pieces[first])), stop))
+    return matches
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -65,8 +65,8 @@ def test_every_occurrence_is_found_and_no_other(seed: int, monkeypatch: pytest.M
     for length in (1, 2, 5, 9, 14):
         text = bytes(rng.choice(list(b"abc"), length).tolist())
         counts = np.bincount(tokens[:100], minlength=len(texts))
-        found = list(search_stream(Tokens(tokens), Needle(text, texts, counts)))  # pyright: ignore[reportArgumentType]
-        assert sorted(found) == sorted(brute_force(tokens, texts, text))
+        matches = list(search_stream(Tokens(tokens), Needle(text, texts, counts)))  # pyright: ignore[reportArgumentType]
+        assert sorted(matches) == sorted(brute_force(tokens, texts, text))
 
 
 @pytest.fixture(scope="module")
@@ -108,26 +108,28 @@ def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: di
     data = opened(corpus, **settings)
     texts = token_texts(data.tokenizer)
     tracer = Tracer(data, SCHEDULE, STEPS, texts)
-    found = [tracer.trace(name, match) for name, match in find_text(data, "Der Kanarienvogel singt", texts)]
+    matches = [tracer.trace(name, match) for name, match in find_text(data, "Der Kanarienvogel singt", texts)]
     # The record, 1-based, and the characters before the text.
     lines = {name: (corpus / f"{name}.jsonl").read_text().splitlines() for name in ("a", "b", "held")}
     expected = [
         (cache, f"{corpus}/{name}.jsonl:{line}", json.loads(lines[name][line - 1])["text"].index("Der Kan"))
         for cache, name, line in (("a/train", "a", 42), ("b/train", "b", 31), ("b/validation", "held", 1))
     ]
-    assert [(each.cache, each.where, each.character) for each in found] == expected
-    assert found[2].trained_at == ()
+    assert [(occurrence.cache, occurrence.where, occurrence.character) for occurrence in matches] == expected
+    assert matches[2].trained_at == ()
     # By brute force: every row of every step, by the runs of tokens that it was made of.
     order = data.order(SCHEDULE)
-    for each in found[:2]:
+    for occurrence in matches[:2]:
         expected_at = []
         for step in range(STEPS):
             rows = np.arange(SCHEDULE.at(step))
             for row, origin in enumerate(order.origins(SCHEDULE.rows_before(step) + rows)):
-                spans = origin.set.rows.spans(origin.row) if f"{origin.set.name}/train" == each.cache else []
-                if any(start < each.match.stop and start + count > each.match.first for start, count in spans):
+                spans = origin.set.rows.spans(origin.row) if f"{origin.set.name}/train" == occurrence.cache else []
+                if any(
+                    start < occurrence.match.stop and start + count > occurrence.match.first for start, count in spans
+                ):
                     expected_at.append((step + 1, row, origin.epoch))
-        assert [tuple(at) for at in each.trained_at] == expected_at
+        assert [tuple(trained_row) for trained_row in occurrence.trained_at] == expected_at
         assert len(expected_at) > 1
     data.close()
 
@@ -156,9 +158,9 @@ def test_a_terminal_shows_how_far_the_search_is(
     assert left == "\033[K"
     for name, cache in data.caches.items():
         total = len(cache.whole)
-        seen = [line.partition(": ")[2] for line in shown if line.startswith(f"{name}: ")]
-        done = [min(at + 1000, total) for at in range(0, total, 1000)]
-        assert seen == [f"{at:,} of {total:,} tokens ({at * 100 // total}%)\033[K" for at in done]
+        shown_counts = [line.partition(": ")[2] for line in shown if line.startswith(f"{name}: ")]
+        done = [min(count + 1000, total) for count in range(0, total, 1000)]
+        assert shown_counts == [f"{count:,} of {total:,} tokens ({count * 100 // total}%)\033[K" for count in done]
     # Where an occurrence is printed, the line is empty.
     assert shown.count("\033[K") == 2
     data.close()
@@ -173,15 +175,15 @@ def test_spans_are_the_longest_there_are(seed: int, monkeypatch: pytest.MonkeyPa
     parts = [stream[a : a + n] for a, n in zip(rng.integers(0, 380, 4), rng.integers(2, 30, 4), strict=True)]
     text = np.concatenate([np.concatenate([part, rng.integers(0, 4, 1)]) for part in parts])
     data: Any = SimpleNamespace(caches={"train": SimpleNamespace(whole=Tokens(stream))})
-    found = longest_spans(data, text.tolist(), min_tokens=least)
+    spans = longest_spans(data, text.tolist(), min_tokens=least)
     # Each token fits in a byte, so Python can search for a part.
-    whole, longest = bytes(stream.tolist()), list[tuple[int, int]]()
+    content, longest = bytes(stream.tolist()), list[tuple[int, int]]()
     for start in range(len(text)):
-        stops = [stop for stop in range(start + least, len(text) + 1) if bytes(text[start:stop].tolist()) in whole]
+        stops = [stop for stop in range(start + least, len(text) + 1) if bytes(text[start:stop].tolist()) in content]
         if stops and (not longest or stops[-1] > longest[-1][1]):
             longest.append((start, stops[-1]))
-    assert [(span.start, span.stop) for span in found] == longest
-    for span in found:
+    assert [(span.start, span.stop) for span in spans] == longest
+    for span in spans:
         np.testing.assert_array_equal(
             stream[span.first : span.first + span.stop - span.start], text[span.start : span.stop]
         )
@@ -202,13 +204,13 @@ def test_the_command_finds_what_replay_shows(
     assert done.returncode == 0, done.stderr
     done = lmt("data", "find", "run", "Kanarienvogel", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["occurrences"], found["last_step"]) == (3, 20)
-    first = next(each for each in found["found"] if each["trained_at"])
-    at = first["trained_at"][0]
-    shown = lmt("replay", "run", "--step", str(at["step"]), "--show-batch", "--chars", "0")
+    output = json.loads(done.stdout)
+    assert (output["occurrences"], output["last_step"]) == (3, 20)
+    first = next(occurrence for occurrence in output["found"] if occurrence["trained_at"])
+    trained_row = first["trained_at"][0]
+    shown = lmt("replay", "run", "--step", str(trained_row["step"]), "--show-batch", "--chars", "0")
     assert shown.returncode == 0, shown.stderr
-    row = shown.stdout.partition(f"row {at['row']}: ")[2].partition(f"row {at['row'] + 1}: ")[0]
+    row = shown.stdout.partition(f"row {trained_row['row']}: ")[2].partition(f"row {trained_row['row'] + 1}: ")[0]
     assert "vogel" in row or "Kanar" in row
     assert first["where"] in row
     done = lmt("generate", "run", "--prompt", "Zeile 3: ", "--temperature", "0", "--trace", "--json")
@@ -216,10 +218,12 @@ def test_the_command_finds_what_replay_shows(
     assert "trace" in json.loads(done.stdout)
     monkeypatch.chdir(tmp_path)
     trace = DataTrace("run")
-    told = "Erst anderes. Der Kanarienvogel singt"
-    (span,) = trace.spans(trace.tokenizer.encode(told))
-    assert (span["text"], span["where"], span["character"]) == (told, f"{corpus}/b.jsonl:31", 0)
-    assert span["trained_at"] == next(each["trained_at"] for each in found["found"] if each["where"] == span["where"])
+    text = "Erst anderes. Der Kanarienvogel singt"
+    (span,) = trace.spans(trace.tokenizer.encode(text))
+    assert (span["text"], span["where"], span["character"]) == (text, f"{corpus}/b.jsonl:31", 0)
+    assert span["trained_at"] == next(
+        occurrence["trained_at"] for occurrence in output["found"] if occurrence["where"] == span["where"]
+    )
     assert trace.spans(trace.tokenizer.encode("anders ist es hier")) == []
     done = lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
     assert "3 occurrences, of which 1 are listed" in done.stdout

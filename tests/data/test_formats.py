@@ -183,10 +183,10 @@ def test_a_row_with_an_id_that_the_model_does_not_know_is_refused(tmp_path: Path
     records = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, EOS_ID + 1, 5]}, {"input_ids": list(range(20))}]
     data = opened(tmp_path, IdsFormat(), *records, tokenizer=str(tmp_path / "tokenizer"))
     data.limit_ids(EOS_ID + 2)
-    known = data.train_sets[0].rows.read(np.arange(3))
-    assert known.tokens.max() == EOS_ID + 1
+    rows = data.train_sets[0].rows.read(np.arange(3))
+    assert rows.tokens.max() == EOS_ID + 1
     data.limit_ids(EOS_ID + 1)
-    np.testing.assert_array_equal(data.train_sets[0].rows.read(np.arange(1, 3)).tokens, known.tokens[1:])
+    np.testing.assert_array_equal(data.train_sets[0].rows.read(np.arange(1, 3)).tokens, rows.tokens[1:])
     with pytest.raises(UserError, match=r"row 1 of shard 0 has the token 257, but the model knows 0 to 256; leave"):
         data.train_sets[0].rows.read(np.arange(3))
 

@@ -56,9 +56,9 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
     for step, batch in enumerate(batches):
         first, size = SCHEDULE.rows_before(step), SCHEDULE.at(step)
         # Grain's own slices and batches.
-        mine = rows[first : first + size].batch(size)[0]
-        assert isinstance(mine, Batch)
-        for field, expected in zip(jax.tree.leaves(mine), jax.tree.leaves(batch), strict=True):
+        expected_batch = rows[first : first + size].batch(size)[0]
+        assert isinstance(expected_batch, Batch)
+        for field, expected in zip(jax.tree.leaves(expected_batch), jax.tree.leaves(batch), strict=True):
             assert field.dtype == expected.dtype
             np.testing.assert_array_equal(field, expected)
     # Any row by itself, without those before it, and far beyond the first epoch where the data do not end.

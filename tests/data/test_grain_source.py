@@ -108,13 +108,13 @@ def opened(tmp_path: Path, factory: str, *, source: dict[str, Any] | None = None
 
 
 def batches(data: Data, steps: int = 6, first: int = 0, rows: Any = range(4)) -> list[Batch]:
-    found = list(data.train(4, rows=rows, first_step=first, num_steps=steps - first))
+    taken_batches = list(data.train(4, rows=rows, first_step=first, num_steps=steps - first))
     data.close()
-    return found
+    return taken_batches
 
 
-def assert_equal(found: list[Batch], wanted: list[Batch]) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_equal(actual: list[Batch], expected: list[Batch]) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -144,23 +144,23 @@ def test_rows_are_trained_on_in_their_order(tmp_path: Path, module: str, kind: s
     data = opened(tmp_path, f"{module}:rows", source=source)
     (note,) = data.notes
     assert ("random access" if kind == "map" else "in sequence") in note
-    found = batches(data, 20)
+    actual = batches(data, 20)
     sys.path.insert(0, str(Path(module).parent))
     import pipelines  # pyright: ignore[reportMissingImports]
 
-    wanted = pipelines.rows(repeat=True)
-    for step, batch in enumerate(found):
-        for at in range(4):
-            np.testing.assert_array_equal(batch.tokens[at], wanted[4 * step + at]["tokens"])
-            np.testing.assert_array_equal(batch.targets[at], wanted[4 * step + at]["targets"])
+    expected = pipelines.rows(repeat=True)
+    for step, batch in enumerate(actual):
+        for index in range(4):
+            np.testing.assert_array_equal(batch.tokens[index], expected[4 * step + index]["tokens"])
+            np.testing.assert_array_equal(batch.targets[index], expected[4 * step + index]["targets"])
         assert batch.weights.dtype == np.float32
         assert batch.positions[0].tolist() == list(range(8))
     # From any step, and the rows of two processes, which together are those of one.
-    assert_equal(batches(opened(tmp_path, f"{module}:rows", source=source), 20, first=13), found[13:])
-    again = opened(tmp_path, f"{module}:rows", source=source)
-    half = batches(again, 5, rows=[2, 3])
-    np.testing.assert_array_equal(half[4].tokens, found[4].tokens[2:])
-    assert data.fingerprint() == again.fingerprint()
+    assert_equal(batches(opened(tmp_path, f"{module}:rows", source=source), 20, first=13), actual[13:])
+    reopened = opened(tmp_path, f"{module}:rows", source=source)
+    half = batches(reopened, 5, rows=[2, 3])
+    np.testing.assert_array_equal(half[4].tokens, actual[4].tokens[2:])
+    assert data.fingerprint() == reopened.fingerprint()
     other = {"args": {"kind": kind, "count": 49, "repeat": True}, "elements": "rows"}
     assert data.fingerprint() != opened(tmp_path, f"{module}:rows", source=other).fingerprint()
 
@@ -178,19 +178,19 @@ def test_rows_have_no_documents(tmp_path: Path, module: str) -> None:
 
 def test_rows_in_sequence_go_on_from_a_state(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"args": {"kind": "iter", "repeat": True}, "elements": "rows"}
-    whole = batches(opened(tmp_path, f"{module}:rows", source=source), 30)
+    full = batches(opened(tmp_path, f"{module}:rows", source=source), 30)
     first = opened(tmp_path, f"{module}:rows", source=source).train(4, rows=range(4), num_steps=30)
     for _ in range(17):
         next(first)
     state = json.loads(json.dumps(first.saved_state()))
     first.close()
     assert state["next_index"] == 17
-    again = opened(tmp_path, f"{module}:rows", source=source)
-    rest = again.train(4, rows=range(4), first_step=17, num_steps=13)
-    rest.restore_state(state)
-    assert_equal(list(rest), whole[17:])
+    reopened = opened(tmp_path, f"{module}:rows", source=source)
+    remaining = reopened.train(4, rows=range(4), first_step=17, num_steps=13)
+    remaining.restore_state(state)
+    assert_equal(list(remaining), full[17:])
     # It was not read from the beginning.
-    rows: Any = again.train_sets[0].rows
+    rows: Any = reopened.train_sets[0].rows
     assert state["rows"]["train"]["row"] > 0
     assert min(rows._sequence._snapshots) >= state["rows"]["train"]["row"]
 
@@ -302,16 +302,16 @@ def start(tmp_path: Path, module: str, processes: int, mode: str) -> subprocess.
 
 def children(pid: int) -> list[int]:
     """Processes that were started by any of its threads."""
-    found = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [int(child) for child in found.split()]
+    pids = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for child in pids.split()]
 
 
 @pytest.mark.slow
 def test_worker_processes_give_the_same_batches_and_end_with_the_run(tmp_path: Path, module: str) -> None:
     threads, workers = (start(tmp_path, module, processes, "end") for processes in (0, 2))
-    out, said = zip(*(process.communicate(timeout=200) for process in (threads, workers)), strict=True)
+    out, errors = zip(*(process.communicate(timeout=200) for process in (threads, workers)), strict=True)
     assert out[0] == out[1]
-    assert "leaked" not in said[1]
+    assert "leaked" not in errors[1]
     assert len(out[0].splitlines()) == 12
     shared = set(os.listdir("/dev/shm"))
     killed = start(tmp_path, module, 2, "wait")

@@ -42,11 +42,11 @@ def run_hosts(config: Path, count: int, steps: range) -> dict[str, np.ndarray]:
     for process in processes:
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for index in range(count):
         with np.load(config.parent / f"{count}-{index}-{steps.start}.npz") as file:
-            found |= dict(file)
-    return found
+            arrays |= dict(file)
+    return arrays
 
 
 @pytest.mark.slow
@@ -72,13 +72,13 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(tmp_path: Path,
     expected = list(data.train(schedule, rows=range, num_steps=9))
     data.close()
     for count, steps in ((2, range(4)), (4, range(4, 8)), (1, range(8, 9))):
-        found = run_hosts(file, count, steps)
-        assert bytes(found.pop("fingerprint")).decode() == data.fingerprint()
+        arrays = run_hosts(file, count, steps)
+        assert bytes(arrays.pop("fingerprint")).decode() == data.fingerprint()
         for step in steps:
-            for name, whole in expected[step]._asdict().items():
-                if whole is None:
+            for name, full in expected[step]._asdict().items():
+                if full is None:
                     continue
-                parts = {int(key.rpartition("/")[2]): key for key in found if key.startswith(f"{step}/{name}/")}
+                parts = {int(key.rpartition("/")[2]): key for key in arrays if key.startswith(f"{step}/{name}/")}
                 assert len(parts) == DEVICES
-                joined = np.concatenate([found[parts[start]] for start in sorted(parts)])
-                np.testing.assert_array_equal(joined, whole, err_msg=f"{step} {name}")
+                joined = np.concatenate([arrays[parts[start]] for start in sorted(parts)])
+                np.testing.assert_array_equal(joined, full, err_msg=f"{step} {name}")

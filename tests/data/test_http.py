@@ -66,13 +66,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._send(403, b"", body=body)
         if not path.is_file():
             return self._send(404, b"", body=body)
-        content, wanted = path.read_bytes(), self.headers.get("Range")
-        if not wanted or not self.server.knows_ranges:
+        content, requested = path.read_bytes(), self.headers.get("Range")
+        if not requested or not self.server.knows_ranges:
             return self._send(200, content, body=body)
-        first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+        first, last = (int(number) for number in requested.removeprefix("bytes=").split("-"))
         self.server.ranges += 1
-        found = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
-        return self._send(206, content[first : last + 1], body=body, **{"Content-Range": found})
+        content_range = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
+        return self._send(206, content[first : last + 1], body=body, **{"Content-Range": content_range})
 
     def _send(self, status: int, content: bytes, *, body: bool, **headers: str) -> None:
         self.send_response(status)

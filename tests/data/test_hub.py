@@ -152,12 +152,12 @@ def test_what_is_not_there_is_named(hub: FakeDatasets, tmp_path: Path) -> None:
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     nowhere = "http://127.0.0.1:9"
     for url in ("hf://datasets/org/plain/a.jsonl", "hf://datasets/org/plain/*.jsonl"):
-        (found,) = json.loads(run(PROGRAM, json.dumps([{"train_urls": url}]), tmp_path, nowhere))
-        assert found["error"].startswith(f"data.train_urls: the Hugging Face hub gave no {url}: ")
-        assert found["error"].endswith("Without network name local files")
+        (message,) = json.loads(run(PROGRAM, json.dumps([{"train_urls": url}]), tmp_path, nowhere))
+        assert message["error"].startswith(f"data.train_urls: the Hugging Face hub gave no {url}: ")
+        assert message["error"].endswith("Without network name local files")
 
 
-@pytest.mark.parametrize("how", ["stream", "copy"])
-def test_a_hub_that_no_longer_answers_is_named(tmp_path: Path, how: str) -> None:
-    said = run(OPEN_UNREACHABLE, how, tmp_path, "http://127.0.0.1:9")
-    assert said.startswith("cannot read hf://datasets/org/plain@0123456789012345678901234567890123456789/a.jsonl: ")
+@pytest.mark.parametrize("mode", ["stream", "copy"])
+def test_a_hub_that_no_longer_answers_is_named(tmp_path: Path, mode: str) -> None:
+    output = run(OPEN_UNREACHABLE, mode, tmp_path, "http://127.0.0.1:9")
+    assert output.startswith("cannot read hf://datasets/org/plain@0123456789012345678901234567890123456789/a.jsonl: ")

@@ -46,8 +46,8 @@ class TestInspect:
         for first in range(len(texts)):
             for count in (1, 2, 9):
                 shown = report.inspect(config, "train", first, count)
-                found = [(each.number, each.where, each.tokens, each.text) for each in shown]
-                assert found == expected[first : first + count]
+                documents = [(document.number, document.where, document.tokens, document.text) for document in shown]
+                assert documents == expected[first : first + count]
 
     def test_of_a_long_document_only_the_beginning_is_read(self, long: tuple[DataConfig, list[str]]) -> None:
         config, texts = long
@@ -71,22 +71,22 @@ class TestDamage:
         return config
 
     @staticmethod
-    def look(config: DataConfig, what: str) -> None:
-        if what == "inspect":
+    def look(config: DataConfig, command: str) -> None:
+        if command == "inspect":
             list(report.inspect(config, "train", 3, 2))
         else:
             list(documents_of_step(open_data(config, seq_len=64, seed=0), SCHEDULE, 3))
 
-    @pytest.mark.parametrize("what", ["inspect", "at"])
+    @pytest.mark.parametrize("command", ["inspect", "at"])
     @pytest.mark.parametrize("kind", ["bin", "len", "row", "json"])
     @pytest.mark.parametrize("content", [None, b"", b"{}", b"[1]", b"\0" * 8])
     def test_is_named_with_the_way_out(
-        self, config: DataConfig, tmp_path: Path, what: str, kind: str, content: bytes | None
+        self, config: DataConfig, tmp_path: Path, command: str, kind: str, content: bytes | None
     ) -> None:
         part = tmp_path / f"cache/train/parts/00000-00000.{kind}"
         part.unlink() if content is None else part.write_bytes(content)
         with pytest.raises(UserError, match=rf"(?i)00000-00000\.{kind}.* remove .*/cache/train to build it again"):
-            self.look(config, what)
+            self.look(config, command)
         wrong = report.verify(
             KvStore(str(tmp_path / "cache/train")), Ledger.read(KvStore(str(tmp_path / "cache/train")))
         )
@@ -131,8 +131,8 @@ class TestMasks:
         batch = train.rows.read(np.arange(train.num_rows))
         cache = data.caches["train/train"]
         assert len(cache.ledger.parts) > 3
-        found = report.stats(cache.store, cache.ledger, seq_len).packing[packing]
+        statistics = report.stats(cache.store, cache.ledger, seq_len).packing[packing]
         last = np.asarray(batch.weights)
-        assert 0 < found.used < 0.9
-        assert found.rows in (train.num_rows, train.num_rows - 1)
-        assert found.used == pytest.approx(last[: found.rows].mean(), abs=1e-9)
+        assert 0 < statistics.used < 0.9
+        assert statistics.rows in (train.num_rows, train.num_rows - 1)
+        assert statistics.used == pytest.approx(last[: statistics.rows].mean(), abs=1e-9)

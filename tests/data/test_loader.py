@@ -137,8 +137,8 @@ def test_stream_keeps_few_files_open(
     descriptors = Path("/proc/self/fd")
     if descriptors.exists():
         opened = (path.resolve() for path in descriptors.iterdir())
-        ours = [path for path in opened if path.suffix == ".bin" and path.is_relative_to(build.store.url)]
-        assert len(ours) == 2
+        cache_files = [path for path in opened if path.suffix == ".bin" and path.is_relative_to(build.store.url)]
+        assert len(cache_files) == 2
 
 
 def test_windows_are_the_stream_cut_into_rows(stream: TokenStream, tokens: np.ndarray) -> None:
@@ -220,11 +220,11 @@ def test_the_batch_size_may_change(stream: TokenStream) -> None:
     """The rows of all steps follow one another, whatever the sizes, on one host as on two."""
     order, schedule = order_of(stream), BatchSchedule(Piecewise.make([(0, 4), (3, 8), (5, 2)]))
     halves = [TrainIterator(order, schedule, half, range(1, 7)) for half in (_lower, _upper)]
-    whole = list(TrainIterator(order, schedule, range, range(1, 7)))
-    assert [len(batch.tokens) for batch in whole] == [4, 4, 8, 8, 2, 2]
-    rows = np.concatenate([batch.tokens for batch in whole])
+    full = list(TrainIterator(order, schedule, range, range(1, 7)))
+    assert [len(batch.tokens) for batch in full] == [4, 4, 8, 8, 2, 2]
+    rows = np.concatenate([batch.tokens for batch in full])
     np.testing.assert_array_equal(rows, order.read(np.arange(4, 4 + 28)).tokens)
-    for batch, lower, upper in zip(whole, *halves, strict=True):
+    for batch, lower, upper in zip(full, *halves, strict=True):
         assert_equal(batch, jax.tree.map(lambda a, b: np.concatenate([a, b]), lower, upper))
     with pytest.raises(UserError, match="as a function of it"):
         TrainIterator(order, schedule, range(2), range(3))
@@ -240,10 +240,10 @@ def _upper(size: int) -> range:
 
 def test_an_iterator_begins_anywhere_and_ends(stream: TokenStream) -> None:
     order = order_of(stream)
-    whole = list(TrainIterator(order, CONSTANT, range(BATCH), range(10)))
-    assert len(whole) == 10
+    full = list(TrainIterator(order, CONSTANT, range(BATCH), range(10)))
+    assert len(full) == 10
     later = list(TrainIterator(order, CONSTANT, range(BATCH), range(7, 10)))
-    for one, other in zip(whole[7:], later, strict=True):
+    for one, other in zip(full[7:], later, strict=True):
         assert_equal(one, other)
     assert list(TrainIterator(order, CONSTANT, range(BATCH), range(10, 10))) == []
 
@@ -274,9 +274,9 @@ def test_rows_outside_the_batch_are_refused(stream: TokenStream) -> None:
 
 
 def test_rows_need_not_be_neighbours(stream: TokenStream) -> None:
-    whole = next(TrainIterator(order_of(stream), CONSTANT, range(BATCH), range(3)))
+    full = next(TrainIterator(order_of(stream), CONSTANT, range(BATCH), range(3)))
     some = next(TrainIterator(order_of(stream), CONSTANT, [0, 1, 5], range(3)))
-    np.testing.assert_array_equal(some.tokens, whole.tokens[[0, 1, 5]])
+    np.testing.assert_array_equal(some.tokens, full.tokens[[0, 1, 5]])
 
 
 def test_a_closed_iterator_gives_nothing_more(stream: TokenStream) -> None:
@@ -311,10 +311,10 @@ class TestEvalSet:
         assert not real.all(), "the test needs padding"
 
     def test_hosts_share_a_batch(self, evals: EvalSet) -> None:
-        whole = list(evals.batches(BATCH, rows=range(BATCH), max_batches=3))
+        full = list(evals.batches(BATCH, rows=range(BATCH), max_batches=3))
         halves = [list(evals.batches(BATCH, rows=rows, max_batches=3)) for rows in (range(4), range(4, 8))]
-        assert len(whole) == 3
-        for batch, first, second in zip(whole, *halves, strict=True):
+        assert len(full) == 3
+        for batch, first, second in zip(full, *halves, strict=True):
             assert_equal(batch, jax.tree.map(lambda a, b: np.concatenate([a, b]), first, second))
 
 

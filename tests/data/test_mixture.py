@@ -39,9 +39,9 @@ def test_weights_no_short_cycle_can_express_are_rounded_to_its_parts() -> None:
     exact = np.asarray(weights) / sum(weights)
     np.testing.assert_allclose(np.asarray(counts) / sum(counts), exact, atol=1 / RESOLUTION)
     sets, _ = Mixture([(0, counts)]).locate(np.arange(RESOLUTION))
-    seen = np.cumsum(sets[:, None] == np.arange(12), axis=0)
+    drawn = np.cumsum(sets[:, None] == np.arange(12), axis=0)
     exact = np.arange(1, RESOLUTION + 1)[:, None] * np.asarray(counts) / sum(counts)
-    assert np.abs(seen - exact).max() < 1
+    assert np.abs(drawn - exact).max() < 1
 
 
 @pytest.mark.parametrize("weights", [(0.0, 0.0), (1.0, -1.0), (1.0, 1e-9)])
@@ -60,12 +60,12 @@ STAGES = [
 
 def brute_force(mixture: Mixture, stop: int) -> list[tuple[int, int]]:
     """One position at a time, counting."""
-    drawn, found = [0, 0, 0], []
+    drawn, rows = [0, 0, 0], []
     for position in range(stop):
         (index,), _ = mixture.locate(np.array([position]))
-        found.append((int(index), drawn[index]))
+        rows.append((int(index), drawn[index]))
         drawn[index] += 1
-    return found
+    return rows
 
 
 def test_stages_neither_skip_nor_repeat_draws() -> None:
@@ -120,8 +120,8 @@ def opened(config: DataConfig) -> Data:
 
 
 def origins(data: Data, stop: int, schedule: int | BatchSchedule = 4) -> list[tuple[str, int, int]]:
-    found = data.order(schedule).origins(np.arange(stop))
-    return [(origin.set.name, origin.row, origin.epoch) for origin in found]
+    rows = data.order(schedule).origins(np.arange(stop))
+    return [(origin.set.name, origin.row, origin.epoch) for origin in rows]
 
 
 class TestData:
@@ -143,17 +143,17 @@ class TestData:
     def test_weights_change_neither_caches_nor_the_order_within_a_set(
         self, make_config: Callable[..., DataConfig]
     ) -> None:
-        before = origins(opened(make_config()), 400)
+        old_order = origins(opened(make_config()), 400)
         files = {path: path.stat().st_mtime_ns for path in Path("caches").rglob("*") if path.is_file()}
-        after = origins(opened(make_config(train_weights={"a": 0.1, "b": 0.1, "c": 0.8})), 400)
+        new_order = origins(opened(make_config(train_weights={"a": 0.1, "b": 0.1, "c": 0.8})), 400)
         assert {path: path.stat().st_mtime_ns for path in Path("caches").rglob("*") if path.is_file()} == files
         for name in "abc":
-            one, other = ([row for set_, row, _ in found if set_ == name] for found in (before, after))
+            one, other = ([row for set_, row, _ in order if set_ == name] for order in (old_order, new_order))
             assert one[: len(other)] == other[: len(one)]
         other_sets = make_config(
             configs={name: {"train_urls": f"{name}.jsonl"} for name in "ab"}, train_weights={"a": 1, "b": 1}
         )
-        assert [row for name, row, _ in before if name == "a"][:100] == [
+        assert [row for name, row, _ in old_order if name == "a"][:100] == [
             row for name, row, _ in origins(opened(other_sets), 200) if name == "a"
         ]
 
@@ -162,17 +162,17 @@ class TestData:
     ) -> None:
         data = opened(make_config())
         rows = data.train_sets[0].num_rows
-        found = [(row, epoch) for name, row, epoch in origins(data, 4 * rows) if name == "a"]
-        first, second = ([row for row, epoch in found if epoch == wanted] for wanted in (0, 1))
+        draws = [(row, epoch) for name, row, epoch in origins(data, 4 * rows) if name == "a"]
+        first, second = ([row for row, epoch in draws if epoch == number] for number in (0, 1))
         assert sorted(first) == sorted(second) == list(range(rows))
         assert first != second
 
     def test_weights_change_at_the_step_that_is_named(self, make_config: Callable[..., DataConfig]) -> None:
         schedule = BatchSchedule(Piecewise.make([(0, 2), (5, 8)]))
         staged = make_config(train_weights=[[0, {"a": 1}], [7, {"b": 0.5, "c": 0.5}]])
-        found = origins(opened(staged), 100, schedule)
-        assert {name for name, _, _ in found[: 5 * 2 + 2 * 8]} == {"a"}
-        assert {name for name, _, _ in found[5 * 2 + 2 * 8 :]} == {"b", "c"}
+        draws = origins(opened(staged), 100, schedule)
+        assert {name for name, _, _ in draws[: 5 * 2 + 2 * 8]} == {"a"}
+        assert {name for name, _, _ in draws[5 * 2 + 2 * 8 :]} == {"b", "c"}
 
     def test_a_stage_to_come_may_be_added_to_a_run(self, make_config: Callable[..., DataConfig]) -> None:
         one = opened(make_config(train_weights={"a": 1, "b": 1, "c": 1}))
@@ -185,10 +185,10 @@ class TestData:
         data = opened(make_config(stop_strategy="first_exhausted"))
         length = data.order(4).length
         assert length is not None
-        found = origins(data, length + 1)
-        assert len(set(found[:-1])) == length
-        assert {epoch for _, _, epoch in found[:-1]} == {0}
-        assert found[-1][2] == 1
+        draws = origins(data, length + 1)
+        assert len(set(draws[:-1])) == length
+        assert {epoch for _, _, epoch in draws[:-1]} == {0}
+        assert draws[-1][2] == 1
         steps = data.max_steps(4)
         assert steps is not None
         assert steps == length // 4
@@ -200,26 +200,26 @@ class TestData:
         data = opened(make_config(stop_strategy="all_exhausted"))
         length = data.order(4).length
         assert length is not None
-        found = origins(data, length)
-        seen = {(name, row) for name, row, _ in found}
-        assert len(seen) == sum(train.num_rows for train in data.train_sets)
-        assert len({(name, row) for name, row, _ in found[:-1]}) == sum(train.num_rows for train in data.train_sets) - 1
+        draws = origins(data, length)
+        distinct = {(name, row) for name, row, _ in draws}
+        assert len(distinct) == sum(train.num_rows for train in data.train_sets)
+        assert len({(name, row) for name, row, _ in draws[:-1]}) == sum(train.num_rows for train in data.train_sets) - 1
 
     def test_epochs_say_when_a_set_is_exhausted(self, make_config: Callable[..., DataConfig]) -> None:
-        once, thrice = (
+        one_epoch, thrice = (
             opened(make_config(stop_strategy="first_exhausted", epochs=epochs)).order(4).length
             for epochs in (None, {"a": 3, "b": 3, "c": 3})
         )
-        assert once is not None
+        assert one_epoch is not None
         assert thrice is not None
-        assert 3 * once - 12 <= thrice <= 3 * once + 12
+        assert 3 * one_epoch - 12 <= thrice <= 3 * one_epoch + 12
         for_one = opened(make_config(stop_strategy="first_exhausted", epochs={"a": 2})).order(4).length
-        assert for_one not in (once, thrice)
+        assert for_one not in (one_epoch, thrice)
 
     def test_limits_keep_to_the_first_rows(self, make_config: Callable[..., DataConfig]) -> None:
-        found = origins(opened(make_config(max_train_batches={"a": 2})), 600)
-        assert {row for name, row, _ in found if name == "a"} == set(range(8))
-        assert max(row for name, row, _ in found if name == "b") > 8
+        draws = origins(opened(make_config(max_train_batches={"a": 2})), 600)
+        assert {row for name, row, _ in draws if name == "a"} == set(range(8))
+        assert max(row for name, row, _ in draws if name == "b") > 8
 
     def test_held_out_rows_are_evaluated_and_never_trained_on(self, make_config: Callable[..., DataConfig]) -> None:
         data = opened(make_config(num_validation_sequences={"a": 5}))
@@ -253,9 +253,9 @@ class TestData:
         self, make_config: Callable[..., DataConfig]
     ) -> None:
         opened(make_config(cache_dir=None))
-        before = set(Path("cache").iterdir())
+        caches = set(Path("cache").iterdir())
         opened(make_config(cache_dir=None, configs={"x": {"train_urls": "a.jsonl"}}, train_weights={"x": 1}))
-        assert set(Path("cache").iterdir()) == before
+        assert set(Path("cache").iterdir()) == caches
 
     def test_a_set_without_a_row_is_named(self, make_config: Callable[..., DataConfig]) -> None:
         Path("b.jsonl").write_text('{"text": "short"}\n')

@@ -45,17 +45,17 @@ def plan_by_trying_every_row(lengths: list[int], seq_len: int, group: int) -> li
                 rows.append([(start, seq_len)])
                 start, inputs = start + seq_len, inputs - seq_len
             rests.append((start, inputs))
-        here: list[list[tuple[int, int]]] = []
-        for start, inputs in sorted(rests, key=lambda rest: -rest[1]):
-            rooms = [(seq_len - sum(n for _, n in row), index) for index, row in enumerate(here)]
+        placed: list[list[tuple[int, int]]] = []
+        for start, inputs in sorted(rests, key=lambda remainder: -remainder[1]):
+            rooms = [(seq_len - sum(n for _, n in row), index) for index, row in enumerate(placed)]
             fitting = [room for room in rooms if room[0] >= inputs]
             if not inputs:
                 continue
             if fitting:
-                here[min(fitting)[1]].append((start, inputs))
+                placed[min(fitting)[1]].append((start, inputs))
             else:
-                here.append([(start, inputs)])
-        rows += here
+                placed.append([(start, inputs)])
+        rows += placed
     return rows
 
 
@@ -89,10 +89,10 @@ def test_concat_stats_are_those_of_counting() -> None:
     lengths = random_lengths(500)
     ends = np.zeros(lengths.sum(), bool)
     ends[np.cumsum(lengths) - 1] = True
-    whole = len(ends) // 64 * 64
+    packed = len(ends) // 64 * 64
     stats = packing_stats(lengths, 64)["concat"]
-    assert stats.rows == whole // 64
-    assert stats.used == (~ends[:whole]).mean()
+    assert stats.rows == packed // 64
+    assert stats.used == (~ends[:packed]).mean()
     starts = np.cumsum(lengths) - lengths
     inputs = [np.arange(start, start + n - 1) // 64 for start, n in zip(starts, lengths, strict=True)]
     assert stats.cut == np.mean([len(set(rows)) > 1 for rows in inputs])
@@ -124,12 +124,12 @@ def test_rows_hold_the_documents(build: Build) -> None:
     for index, number in enumerate(numbers.tolist()):
         column = 0
         for segment, (start, length) in enumerate(rows_of(plan)[number]):
-            here = slice(column, column + length)
-            np.testing.assert_array_equal(batch.tokens[index, here], everything[start : start + length])
-            np.testing.assert_array_equal(batch.targets[index, here], everything[start + 1 : start + 1 + length])
-            np.testing.assert_array_equal(batch.positions[index, here], np.arange(length))
-            assert (batch.segments[index, here] == segment).all()
-            assert (batch.weights[index, here] == 1).all()
+            columns = slice(column, column + length)
+            np.testing.assert_array_equal(batch.tokens[index, columns], everything[start : start + length])
+            np.testing.assert_array_equal(batch.targets[index, columns], everything[start + 1 : start + 1 + length])
+            np.testing.assert_array_equal(batch.positions[index, columns], np.arange(length))
+            assert (batch.segments[index, columns] == segment).all()
+            assert (batch.weights[index, columns] == 1).all()
             column += length
         assert (batch.segments[index, column:] == -1).all()
         assert not batch.weights[index, column:].any()
@@ -139,15 +139,15 @@ def test_rows_hold_the_documents(build: Build) -> None:
 
 def test_the_plan_is_kept_and_read_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = build.run()
-    made = open_packing_plan(open_cache(build, ledger), 512)
+    plan = open_packing_plan(open_cache(build, ledger), 512)
     monkeypatch.setattr(OpenCache, "document_lengths", lambda _: pytest.fail("read, not made"))
-    for array, again in zip(made, open_packing_plan(open_cache(build, ledger), 512), strict=True):
-        np.testing.assert_array_equal(array, again)
+    for array, reread in zip(plan, open_packing_plan(open_cache(build, ledger), 512), strict=True):
+        np.testing.assert_array_equal(array, reread)
     (path,) = Path(build.store.url).glob("packing/*.bin")
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.undo()
-    for array, again in zip(made, open_packing_plan(open_cache(build, ledger), 512), strict=True):
-        np.testing.assert_array_equal(array, again)
+    for array, reread in zip(plan, open_packing_plan(open_cache(build, ledger), 512), strict=True):
+        np.testing.assert_array_equal(array, reread)
 
 
 def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
@@ -156,8 +156,8 @@ def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
     for build in (local, remote, remote):
         rows = PackedRows(stream_of(build), open_packing_plan(open_cache(build, build.run()), 700), 700, EOS)
         batches.append(rows.read(np.arange(rows.num_rows)))
-    for one, *others in zip(*map(jax.tree.leaves, batches), strict=True):
-        for other in others:
+    for one, *copies in zip(*map(jax.tree.leaves, batches), strict=True):
+        for other in copies:
             np.testing.assert_array_equal(one, other)
 
 
@@ -234,13 +234,13 @@ class TestAnswers:
                 unseen += in_loss * (ord(self.START) not in tokens[segments == segment])
         return unseen / counted
 
-    @pytest.mark.parametrize(("seq_len", "cut"), [(128, True), (256, False)])
+    @pytest.mark.parametrize(("seq_len", "truncated"), [(128, True), (256, False)])
     def test_have_their_prompt_in_view(
-        self, records: list[dict[str, str]], tmp_path: Path, seq_len: int, cut: bool
+        self, records: list[dict[str, str]], tmp_path: Path, seq_len: int, truncated: bool
     ) -> None:
-        whole = self.unseen(tmp_path, records, seq_len)
-        assert (whole > 0) == cut
-        assert whole < 0.1
+        full = self.unseen(tmp_path, records, seq_len)
+        assert (full > 0) == truncated
+        assert full < 0.1
         assert self.unseen(tmp_path, records, seq_len, packing="concat") > 0.25
 
     HELD_OUT = (("ab", "cde"), ("f", "g" * 9), ("hij", "k"), ("l" * 5, "m" * 12), ("n", "o"))
@@ -252,9 +252,9 @@ class TestAnswers:
             validation=[{"prompt": prompt, "response": response} for prompt, response in self.HELD_OUT],
         )
         section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": SupervisedFormat(), **keys}
-        (found,) = open_data(DataConfig(source=source, **section), seq_len=12, seed=0).validation().values()
-        assert isinstance(found, EvalSet)
-        return found
+        (evals,) = open_data(DataConfig(source=source, **section), seq_len=12, seed=0).validation().values()
+        assert isinstance(evals, EvalSet)
+        return evals
 
     def shown(self, held_out: EvalSet, batch_size: int = 2) -> list[tuple[str, str]]:
         """Inputs and targets of each row that is not padding; ends are `.`, targets that do not count are `_`."""
@@ -271,46 +271,46 @@ class TestAnswers:
 
     def test_that_are_held_out_have_their_prompt_in_view(self, tmp_path: Path) -> None:
         """By hand: each document is in one row, the rest of the long one too; rows are in the order of their first."""
-        whole = self.held_out(tmp_path)
+        full = self.held_out(tmp_path)
         # The answers and their ends: 4 + 10 + 2 + 13 + 2 tokens.
-        assert self.shown(whole) == [
+        assert self.shown(full) == [
             ("abcdemmmmm", "_cde.mmmm."),
             ("fgggggggggno", "ggggggggg.o."),
             ("hijk", "__k."),
             ("lllllmmmmmmm", "____mmmmmmmm"),
         ]
-        cut = self.held_out(tmp_path, packing="concat")
-        assert self.shown(cut) == [
+        split = self.held_out(tmp_path, packing="concat")
+        assert self.shown(split) == [
             ("abcde.fggggg", "_cde._gggggg"),
             ("gggg.hijk.ll", "ggg.___k.___"),
             ("lllmmmmmmmmm", "__mmmmmmmmmm"),
             ("mmm.no.", "mm._o._"),
         ]
-        for held_out, found in ((whole, 1), (cut, 2)):
-            assert held_out.num_cut(np.cumsum([6, 11, 5, 18, 3])) == found
+        for held_out, count in ((full, 1), (split, 2)):
+            assert held_out.num_cut(np.cumsum([6, 11, 5, 18, 3])) == count
             self.check_places(held_out)
-        assert self.shown(whole.in_order(6)) == self.shown(cut.in_order(6))
+        assert self.shown(full.in_order(6)) == self.shown(split.in_order(6))
 
     def check_places(self, held_out: EvalSet) -> None:
         """The places of a set's rows are those of its targets, each of which is predicted once."""
-        seen = []
+        used = []
         for index, batch in enumerate(held_out.batches(3, rows=range(3))):
             places = held_out.places_of(index * 3 + np.arange(3))[batch.weights > 0] + 1
-            seen += places.tolist()
-            for place, target in zip(places.tolist(), batch.targets[batch.weights > 0].tolist(), strict=True):
-                assert held_out.stream.read(np.array([place]), 1)[0, 0] == target
-        assert len({*seen}) == len(seen)
+            used += places.tolist()
+            for position, target in zip(places.tolist(), batch.targets[batch.weights > 0].tolist(), strict=True):
+                assert held_out.stream.read(np.array([position]), 1)[0, 0] == target
+        assert len({*used}) == len(used)
 
     def test_hosts_and_first_batches_of_a_held_out_set_read_its_rows(self, tmp_path: Path) -> None:
         held_out = self.held_out(tmp_path)
-        (whole,) = held_out.batches(6, rows=range(6))
+        (full,) = held_out.batches(6, rows=range(6))
         parts = [next(held_out.batches(6, rows=rows)) for rows in ([0, 1], [2, 3, 4], [5])]
-        for array, *of_hosts in zip(whole[:5], *(part[:5] for part in parts), strict=True):
+        for array, *of_hosts in zip(full[:5], *(part[:5] for part in parts), strict=True):
             assert np.array_equal(array, np.concatenate(of_hosts))
-        assert (whole.weights[4:] == 0).all()
-        assert (whole.segments[4:] == -1).all()
+        assert (full.weights[4:] == 0).all()
+        assert (full.segments[4:] == -1).all()
         (first,) = held_out.batches(2, rows=[0, 1], max_batches=1)
-        assert np.array_equal(first.tokens, whole.tokens[:2])
+        assert np.array_equal(first.tokens, full.tokens[:2])
 
     @pytest.mark.parametrize(
         ("rows", "expected"),
@@ -337,10 +337,10 @@ class TestAnswers:
         assert DataConfig.model_validate(text).packing == "concat"
         assert DataConfig.model_validate({**text, **chat}).packing == "best_fit"
         assert DataConfig.model_validate({**text, **chat, "packing": "concat"}).packing == "concat"
-        both = {"configs": {"web": text, "chats": {**text, **chat}}, "train_weights": {"web": 3, "chats": 1}}
-        mixed = DataConfig.model_validate(both)
+        section = {"configs": {"web": text, "chats": {**text, **chat}}, "train_weights": {"web": 3, "chats": 1}}
+        mixed = DataConfig.model_validate(section)
         assert mixed.packing == {"web": "concat", "chats": "best_fit"}
         assert [mixed.packing_of(name) for name in mixed.sets] == ["concat", "best_fit"]
         assert DataConfig.model_validate(mixed.model_dump()) == mixed
         with pytest.raises(ValidationError, match="packing: there is no set caht; did you mean chats"):
-            DataConfig.model_validate({**both, "packing": {"caht": "best_fit"}})
+            DataConfig.model_validate({**section, "packing": {"caht": "best_fit"}})

@@ -82,9 +82,9 @@ class TestEmbedded:
         assert len(prints) == 4
 
     def test_another_length_needs_no_new_cache(self) -> None:
-        before = sorted(Path("cache").iterdir())
+        caches = sorted(Path("cache").iterdir())
         assert first_batch(open_data(SMALL, seq_len=17, seed=0)).shape == (4, 17)
-        assert sorted(Path("cache").iterdir()) == before
+        assert sorted(Path("cache").iterdir()) == caches
 
     def test_another_tokenizer_has_a_directory_of_its_own(self) -> None:
         data = open_data(SMALL.model_copy(update={"tokenizer": "bytes"}), seq_len=64, seed=0)
@@ -128,8 +128,8 @@ class TestOwnText:
         config = files.model_copy(update={"tokenizer": TrainedBpe(vocab_size=350)})
         data = open_data(config, seq_len=32, seed=0)
         assert data.tokenizer.vocab_size == 350
-        again = open_data(config, seq_len=32, seed=0)
-        assert again.tokenizer.fingerprint() == data.tokenizer.fingerprint()
+        reopened = open_data(config, seq_len=32, seed=0)
+        assert reopened.tokenizer.fingerprint() == data.tokenizer.fingerprint()
         with pytest.raises(UserError, match=r"tokenizer was trained by another recipe .*what differs: vocab_size"):
             open_data(config.model_copy(update={"tokenizer": TrainedBpe(vocab_size=300)}), seq_len=32, seed=0)
 
@@ -161,13 +161,13 @@ class TestOwnText:
         assert not Path("mine").exists()
 
     def test_progress_names_what_is_built(self, files: DataConfig) -> None:
-        seen: list[BuildProgress] = []
+        reports: list[BuildProgress] = []
         config = files.model_copy(update={"tokenizer": TrainedBpe(vocab_size=300)})
-        open_data(config, seq_len=32, seed=0, on_progress=seen.append)
-        assert list(dict.fromkeys(progress.name for progress in seen)) == ["tokenizer", "train", "validation"]
-        last = [progress for progress in seen if progress.name == "train"][-1]
+        open_data(config, seq_len=32, seed=0, on_progress=reports.append)
+        assert list(dict.fromkeys(progress.name for progress in reports)) == ["tokenizer", "train", "validation"]
+        last = [progress for progress in reports if progress.name == "train"][-1]
         assert last.total_bytes is not None
         assert last.done_bytes <= last.total_bytes
         assert last.tokens > 0
-        assert str(seen[0]) == "training the tokenizer"
+        assert str(reports[0]) == "training the tokenizer"
         assert str(last).startswith("tokenising the train text: 0.1 of 0.1 MB")

@@ -33,12 +33,12 @@ def config(path: Path, **more: Any) -> DataConfig:
 
 
 def test_opens_as_it_is_with_its_tokenizer(built: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
+    times = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
     data = open_data(config(built), seq_len=8, seed=0)
     batch = next(data.train(4, rows=range(4), num_steps=1))
     assert data.tokenizer.decode(np.asarray(batch.tokens).reshape(-1).tolist()).startswith("some words of document 0")
     assert len(data.validation()) == 1
-    assert {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()} == before
+    assert {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()} == times
 
 
 def test_another_tokenizer_is_refused(built: Path) -> None:

@@ -41,11 +41,11 @@ def test_passages_name_document_and_offset(open_set: OpenCache, corpus: Path, do
         for line, text in enumerate(documents[first::3], start=1)
     ]
     total = len(open_set.stream)
-    found = list(passages(open_set, ByteTokenizer(), 1000, total - 1000))
-    assert found[0].offset == 1000
+    actual = list(passages(open_set, ByteTokenizer(), 1000, total - 1000))
+    assert actual[0].offset == 1000
     rebuilt: dict[str, bytes] = {}
-    place, start = {where: 0 for where, _ in expected}, 1000
-    for passage in found:
+    offsets, start = {source: 0 for source, _ in expected}, 1000
+    for passage in actual:
         assert start + passage.tokens <= total
         ids = open_set.stream.read(np.array([start]), passage.tokens)[0]
         text = dict(expected)[passage.where].encode() + b"\0"
@@ -54,8 +54,8 @@ def test_passages_name_document_and_offset(open_set: OpenCache, corpus: Path, do
         rebuilt[passage.where] = rebuilt.get(passage.where, b"") + real
         start += passage.tokens
     assert start == total
-    assert [where for where, _ in expected] == list(rebuilt)
-    assert len(place) == len(documents)
+    assert [source for source, _ in expected] == list(rebuilt)
+    assert len(offsets) == len(documents)
 
 
 @pytest.fixture
@@ -76,27 +76,27 @@ def make_config(tmp_path: Path, documents: list[str]) -> Callable[..., DataConfi
 def test_the_documents_of_a_step_are_those_in_its_batch(make_config: Callable[..., DataConfig], packing: str) -> None:
     data = open_data(make_config(packing=packing), seq_len=256, seed=0)
     (batch,) = data.train(SCHEDULE, rows=range, first_step=5, num_steps=1)
-    found = list(documents_of_step(data, SCHEDULE, 6))
-    assert [row.row for row in found] == list(range(6))
-    assert {row.origin.set.name for row in found} == {"a", "b"}
-    for row in found:
+    documents = list(documents_of_step(data, SCHEDULE, 6))
+    assert [row.row for row in documents] == list(range(6))
+    assert {row.origin.set.name for row in documents} == {"a", "b"}
+    for row in documents:
         real = batch.tokens[row.row][batch.segments[row.row] >= 0]
         assert sum(passage.tokens for passage in row.passages) == len(real)
         text = "".join(passage.text for passage in row.passages)
         assert text == data.tokenizer.decode(real.tolist())
         assert all(f"/{row.origin.set.name}.jsonl:" in passage.where for passage in row.passages)
     (alone,) = documents_of_step(data, SCHEDULE, 6, row=4)
-    assert alone.passages == found[4].passages
+    assert alone.passages == documents[4].passages
     with pytest.raises(UserError, match="has 6 rows, counted from 0; there is no row 6"):
         list(documents_of_step(data, SCHEDULE, 6, row=6))
     with pytest.raises(UserError, match="there is no step 0: steps are counted from 1"):
         list(documents_of_step(data, SCHEDULE, 0))
     ending = open_data(make_config(stop_strategy="first_exhausted"), seq_len=256, seed=0)
-    most = ending.max_steps(SCHEDULE)
-    assert most is not None
-    assert list(documents_of_step(ending, SCHEDULE, most))
-    with pytest.raises(UserError, match=f"the data end after {most} steps, .*; there is no step {most + 1}"):
-        list(documents_of_step(ending, SCHEDULE, most + 1))
+    max_steps = ending.max_steps(SCHEDULE)
+    assert max_steps is not None
+    assert list(documents_of_step(ending, SCHEDULE, max_steps))
+    with pytest.raises(UserError, match=f"the data end after {max_steps} steps, .*; there is no step {max_steps + 1}"):
+        list(documents_of_step(ending, SCHEDULE, max_steps + 1))
 
 
 def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, lmt: Lmt) -> None:

@@ -138,9 +138,9 @@ def test_training_starts_no_cluster_unasked(monkeypatch: pytest.MonkeyPatch) -> 
     from lm_trainer.run import train
     from lm_trainer.run.config.run_config import RunConfig
 
-    asked = []
-    monkeypatch.setattr(train, "open_data", lambda *_, ray, **__: asked.append(ray))
+    starts = []
+    monkeypatch.setattr(train, "open_data", lambda *_, ray, **__: starts.append(ray))
     for section in ({}, {"address": "auto"}):
         config = RunConfig.model_validate({"trainer": {"ray": section}})
         train.open_training_data(config, None)  # pyright: ignore[reportArgumentType]
-    assert asked == [None, RayConfig(address="auto")]
+    assert starts == [None, RayConfig(address="auto")]

@@ -107,10 +107,10 @@ def test_damaged_archives_and_samples(tmp_path: Path) -> None:
     assert isinstance(bad, BadRow)
     assert bad.reason == "invalid UTF-8 at byte 0 of its .txt"
     assert texts([fine]) == ["fine"]
-    whole = (tmp_path / "a.tar").read_bytes()
+    content = (tmp_path / "a.tar").read_bytes()
     # Inside of a file, at its end, and inside of the header of the next one.
     for size in (700, 1024, 1100):
-        (tmp_path / "a.tar").write_bytes(whole[:size])
+        (tmp_path / "a.tar").write_bytes(content[:size])
         with pytest.raises(UserError, match=r"a\.tar is damaged"):
             samples_of(tmp_path / "a.tar", "txt")
 
@@ -154,18 +154,18 @@ class TestShareGpt:
     def test_conversations_are_those_of_roles_and_contents(self) -> None:
         tokenizer = with_specials("<|im_start|>", "<|im_end|>", chat_template=CHATML)
         shared = [{"from": self.names[one["role"]], "value": one["content"]} for one in CONVERSATION]
-        found = encode(self.format, {"conversations": shared}, tokenizer)
-        wanted = encode(ChatFormat(), {"messages": CONVERSATION}, tokenizer)
-        assert list(found.ids) == list(wanted.ids)
-        np.testing.assert_array_equal(found.loss_mask, wanted.loss_mask)
+        actual = encode(self.format, {"conversations": shared}, tokenizer)
+        expected = encode(ChatFormat(), {"messages": CONVERSATION}, tokenizer)
+        assert list(actual.ids) == list(expected.ids)
+        np.testing.assert_array_equal(actual.loss_mask, expected.loss_mask)
         bots = [{**one, "from": one["from"].replace("gpt", "bot")} for one in shared]
         other = self.format.model_copy(update={"roles": {"bot": "assistant"}})
-        assert list(encode(other, {"conversations": bots}, tokenizer).ids) == list(wanted.ids)
+        assert list(encode(other, {"conversations": bots}, tokenizer).ids) == list(expected.ids)
 
     def test_the_identity_of_other_conversations_stays(self) -> None:
         tokenizer = with_specials("<|im_start|>", "<|im_end|>", chat_template=CHATML)
-        known = {"type", "messages_field", "mask_user_turns", "chat_template"}
-        assert (ChatFormat().identity(tokenizer) or {}).keys() == known
+        keys = {"type", "messages_field", "mask_user_turns", "chat_template"}
+        assert (ChatFormat().identity(tokenizer) or {}).keys() == keys
         assert "role_field" in (self.format.identity(tokenizer) or {})
 
     def test_the_layout_is_told_where_it_is_not_expected(self) -> None:

@@ -67,16 +67,16 @@ class TestParquet:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write(tmp_path / "a.parquet", text=[f"a{i}" for i in range(9)], other=["x"] * 9)
-        asked = []
+        reads = []
         iterate = parquet.ParquetFile.iter_batches
 
         def spy(self, *args, **options):
-            asked.append((list(options["row_groups"]), options["columns"]))
+            reads.append((list(options["row_groups"]), options["columns"]))
             return iterate(self, *args, **options)
 
         monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spy)
         assert texts(rows_of(tmp_path / "a.parquet", start=7)) == ["a7", "a8"]
-        assert asked == [([2], ["text"])]
+        assert reads == [([2], ["text"])]
 
     def test_no_thread_outlives_the_reading(self, tmp_path: Path) -> None:
         """A thread of Arrow that still holds the open file when Python ends aborts the process."""
@@ -88,9 +88,9 @@ class TestParquet:
             text=True,
             check=True,
         )
-        rows, before, after = map(int, counted.stdout.split())
+        rows, threads_before, threads_after = map(int, counted.stdout.split())
         assert rows == 9
-        assert before == after
+        assert threads_before == threads_after
 
     def test_bad_values_are_named(self, tmp_path: Path) -> None:
         broken = pyarrow.Array.from_buffers(
@@ -209,8 +209,8 @@ class TestInMemory:
         assert DataConfig(source=InMemory(train=["one"])).shards("validation") == []
 
     def test_identity_is_that_of_the_documents(self) -> None:
-        one, same, other = (InMemory(train=[t]).shards("train")[0].identity() for t in ("a", "a", "b"))
-        assert one == same != other
+        one, equal, other = (InMemory(train=[t]).shards("train")[0].identity() for t in ("a", "a", "b"))
+        assert one == equal != other
 
 
 def test_zst_of_several_frames_and_of_files_that_are_none_or_cut_short(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def lines(count: int) -> Iterator[bytes]:
         value |= {"text": draw.choice(["plain", "ünï \n", '"\\/', "\ud83d", "😀"])} if draw.random() < 0.8 else {}
         line = bytearray(json.dumps(value, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass"))
         for _ in range(draw.choice([0, 0, 1, 1, 2, 4])):
-            place = draw.randrange(len(line) + 1)
-            line[place : place + draw.choice([0, 0, 1, 5])] = draw.choice(FRAGMENTS)
+            position = draw.randrange(len(line) + 1)
+            line[position : position + draw.choice([0, 0, 1, 5])] = draw.choice(FRAGMENTS)
         yield bytes(line.replace(b"\n", b" "))
     for depth in (200, 300, 900, 990, 1000, 1015, 1030, 5000):
         yield b'{"text": "deep", "meta": ' + b"[" * depth + b"]" * depth + b"}"
@@ -79,56 +79,56 @@ def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
 
 
 def test_the_thread_that_reads_helps_with_the_work_and_the_order_stays() -> None:
-    helped, here, workers = threading.Event(), threading.get_ident(), []
+    helped, main_thread, workers = threading.Event(), threading.get_ident(), []
 
     def work(number: int) -> int:
         workers.append(threading.get_ident())
-        if workers[-1] != here:
+        if workers[-1] != main_thread:
             helped.set()
         return number * number
 
     done = work_ahead((number for number in range(20)), work)
-    found = [next(done)]
+    results = [next(done)]
     # The caller does nothing more meanwhile, so another thread must have read ahead and begun to work.
     assert helped.wait(10)
-    found += done
-    assert found == [(number, number * number) for number in range(20)]
+    results += done
+    assert results == [(number, number * number) for number in range(20)]
     assert len(set(workers)) == 2
-    assert here in workers
+    assert main_thread in workers
 
 
 def test_items_are_not_made_without_end() -> None:
-    made = []
+    produced = []
 
     def items() -> Generator[int, None, None]:
         for number in range(100):
-            made.append(number)
+            produced.append(number)
             yield number
 
     done = work_ahead(items(), lambda number: number)
     next(done)
     time.sleep(0.2)
-    assert len(made) <= AHEAD + 2
+    assert len(produced) <= AHEAD + 2
     done.close()
-    assert len(made) <= AHEAD + 2
+    assert len(produced) <= AHEAD + 2
 
 
-@pytest.mark.parametrize("place", ["made", "worked on"])
+@pytest.mark.parametrize("stage", ["made", "worked on"])
 @pytest.mark.parametrize("behind", [False, True])
-def test_errors_come_in_their_place_and_the_items_are_closed(place: str, behind: bool) -> None:
+def test_errors_come_in_their_place_and_the_items_are_closed(stage: str, behind: bool) -> None:
     closed = threading.Event()
 
     def items() -> Generator[int, None, None]:
         try:
             for number in range(9):
-                if place == "made" and number == 6:
+                if stage == "made" and number == 6:
                     raise UserError("the seventh")
                 yield number
         finally:
             closed.set()
 
     def work(number: int) -> int:
-        if place == "worked on" and number == 6:
+        if stage == "worked on" and number == 6:
             raise UserError("the seventh")
         return -number
 
@@ -137,10 +137,10 @@ def test_errors_come_in_their_place_and_the_items_are_closed(place: str, behind:
             yield pair
             time.sleep(0.01 * behind)
 
-    found = []
+    results = []
     with pytest.raises(UserError, match="the seventh"):
-        found.extend(slowly(work_ahead(items(), work)))
-    assert found == [(number, -number) for number in range(6)]
+        results.extend(slowly(work_ahead(items(), work)))
+    assert results == [(number, -number) for number in range(6)]
     assert closed.is_set()
 
 

@@ -69,8 +69,8 @@ def test_permute_looks_random() -> None:
     assert abs(np.corrcoef(np.arange(size) & 1, values.astype(np.int64) & 1)[0, 1]) < 0.02
     _, counts = np.unique(np.diff(values), return_counts=True)
     assert counts.max() < 20, "an affine permutation repeats its differences hundreds of times"
-    others = permute(np.arange(size), size, 100)
-    assert (others == values).sum() < 10
+    other_orders = permute(np.arange(size), size, 100)
+    assert (other_orders == values).sum() < 10
 
 
 def chi_square(counts: np.ndarray) -> float:
@@ -91,9 +91,9 @@ def test_pairs_are_as_evenly_spread_as_those_of_numpy(size: int) -> None:
     """Neighbours in the order, and the lowest bits of an index, say nothing about a value."""
     orders = [permute(np.arange(size), size, key) for key in range(4)]
     twins = [np.random.default_rng(key).permutation(size) for key in range(4)]
-    for found in (orders, twins):
-        assert max(abs(chi_square(pair_counts(values, size))) for values in found) < 4.5
-        by_low_bits = [np.bincount(np.arange(size) % 16 * 16 + values % 16, minlength=256) for values in found]
+    for sample in (orders, twins):
+        assert max(abs(chi_square(pair_counts(values, size))) for values in sample) < 4.5
+        by_low_bits = [np.bincount(np.arange(size) % 16 * 16 + values % 16, minlength=256) for values in sample]
         assert max(abs(chi_square(counts)) for counts in by_low_bits) < 4.5
     affine = (np.arange(size) * 48_271 + 12_345) % size
     assert abs(chi_square(pair_counts(affine, size))) > 100, "the measure must be able to fail"
@@ -143,8 +143,8 @@ def test_eras_do_not_depend_on_what_comes_later() -> None:
 
 def test_any_part_of_the_order_is_the_same_alone() -> None:
     draws = np.arange(10**12, 10**12 + 64)
-    whole = FullShuffle().locate(draws, 1001, seed=3)
-    np.testing.assert_array_equal(whole[20:30], FullShuffle().locate(draws[20:30], 1001, seed=3))
+    full = FullShuffle().locate(draws, 1001, seed=3)
+    np.testing.assert_array_equal(full[20:30], FullShuffle().locate(draws[20:30], 1001, seed=3))
 
 
 def test_a_number_is_a_length_of_eras() -> None:
@@ -162,5 +162,5 @@ def test_a_number_is_a_length_of_eras() -> None:
 def test_a_row_is_drawn_where_it_was_located(shuffle: ShuffleConfig, rows: int) -> None:
     for epoch in (0, 1, 7):
         draws = epoch * rows + np.arange(rows)
-        found = shuffle.locate(draws, rows, seed=5)
-        np.testing.assert_array_equal(shuffle.draws(found, epoch, rows, seed=5), draws)
+        located = shuffle.locate(draws, rows, seed=5)
+        np.testing.assert_array_equal(shuffle.draws(located, epoch, rows, seed=5), draws)

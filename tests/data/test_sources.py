@@ -90,10 +90,10 @@ def test_rows_resume_at_a_number_across_files(tmp_path: Path) -> None:
     for name, words in {"a": "0 1 2", "b": "3 4"}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words.split()))
     assert texts(rows_of(tmp_path / "*.jsonl")) == ["0", "1", "2", "3", "4"]
-    rest = rows_of(tmp_path / "*.jsonl", start=2)
-    assert texts(rest) == ["2", "3", "4"]
-    assert rest[1].where.endswith("b.jsonl:1")
-    assert [row.number for row in rest] == [2, 3, 4]
+    remaining = rows_of(tmp_path / "*.jsonl", start=2)
+    assert texts(remaining) == ["2", "3", "4"]
+    assert remaining[1].where.endswith("b.jsonl:1")
+    assert [row.number for row in remaining] == [2, 3, 4]
 
 
 def test_another_text_key(tmp_path: Path) -> None:
@@ -161,12 +161,12 @@ def test_binary_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "then"), [(2000, b""), (10, b"\xff" * 4000), (2000, bytes(4000))], ids=["cut", "no block", "zeros"]
+    ("length", "suffix"), [(2000, b""), (10, b"\xff" * 4000), (2000, bytes(4000))], ids=["cut", "no block", "zeros"]
 )
-def test_a_damaged_gzip_is_named(tmp_path: Path, kept: int, then: bytes) -> None:
+def test_a_damaged_gzip_is_named(tmp_path: Path, length: int, suffix: bytes) -> None:
     content = gzip.compress("".join(json.dumps({"text": str(i)}) + "\n" for i in range(1000)).encode())
-    assert len(content) > kept
-    (tmp_path / "a.jsonl.gz").write_bytes(content[:kept] + then)
+    assert len(content) > length
+    (tmp_path / "a.jsonl.gz").write_bytes(content[:length] + suffix)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
         rows_of(tmp_path / "a.jsonl.gz")
 
@@ -216,8 +216,8 @@ def test_the_files_that_a_glob_finds_say_how_to_read_them(tmp_path: Path) -> Non
     for url, count in {"*": 3, "a-*.gz": 1, "a-{0..1}.jsonl*": 2, "a-[02].*": 2}.items():
         assert texts(rows_of(tmp_path / url)) == ["x"] * count, url
     (tmp_path / "b.txt").write_text("x")
-    both = rf"{tmp_path}/\* matches files that are read in different ways, .*/a-2\.json and .*/b\.txt"
-    with pytest.raises(UserError, match=rf"data\.train_urls: {both}; list them apart"):
+    pattern = rf"{tmp_path}/\* matches files that are read in different ways, .*/a-2\.json and .*/b\.txt"
+    with pytest.raises(UserError, match=rf"data\.train_urls: {pattern}; list them apart"):
         rows_of(tmp_path / "*")
     shards = shards_of_urls("train", [f"{tmp_path}/{{b,a-0}}.*"], "text")
     assert [row.where.rpartition("/")[2] for shard in shards for row in shard.rows()] == ["b.txt", "a-0.jsonl:1"]
@@ -239,8 +239,8 @@ def test_a_file_listed_by_two_paths_is_refused(tmp_path: Path, monkeypatch: pyte
     file.write_text('{"text": "x"}\n')
     (tmp_path / "b.txt").write_text("y")
     monkeypatch.chdir(tmp_path)
-    others = ["./data/a.jsonl", "data/../data/a.jsonl", str(file), f"file://{file}", "linked/*.jsonl"]
-    for other in others:
+    spellings = ["./data/a.jsonl", "data/../data/a.jsonl", str(file), f"file://{file}", "linked/*.jsonl"]
+    for other in spellings:
         with pytest.raises(UserError, match=r"a\.jsonl is listed twice \(as data/a\.jsonl before\)"):
             rows_of("data/a.jsonl", "b.txt", other)
     (tmp_path / "link.jsonl").symlink_to(file)
@@ -311,10 +311,10 @@ def test_the_identity_of_a_shard_changes_with_its_files(tmp_path: Path) -> None:
         return shards_of_urls("train", [str(tmp_path / "a.jsonl")], "text")[0].identity()
 
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    before = identity()
-    assert identity() == before
+    original = identity()
+    assert identity() == original
     (tmp_path / "a.jsonl").write_text('{"text": "longer"}\n')
-    assert identity() != before
+    assert identity() != original
 
 
 class TestConfig:

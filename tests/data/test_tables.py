@@ -30,16 +30,16 @@ RECORDS: list[dict[str, Any]] = [
 FLAT = [{"title": record["title"], "text": record["body"]["raw"]} for record in RECORDS]
 
 
-def write_csv(path: Path, **how: Any) -> None:
+def write_csv(path: Path, **options: Any) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["title", "text"], **how)
+        writer = csv.DictWriter(file, ["title", "text"], **options)
         writer.writeheader()
         writer.writerows(FLAT)
 
 
-@pytest.mark.parametrize(("ending", "how"), [(".csv", {}), (".tsv", {"delimiter": "\t"})])
-def test_csv_as_it_was_written(tmp_path: Path, ending: str, how: dict[str, Any]) -> None:
-    write_csv(tmp_path / f"a{ending}", **how)
+@pytest.mark.parametrize(("ending", "options"), [(".csv", {}), (".tsv", {"delimiter": "\t"})])
+def test_csv_as_it_was_written(tmp_path: Path, ending: str, options: dict[str, Any]) -> None:
+    write_csv(tmp_path / f"a{ending}", **options)
     rows = rows_of(tmp_path / f"a{ending}")
     assert texts(rows) == [record["text"] for record in FLAT]
     # The first record has a line end inside, so the second begins in line 4.
@@ -51,11 +51,11 @@ def test_csv_as_it_was_written(tmp_path: Path, ending: str, how: dict[str, Any])
 def test_bad_records_of_csv_are_named_and_those_after_them_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b'text,n\nfine,1\nshort\n"a"b,2\n\xff\xfe,3\n"two\nlines",4\nlast,5\n')
     rows = rows_of(tmp_path / "a.csv")
-    found = [row.reason if isinstance(row, BadRow) else row.text for row in rows]
-    assert found[0] == "fine"
-    assert found[1] == "1 fields, but there are 2 columns"
-    assert found[2].startswith("not CSV: ")
-    assert found[3:] == ["invalid UTF-8", "two\nlines", "last"]
+    contents = [row.reason if isinstance(row, BadRow) else row.text for row in rows]
+    assert contents[0] == "fine"
+    assert contents[1] == "1 fields, but there are 2 columns"
+    assert contents[2].startswith("not CSV: ")
+    assert contents[3:] == ["invalid UTF-8", "two\nlines", "last"]
     assert rows[3].where == f"{tmp_path}/a.csv:5"
     assert rows[5].where == f"{tmp_path}/a.csv:8"
 
@@ -116,8 +116,8 @@ def test_texts_of_several_fields(tmp_path: Path, ending: str) -> None:
     write(tmp_path / f"a{ending}")
     config = DataConfig(train_urls=[str(tmp_path / f"a{ending}")], text_template="# {title}\n\n{body.raw} {{end}}")
     (shard,) = config.shards("train")
-    wanted = [f"# {one['title']}\n\n{one['body']['raw']} {{end}}" if one["title"] else "" for one in RECORDS]
-    assert texts([*shard.rows()][:4]) == wanted
+    expected = [f"# {one['title']}\n\n{one['body']['raw']} {{end}}" if one["title"] else "" for one in RECORDS]
+    assert texts([*shard.rows()][:4]) == expected
     assert shard.identity()["text_key"] == config.text_template
 
 

@@ -73,8 +73,8 @@ def megatron(path: Path, documents: Sequence[Sequence[int]], by_index: bool = Fa
     """By the description of the format: every document is two sequences where it can be cut."""
     sequences, firsts = [], [0]
     for document in documents:
-        cut = len(document) // 2
-        sequences += [document[:cut], document[cut:]] if cut else [document]
+        half = len(document) // 2
+        sequences += [document[:half], document[half:]] if half else [document]
         firsts.append(len(sequences))
     lengths = [len(sequence) for sequence in sequences]
     ids = flat(sequences, np.int32)
@@ -139,8 +139,8 @@ def batches(data: Data, steps: int = 12) -> list[Batch]:
     return list(data.train(4, rows=range(4), num_steps=steps))
 
 
-def assert_equal(found: list[Batch], wanted: list[Batch]) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_equal(actual: list[Batch], expected: list[Batch]) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -172,13 +172,13 @@ def test_documents_without_an_end_token_end_where_the_index_says(tmp_path: Path,
     with pytest.raises(UserError, match=r"document 0 of its index ends with the token .*document_ends: index"):
         opened(tmp_path, write(tmp_path, bodies, False))
     data = opened(tmp_path, write(tmp_path, bodies, True), cache_dir=str(tmp_path / "other"), shuffle=False)
-    (found,) = batches(data, 1)
+    (batch,) = batches(data, 1)
     stream = flat(bodies, np.int32)[: 4 * SEQ]
     segments = np.repeat(np.arange(len(bodies)), [len(body) for body in bodies])[: 4 * SEQ + 1]
-    np.testing.assert_array_equal(found.tokens.reshape(-1), stream)
-    same = segments[1:] == segments[:-1]
-    np.testing.assert_array_equal(found.weights.reshape(-1), same)
-    np.testing.assert_array_equal(np.diff(found.segments)[0] == 0, same[: SEQ - 1])
+    np.testing.assert_array_equal(batch.tokens.reshape(-1), stream)
+    continued = segments[1:] == segments[:-1]
+    np.testing.assert_array_equal(batch.weights.reshape(-1), continued)
+    np.testing.assert_array_equal(np.diff(batch.segments)[0] == 0, continued[: SEQ - 1])
 
 
 def test_the_bytes_of_ids_are_not_those_of_text(tmp_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_tokens_without_any_end_are_documents_by_their_files(tmp_path: Path) -> 
     more = {"source": {"type": "tokens", "document_ends": "file"}, "cache_dir": str(tmp_path / "other")}
     data = opened(tmp_path, {**section, **more}, shuffle=False)
     first = sum(map(len, BODIES[: len(BODIES) // 2]))
-    found = batches(data, -(-first // (4 * SEQ)))
-    tokens = np.concatenate([batch.tokens.reshape(-1) for batch in found])
+    actual = batches(data, -(-first // (4 * SEQ)))
+    tokens = np.concatenate([batch.tokens.reshape(-1) for batch in actual])
     np.testing.assert_array_equal(tokens, flat(BODIES, np.int32)[: len(tokens)])
     # One target is left out: the first token of the second file.
-    weights = np.concatenate([batch.weights.reshape(-1) for batch in found])
+    weights = np.concatenate([batch.weights.reshape(-1) for batch in actual])
     assert np.flatnonzero(weights == 0).tolist() == [first - 1]
     assert status(data.config)[0].ledger.num_documents == 2
 
@@ -233,11 +233,11 @@ def test_documents_of_token_files_are_left_out(tmp_path: Path, ends: str) -> Non
         {"train": data.caches["train/train"].ledger},
         [{"set": "train", "document": number} for number in left_out],
     )
-    kept = flat([each for number, each in enumerate(documents) if number not in left_out], np.int32)
-    found = batches(opened(tmp_path, section, shuffle=False, exclude=str(tmp_path / "list.jsonl")), 1)
-    np.testing.assert_array_equal(np.concatenate([each.tokens.reshape(-1) for each in found]), kept[: 4 * SEQ])
-    whole = flat(documents, np.int32)
-    assert data.num_train_tokens == len(whole)
+    expected = flat([item for number, item in enumerate(documents) if number not in left_out], np.int32)
+    actual = batches(opened(tmp_path, section, shuffle=False, exclude=str(tmp_path / "list.jsonl")), 1)
+    np.testing.assert_array_equal(np.concatenate([item.tokens.reshape(-1) for item in actual]), expected[: 4 * SEQ])
+    full = flat(documents, np.int32)
+    assert data.num_train_tokens == len(full)
 
 
 def test_held_out_documents_are_counted_as_the_files_end_them(tmp_path: Path) -> None:
@@ -271,25 +271,25 @@ def test_a_token_of_32_bits_is_found_in_its_file(tmp_path: Path) -> None:
     (shard,) = DataConfig.model_validate({**section, "source": {"type": "tokens"}, "tokenizer": "bytes"}).shards(
         "train"
     )
-    (found,) = inspect(data.config, "train", len(DOCUMENTS) + 3, 1)
-    assert found.where == f"{tmp_path}/1.npy:token {sum(map(len, DOCUMENTS[:3]))}"
-    assert source_of(KvStore(status(data.config)[0].url), ledger, [shard], 1, 3) == found.where
+    (document,) = inspect(data.config, "train", len(DOCUMENTS) + 3, 1)
+    assert document.where == f"{tmp_path}/1.npy:token {sum(map(len, DOCUMENTS[:3]))}"
+    assert source_of(KvStore(status(data.config)[0].url), ledger, [shard], 1, 3) == document.where
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     section = megatron(tmp_path, DOCUMENTS)
     bin_file, idx_file = tmp_path / "text_document.bin", tmp_path / "text_document.idx"
-    whole, index = bin_file.read_bytes(), idx_file.read_bytes()
+    content, index = bin_file.read_bytes(), idx_file.read_bytes()
 
     def refused(match: str, more: dict[str, Any] | None = None, **keys: Any) -> None:
         with pytest.raises(UserError, match=match):
             opened(tmp_path, {**section, **(more or {}), "cache_dir": str(tmp_path / "none")}, **keys)
 
-    bin_file.write_bytes(whole[:-40])
+    bin_file.write_bytes(content[:-40])
     refused(r"text_document\.bin holds \d+ tokens, but .*\.idx lists \d+: sequence \d+ ends beyond the file")
-    bin_file.write_bytes(whole[:-3])
+    bin_file.write_bytes(content[:-3])
     refused("no whole number of int32 tokens")
-    bin_file.write_bytes(whole)
+    bin_file.write_bytes(content)
     sequences = struct.unpack_from("<Q", index, 18)[0]
     broken = bytearray(index)
     struct.pack_into("<q", broken, 34 + 4 * sequences + 8 * 3, 7)

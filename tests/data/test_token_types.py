@@ -67,7 +67,7 @@ def test_zeros_that_are_tokens_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "what"),
+    ("begin", "message"),
     [
         (b"MMIDIDX\x00\x00", "an index of Megatron; name its .bin file"),
         (b"PAR1", "a Parquet file"),
@@ -76,7 +76,7 @@ def test_zeros_that_are_tokens_are_read(tmp_path: Path) -> None:
         (np.array([20240520, 1], np.int32).tobytes(), "ends inside of its header"),
     ],
 )
-def test_files_of_other_formats_are_no_tokens(tmp_path: Path, begin: bytes, what: str) -> None:
+def test_files_of_other_formats_are_no_tokens(tmp_path: Path, begin: bytes, message: str) -> None:
     (tmp_path / "x.bin").write_bytes(begin + bytes(200))
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=message):
         opened(tmp_path, {"train_urls": [str(tmp_path / "x.bin")], "source": {"type": "tokens"}})

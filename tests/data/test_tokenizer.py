@@ -94,11 +94,11 @@ def test_saved_and_loaded_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> N
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_what_was_there(trained: HfTokenizer, tmp_path: Path, there: bool) -> None:
-    if there:
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_full_disk_leaves_what_was_there(trained: HfTokenizer, tmp_path: Path, exists: bool) -> None:
+    if exists:
         ByteTokenizer().save(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    original = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_what_was_there(trained: HfTokenizer, tmp_path: Path,
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == original
 
 
 def test_pickled_is_the_same(tokenizer: Tokenizer) -> None:
@@ -186,11 +186,11 @@ class TestPretrained:
         transformers = pytest.importorskip("transformers")
         reference = transformers.AutoTokenizer.from_pretrained(directory)
         reference.save_pretrained(tmp_path / "again")
-        ours = load_pretrained(Pretrained(name=str(tmp_path / "again")))
-        assert [ours.encode(text) for text in HARD_TEXTS[:3]] == [
+        reloaded = load_pretrained(Pretrained(name=str(tmp_path / "again")))
+        assert [reloaded.encode(text) for text in HARD_TEXTS[:3]] == [
             reference(text)["input_ids"] for text in HARD_TEXTS[:3]
         ]
-        assert ours.eos_id == reference.eos_token_id
+        assert reloaded.eos_id == reference.eos_token_id
 
     def test_bos_is_what_the_tokenizer_puts_in_front(self, directory: Path) -> None:
         first = {"SpecialToken": {"id": "!", "type_id": 0}}
@@ -320,7 +320,7 @@ class TestPretrained:
             server.listen()
             # Several parts of one start get one answer.
             assert why_no_hub() is not None
-            monkeypatch.setattr(hub.time, "monotonic", lambda now=time.monotonic: now() + 60)
+            monkeypatch.setattr(hub.time, "monotonic", lambda clock=time.monotonic: clock() + 60)
             assert why_no_hub() is None
         assert why_no_hub() is None
 
@@ -328,10 +328,10 @@ class TestPretrained:
         import huggingface_hub
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        asked = []
+        requests = []
 
         def download(repository: str, name: str, revision: str | None) -> str:
-            asked.append((repository, name, revision))
+            requests.append((repository, name, revision))
             if not (directory / name).exists():
                 raise LocalEntryNotFoundError(name)
             return str(directory / name)
@@ -340,7 +340,7 @@ class TestPretrained:
         monkeypatch.setattr(hf, "why_no_hub", lambda: None)
         tokenizer = load_pretrained(Pretrained(name="org/name", revision="v1"))
         assert tokenizer.eos_id == 0
-        assert ("org/name", "tokenizer.json", "v1") in asked
+        assert ("org/name", "tokenizer.json", "v1") in requests
         (directory / "tokenizer_config.json").unlink()
         with pytest.raises(UserError, match=r"LocalEntryNotFoundError: tokenizer_config\.json"):
             load_pretrained(Pretrained(name="org/name", revision="v1"))

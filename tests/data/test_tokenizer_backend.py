@@ -76,19 +76,19 @@ def test_a_difference_in_any_source_is_announced(
     with caplog.at_level(logging.WARNING):
         assert choose_backend(slow, "auto", sources, None) is slow
     assert "it gives other ids for data.source.train[1]" in caplog.text
-    for wanted, built_with in (("fastokens", None), ("auto", "fastokens")):
+    for requested, built_with in (("fastokens", None), ("auto", "fastokens")):
         with pytest.raises(UserError, match=r"fastokens cannot be used: .*tokenizer_backend: tokenizers"):
-            choose_backend(slow, wanted, sources, built_with)  # pyright: ignore[reportArgumentType]
+            choose_backend(slow, requested, sources, built_with)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(("wanted", "built_with"), [("auto", None), ("auto", "fastokens"), ("fastokens", None)])
+@pytest.mark.parametrize(("requested", "built_with"), [("auto", None), ("auto", "fastokens"), ("fastokens", None)])
 def test_a_damaged_file_is_not_the_fault_of_the_package(
-    slow: HfTokenizer, tmp_path: Path, wanted: Any, built_with: str | None
+    slow: HfTokenizer, tmp_path: Path, requested: Any, built_with: str | None
 ) -> None:
     (tmp_path / "a.jsonl.gz").write_text('{"text": "not packed"}\n')
     damaged = shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")
     with pytest.raises(UserError, match=rf"^{tmp_path}/a\.jsonl\.gz is damaged: "):
-        choose_backend(slow, wanted, [shards("fine"), damaged], built_with)
+        choose_backend(slow, requested, [shards("fine"), damaged], built_with)
 
 
 def test_what_the_package_cannot_run_is_announced(slow: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, chosen in (("code", documents[3:9]), ("prose", [text.upper() for text in documents[10:13]])):
         (root / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen))
     (root / "run.yaml").write_text(RUN.format(root=root))
-    before = Path.cwd()
+    cwd = Path.cwd()
     os.chdir(root)
     try:
         result = run_here("train", "run.yaml")
     finally:
-        os.chdir(before)
+        os.chdir(cwd)
     assert result.returncode == 0, result.stderr
     return root

@@ -28,8 +28,8 @@ SMALL_BATCH = ("trainer.max_devices=1", "trainer.train_batch_size=8")
 """A few short documents do not fill the batches that eight devices compute by default."""
 
 
-def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {each["name"]: each for each in found["sets"]}
+def by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in result["sets"]}
 
 
 @functools.cache
@@ -49,16 +49,16 @@ def test_bits_per_byte_are_those_of_transformers_and_of_the_text(
     lmt: Lmt, hf_model: Path, texts: dict[str, Path]
 ) -> None:
     files = [part for name in texts for part in ("--data", texts[name])]
-    found = by_name(evaluated(lmt, hf_model, *files, "--context", "128", *SMALL_BATCH))
+    sets = by_name(evaluated(lmt, hf_model, *files, "--context", "128", *SMALL_BATCH))
     for name, documents in TEXTS.items():
         # The first byte of a document is predicted from nothing, and the end of the document is predicted.
         nats = [torch_nats(hf_model, [*text.encode(), 256]) for text in documents]
         size = sum(len(text.encode()) - 1 for text in documents)
-        assert found[name]["bytes"] == size
-        assert found[name]["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / size, rel=1e-5)
-        assert found[name]["loss"] == pytest.approx(sum(nats) / (size + len(documents)), rel=1e-5)
-        assert found[name]["perplexity"] == pytest.approx(math.exp(found[name]["loss"]))
-        assert found[name]["documents"] == len(documents)
+        assert sets[name]["bytes"] == size
+        assert sets[name]["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / size, rel=1e-5)
+        assert sets[name]["loss"] == pytest.approx(sum(nats) / (size + len(documents)), rel=1e-5)
+        assert sets[name]["perplexity"] == pytest.approx(math.exp(sets[name]["loss"]))
+        assert sets[name]["documents"] == len(documents)
 
 
 def test_answers_are_predicted_from_their_whole_prompts(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
@@ -69,28 +69,28 @@ def test_answers_are_predicted_from_their_whole_prompts(lmt: Lmt, hf_model: Path
         "data: {tokenizer: bytes, train_urls: [held-out.jsonl], validation_urls: [held-out.jsonl], cache_dir: cache, "
         "format: {type: supervised}}\n"
     )
-    found = evaluated(lmt, hf_model, "--data", "data.yaml", "--context", "64", *SMALL_BATCH)
+    result = evaluated(lmt, hf_model, "--data", "data.yaml", "--context", "64", *SMALL_BATCH)
     nats = [
         torch_nats(hf_model, [*(record["prompt"] + record["response"]).encode(), 256], len(record["prompt"]))
         for record in records
     ]
-    (each,) = found["sets"]
+    (entry,) = result["sets"]
     tokens = sum(len(record["response"]) + 1 for record in records)
-    assert (each["documents"], each["tokens"]) == (len(records), tokens)
-    assert each["loss"] == pytest.approx(sum(nats) / tokens, rel=1e-5)
-    assert not found["notes"]
+    assert (entry["documents"], entry["tokens"]) == (len(records), tokens)
+    assert entry["loss"] == pytest.approx(sum(nats) / tokens, rel=1e-5)
+    assert not result["notes"]
 
 
 def test_figures_are_those_of_training(lmt: Lmt, trained: Path) -> None:
     last = list(read_metrics(trained / "logs" / "run"))
     of_training = {key: value for line in last if line["step"] == 6 for key, value in line.items()}
     for weights, prefix in (("raw", "eval"), ("averaged", "eval/ema")):
-        found = evaluated(lmt, trained / "logs" / "run", "--weights", weights)
-        assert found["step"] == 6
-        for name, each in by_name(found).items():
-            assert each["loss"] == pytest.approx(of_training[f"{prefix}/{name}/loss"], rel=1e-6)
-            assert each["bits_per_byte"] == pytest.approx(of_training[f"{prefix}/{name}/bpb"], rel=1e-6)
-        groups = {group["name"]: group for group in found["groups"]}
+        result = evaluated(lmt, trained / "logs" / "run", "--weights", weights)
+        assert result["step"] == 6
+        for name, entry in by_name(result).items():
+            assert entry["loss"] == pytest.approx(of_training[f"{prefix}/{name}/loss"], rel=1e-6)
+            assert entry["bits_per_byte"] == pytest.approx(of_training[f"{prefix}/{name}/bpb"], rel=1e-6)
+        groups = {group["name"]: group for group in result["groups"]}
         assert {name: group["sets"] for name, group in groups.items()} == {
             "": ["code", "prose"],
             "web": ["code", "prose"],
@@ -103,7 +103,7 @@ def test_figures_are_those_of_training(lmt: Lmt, trained: Path) -> None:
             assert group["macro_loss"] == pytest.approx(of_training[f"{key}/macro_loss"], rel=1e-6)
             assert group["micro_bits_per_byte"] == pytest.approx(of_training[f"{key}/micro_bpb"], rel=1e-6)
             assert group["macro_bits_per_byte"] == pytest.approx(of_training[f"{key}/macro_bpb"], rel=1e-6)
-    code, prose = by_name(found)["code"], by_name(found)["prose"]
+    code, prose = by_name(result)["code"], by_name(result)["prose"]
     assert groups[""]["macro_loss"] == pytest.approx((code["loss"] + prose["loss"]) / 2)
     tokens = code["tokens"] + prose["tokens"]
     micro = (code["loss"] * code["tokens"] + prose["loss"] * prose["tokens"]) / tokens
@@ -129,9 +129,9 @@ def test_devices_change_no_bit(lmt: Lmt, trained: Path, devices: int) -> None:
 )
 def test_axes_of_the_mesh_change_no_figure(lmt: Lmt, trained: Path, setting: str) -> None:
     run = trained / "logs" / "run"
-    found = evaluated(lmt, run, setting, "trainer.max_devices=4")
-    assert evaluated(lmt, run, setting, "trainer.max_devices=2")["sets"] == found["sets"]
-    for a, b in zip(found["sets"], on_one_device(run)["sets"], strict=True):
+    result = evaluated(lmt, run, setting, "trainer.max_devices=4")
+    assert evaluated(lmt, run, setting, "trainer.max_devices=2")["sets"] == result["sets"]
+    for a, b in zip(result["sets"], on_one_device(run)["sets"], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
         assert a["tokens"] == b["tokens"]
 
@@ -143,7 +143,7 @@ def test_rows_that_overlap_predict_each_token_once_from_what_the_row_has(
     text, context, stride = "a stream of words that is longer than a row; " * 2, 48, 20
     (tmp_path / "long.txt").write_text(text)
     options = ("--data", "long.txt", "--context", str(context), *SMALL_BATCH)
-    found = by_name(evaluated(lmt, hf_model, *options, "--stride", str(stride)))["long"]
+    entry = by_name(evaluated(lmt, hf_model, *options, "--stride", str(stride)))["long"]
     ids = [*text.encode(), 256]
     rows, nats, done = range(0, len(ids), stride), 0.0, 1
     for start in rows:
@@ -152,8 +152,8 @@ def test_rows_that_overlap_predict_each_token_once_from_what_the_row_has(
             # Of a window, only what no earlier one has predicted.
             nats += torch_nats(hf_model, ids[start:end], done - start)
             done = end
-    assert found["tokens"] == len(ids) - 1
-    assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert entry["tokens"] == len(ids) - 1
+    assert entry["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
     plain = lmt("eval", hf_model, *options)
     assert "1 of 1 documents do not stand in one row of 48 tokens" in plain.stderr
 
@@ -170,8 +170,8 @@ def test_standard_errors_are_those_of_resampled_documents() -> None:
 
 
 def test_groups_follow_the_slashes_of_tags() -> None:
-    found = groups_of({"a/b": ["x"], "a/c": [], "d": ["x", "y/z"]})
-    assert found == {
+    groups = groups_of({"a/b": ["x"], "a/c": [], "d": ["x", "y/z"]})
+    assert groups == {
         "": ["a/b", "a/c", "d"],
         "a": ["a/b", "a/c"],
         "x": ["a/b", "d"],
@@ -186,12 +186,12 @@ def test_a_model_does_not_differ_from_itself_and_is_told_from_another(
     lmt: Lmt, trained: Path, texts: dict[str, Path]
 ) -> None:
     run, data = trained / "logs" / "run", ("--data", trained / "code.jsonl", "--data", texts["greek"])
-    same = evaluated(lmt, run, "--compare", run, *data)["differences"]
-    assert [(each["difference"], each["interval"]) for each in same] == [(0, [0, 0])] * 2
-    found = evaluated(lmt, run, "--step", "6", "--weights", "raw", "--compare", run, *data)
-    code, greek = found["differences"]
+    differences = evaluated(lmt, run, "--compare", run, *data)["differences"]
+    assert [(row["difference"], row["interval"]) for row in differences] == [(0, [0, 0])] * 2
+    result = evaluated(lmt, run, "--step", "6", "--weights", "raw", "--compare", run, *data)
+    code, greek = result["differences"]
     assert code["unit"] == greek["unit"] == "bits per byte"
-    other = by_name(found["compared_with"])["code"]
+    other = by_name(result["compared_with"])["code"]
     assert code["second"] == pytest.approx(code["first"] - code["difference"]) != code["first"]
     assert other["documents"] == code["num_documents"] == 6
     low, high = code["interval"]
@@ -204,12 +204,12 @@ def test_a_model_does_not_differ_from_itself_and_is_told_from_another(
 
 
 def test_documents_are_written_with_their_place(lmt: Lmt, trained: Path, tmp_path: Path) -> None:
-    found = evaluated(lmt, trained / "logs" / "run", "--documents", tmp_path / "documents.jsonl")
+    result = evaluated(lmt, trained / "logs" / "run", "--documents", tmp_path / "documents.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "documents.jsonl").read_text().splitlines()]
-    for each in found["sets"]:
-        own = [line for line in lines if line["set"] == each["name"]]
-        assert len(own) == each["documents"]
-        assert sum(line["nats"] for line in own) / sum(line["tokens"] for line in own) == pytest.approx(each["loss"])
+    for entry in result["sets"]:
+        rows = [line for line in lines if line["set"] == entry["name"]]
+        assert len(rows) == entry["documents"]
+        assert sum(line["nats"] for line in rows) / sum(line["tokens"] for line in rows) == pytest.approx(entry["loss"])
     assert lines[0]["where"].endswith("code.jsonl:1")
 
 

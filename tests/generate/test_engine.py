@@ -53,9 +53,9 @@ def twin(forward, prompt: Sequence[int], count: int, choose, eos_id: int | None 
 
 
 def test_greedy(model, forward):
-    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))
-    assert found == [twin(forward, prompt, 8, lambda logits, _: logits.argmax()) for prompt in PROMPTS]
-    assert len({token for row in found for token in row}) > 4
+    rows = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))
+    assert rows == [twin(forward, prompt, 8, lambda logits, _: logits.argmax()) for prompt in PROMPTS]
+    assert len({token for row in rows for token in row}) > 4
 
 
 @pytest.mark.slow
@@ -70,10 +70,10 @@ def test_sampling(model, forward):
         return lambda logits, step: draw_one(logits, row, step)
 
     settings = {"max_new_tokens": 8, "temperature": 1.3, "top_k": 12, "top_p": 0.9}
-    found = generate(model, PROMPTS, GenerateSettings(seed=7, **settings))
-    assert found == [twin(forward, prompt, 8, choose(row)) for row, prompt in enumerate(PROMPTS)]
-    assert generate(model, PROMPTS, GenerateSettings(seed=7, **settings)) == found
-    assert generate(model, PROMPTS, GenerateSettings(seed=8, **settings)) != found
+    rows = generate(model, PROMPTS, GenerateSettings(seed=7, **settings))
+    assert rows == [twin(forward, prompt, 8, choose(row)) for row, prompt in enumerate(PROMPTS)]
+    assert generate(model, PROMPTS, GenerateSettings(seed=7, **settings)) == rows
+    assert generate(model, PROMPTS, GenerateSettings(seed=8, **settings)) != rows
 
 
 def test_rows_do_not_influence_one_another(model):
@@ -84,17 +84,17 @@ def test_rows_do_not_influence_one_another(model):
 def test_a_text_ends_with_its_end_token(model, forward):
     free = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))
     eos = free[0][2]
-    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0, eos_id=eos))
-    assert found == [twin(forward, prompt, 8, lambda logits, _: logits.argmax(), eos) for prompt in PROMPTS]
-    assert found[0] == free[0][: free[0].index(eos) + 1]
-    assert eos not in [token for row in found for token in row[:-1]]
+    rows = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0, eos_id=eos))
+    assert rows == [twin(forward, prompt, 8, lambda logits, _: logits.argmax(), eos) for prompt in PROMPTS]
+    assert rows[0] == free[0][: free[0].index(eos) + 1]
+    assert eos not in [token for row in rows for token in row[:-1]]
 
 
 @pytest.mark.slow
 def test_a_text_ends_where_the_context_is_full(model, forward):
-    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=1000, temperature=0))
-    assert [len(row) for row in found] == [SEQ - len(prompt) for prompt in PROMPTS]
-    assert found[2] == twin(forward, PROMPTS[2], 1000, lambda logits, _: logits.argmax())
+    rows = generate(model, PROMPTS, GenerateSettings(max_new_tokens=1000, temperature=0))
+    assert [len(row) for row in rows] == [SEQ - len(prompt) for prompt in PROMPTS]
+    assert rows[2] == twin(forward, PROMPTS[2], 1000, lambda logits, _: logits.argmax())
     assert generate(model, [[1] * SEQ, [2]], GenerateSettings(max_new_tokens=2, temperature=0))[0] == []
     assert generate(model, PROMPTS, GenerateSettings(max_new_tokens=0)) == [[], [], []]
     assert generate(model, [], GenerateSettings(max_new_tokens=3)) == []
@@ -111,25 +111,25 @@ def test_prompts_that_cannot_be_continued(model, prompt, message):
 
 def test_a_stream_has_the_tokens_of_the_whole(model: Decoder) -> None:
     prompts, settings = [[5, 6, 7], [9], [3, 2, 1]], GenerateSettings(max_new_tokens=13, temperature=0.9, seed=4)
-    whole = generate(model, prompts, settings)
+    full = generate(model, prompts, settings)
     parts = [[row.tokens for row in part] for part in generate_stream(model, prompts, settings, chunk=3)]
-    assert parts[-1] == whole
+    assert parts[-1] == full
     assert len(parts) == 5
     for earlier, later in itertools.pairwise(parts):
         assert all(b[: len(a)] == a for a, b in zip(earlier, later, strict=True))
     # The row that is stopped has no more tokens, and the others those that they had.
     *_, stopped = generate_stream(model, prompts, settings, chunk=3, stop=lambda row, _: row == 1)
-    assert [stopped[0].tokens, stopped[2].tokens] == [whole[0], whole[2]]
-    assert stopped[1].tokens == whole[1][:3]
+    assert [stopped[0].tokens, stopped[2].tokens] == [full[0], full[2]]
+    assert stopped[1].tokens == full[1][:3]
     assert stopped[1].log_probs == []
 
 
 def test_log_probs_are_those_of_the_forward_pass(model, forward) -> None:
     settings = GenerateSettings(max_new_tokens=6, temperature=0.7, top_k=5, seed=1, log_probs=True)
-    *_, found = generate_stream(model, PROMPTS, settings)
-    for prompt, row in zip(PROMPTS, found, strict=True):
-        for at, (token, log_prob) in enumerate(zip(row.tokens, row.log_probs, strict=True)):
-            logits = forward([*prompt, *row.tokens[:at]]).astype(np.float64)
+    *_, rows = generate_stream(model, PROMPTS, settings)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        for index, (token, log_prob) in enumerate(zip(row.tokens, row.log_probs, strict=True)):
+            logits = forward([*prompt, *row.tokens[:index]]).astype(np.float64)
             assert log_prob == pytest.approx(logits[token] - np.log(np.exp(logits).sum()), abs=1e-4)
 
 
@@ -139,12 +139,12 @@ def test_a_penalty_on_repetition_is_that_of_transformers(
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     penalize = transformers.RepetitionPenaltyLogitsProcessor(1.7)
-    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0, repetition_penalty=1.7))
-    for prompt, row in zip(PROMPTS, found, strict=True):
+    rows = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0, repetition_penalty=1.7))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
         expected: list[int] = []
         for _ in range(len(row)):
             ids = [*prompt, *expected]
             logits = torch.tensor(np.asarray(forward(ids), np.float32)[None])
             expected.append(int(penalize(torch.tensor([ids]), logits).argmax()))
         assert row == expected
-    assert found != generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))
+    assert rows != generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))

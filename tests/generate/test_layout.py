@@ -17,11 +17,13 @@ from tests.compiling import quick_jit
 from tests.models.common import TINY, VOCAB
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
-OTHERS = [name for name in TINY if name not in ("gpt2", "gemma3")]
+OTHER_FAMILIES = [name for name in TINY if name not in ("gpt2", "gemma3")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_FAMILIES)]
+)
 def test_logits_are_those_of_the_model(family: str) -> None:
     assert_alike(built(family))
 
@@ -48,9 +50,9 @@ def test_parameters_of_numpy_are_laid_out_as_those_of_jax():
     model = built("gpt2")
     graph, state = nnx.split(model)
     of_numpy = nnx.merge(graph, jax.tree.map(np.asarray, state))
-    found, expected = (jax.tree.leaves(nnx.state(for_decoding(each))) for each in (of_numpy, model))
-    assert all(isinstance(leaf, jax.Array) for leaf in found)
-    for a, b in zip(found, expected, strict=True):
+    actual, expected = (jax.tree.leaves(nnx.state(for_decoding(source))) for source in (of_numpy, model))
+    assert all(isinstance(leaf, jax.Array) for leaf in actual)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -65,8 +67,8 @@ def assert_alike(model: Decoder) -> None:
     fast = for_decoding(model)
     assert not [path for path, module in nnx.iter_modules(fast) if isinstance(module, Linear)]
     assert [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
-    for found, expected in zip(two_steps(fast), two_steps(model), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    for actual, expected in zip(two_steps(fast), two_steps(model), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def two_steps(model: Decoder) -> list[np.ndarray]:

@@ -19,10 +19,10 @@ def brute_force(logits: np.ndarray, temperature: float, top_k: int, top_p: float
     """Probabilities of one row, token by token, in float64."""
     logits = logits.astype(np.float64) / temperature
     order = np.argsort(-logits)
-    kept = list(order[: top_k or None])
-    probs = dict(zip(kept, softmax(logits[kept]), strict=True))
+    candidates = list(order[: top_k or None])
+    probs = dict(zip(candidates, softmax(logits[candidates]), strict=True))
     nucleus, total = [], 0.0
-    for token in kept:
+    for token in candidates:
         nucleus.append(token)
         total += probs[token]
         if total >= top_p:
@@ -42,18 +42,18 @@ def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: flo
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.77, 1.0])
 def test_filter(temperature, top_k, top_p):
     logits = 3 * np.random.default_rng(0).standard_normal((5, 23)).astype(np.float32)
-    found = probabilities(logits, temperature, top_k, top_p)
-    for row, probs in zip(logits, np.asarray(found), strict=True):
+    actual = probabilities(logits, temperature, top_k, top_p)
+    for row, probs in zip(logits, np.asarray(actual), strict=True):
         np.testing.assert_allclose(probs, brute_force(row, temperature, top_k, top_p), atol=1e-6)
 
 
 def test_top_p_is_of_the_distribution_after_temperature_and_top_k():
     logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]]))
-    kept = lambda **kw: int(jnp.isfinite(filter_logits(logits, **kw)).sum())  # noqa: E731
-    assert kept(temperature=1.0, top_k=0, top_p=0.65) == 2
-    assert kept(temperature=0.25, top_k=0, top_p=0.65) == 1
-    assert kept(temperature=1.0, top_k=3, top_p=0.85) == 3
-    assert kept(temperature=1.0, top_k=3, top_p=0.75) == 2
+    count = lambda **kw: int(jnp.isfinite(filter_logits(logits, **kw)).sum())  # noqa: E731
+    assert count(temperature=1.0, top_k=0, top_p=0.65) == 2
+    assert count(temperature=0.25, top_k=0, top_p=0.65) == 1
+    assert count(temperature=1.0, top_k=3, top_p=0.85) == 3
+    assert count(temperature=1.0, top_k=3, top_p=0.75) == 2
 
 
 def test_ties_are_kept():

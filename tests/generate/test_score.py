@@ -46,18 +46,18 @@ def test_scores_are_those_of_transformers(directory: Path) -> None:
         Context(draw(100, 101), [draw(29, 30), [5]]),
     ]
     model = read_hf(directory).build(jax.local_devices()[:1])
-    found = dict(score(model, contexts, tokens_at_once=256))
-    assert sorted(found) == list(range(len(contexts)))
+    scores = dict(score(model, contexts, tokens_at_once=256))
+    assert sorted(scores) == list(range(len(contexts)))
     greedy_seen = set()
     for number, context in enumerate(contexts):
-        assert len(found[number]) == len(context.continuations)
-        for ours, tokens in zip(found[number], context.continuations, strict=True):
+        assert len(scores[number]) == len(context.continuations)
+        for actual, tokens in zip(scores[number], context.continuations, strict=True):
             row = torch.tensor([[*context.tokens, *tokens]])
             with torch.no_grad():
                 logits = reference(row[:, :-1]).logits[0, len(context.tokens) - 1 :].double()
             chosen = torch.tensor(tokens)
             nats = float(torch.nn.functional.cross_entropy(logits, chosen, reduction="sum"))
-            assert ours.log_prob == pytest.approx(-nats, abs=2e-4)
-            assert ours.is_greedy == bool((logits.argmax(-1) == chosen).all())
-            greedy_seen.add(ours.is_greedy)
+            assert actual.log_prob == pytest.approx(-nats, abs=2e-4)
+            assert actual.is_greedy == bool((logits.argmax(-1) == chosen).all())
+            greedy_seen.add(actual.is_greedy)
     assert greedy_seen == {True, False}

@@ -38,10 +38,10 @@ ROWS = 6
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     directory = tmp_path_factory.mktemp("speech")
-    theirs = make(directory, init_std=0.4)
+    reference = make(directory, init_std=0.4)
     config, params = ours(directory)
     graph = nnx.split(nnx.eval_shape(lambda: config.build(VOCAB, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    return theirs, nnx.merge(graph, params)
+    return reference, nnx.merge(graph, params)
 
 
 def trimmed(tokens: list[int], end: int) -> list[int]:
@@ -59,11 +59,11 @@ def theirs_of(
     begin = len(prompt[0])
     config = GenerationConfig(**{**raw, "return_timestamps": timestamps, "no_speech_threshold": None})
     processors = model._retrieve_logit_processors(config, None, begin, 1, "cpu")
-    heard = torch.from_numpy(features(ROWS).transpose(0, 2, 1).copy())
+    mels = torch.from_numpy(features(ROWS).transpose(0, 2, 1).copy())
     mixin: Any = GenerationMixin
-    found = mixin.generate(
+    output = mixin.generate(
         model,
-        heard,
+        mels,
         decoder_input_ids=torch.tensor(prompt),
         logits_processor=LogitsProcessorList(processors),
         generation_config=GenerationConfig(eos_token_id=raw["eos_token_id"], pad_token_id=0, decoder_start_token_id=3),
@@ -71,20 +71,20 @@ def theirs_of(
         do_sample=False,
         **search,
     )
-    return [trimmed(row[begin:], raw["eos_token_id"]) for row in found.tolist()]
+    return [trimmed(row[begin:], raw["eos_token_id"]) for row in output.tolist()]
 
 
 @pytest.mark.parametrize("timestamps", [False, True], ids=["words", "timestamps"])
 def test_tokens_are_those_of_transformers(models: tuple[Any, Any], timestamps: bool) -> None:
-    theirs, model = models
+    reference, model = models
     rules = SpeechRules.from_config(RULES, start_id=None, eos_id=None)
-    found = write_heard(model, features(ROWS), rules, language="de", task="translate", timestamps=timestamps)
+    actual = write_heard(model, features(ROWS), rules, language="de", task="translate", timestamps=timestamps)
     prompt = [3, 41, 45, *([] if timestamps else [46])]
     assert rules.prompt("de", "translate", timestamps=timestamps) == prompt
-    wanted = theirs_of(theirs, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps)
-    assert found == wanted
-    assert len({tuple(row) for row in found}) > 1, "rows are heard apart"
-    assert any(token > 46 for row in found for token in row) or not timestamps
+    expected = theirs_of(reference, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps)
+    assert actual == expected
+    assert len({tuple(row) for row in actual}) > 1, "rows are heard apart"
+    assert any(token > 46 for row in actual for token in row) or not timestamps
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,17 @@ def test_tokens_are_those_of_transformers(models: tuple[Any, Any], timestamps: b
 def test_beams_are_those_of_transformers(
     models: tuple[Any, Any], timestamps: bool, beams: int, end: int, penalty: float | None
 ) -> None:
-    theirs, model = models
+    reference, model = models
     raw = {**RULES, "eos_token_id": end, "length_penalty": penalty}
     rules = SpeechRules.from_config(raw, start_id=None, eos_id=None)
-    asked: dict[str, Any] = {"language": "de", "task": "translate", "timestamps": timestamps}
-    found = write_heard(model, features(ROWS), rules, beams=beams, **asked)
+    request: dict[str, Any] = {"language": "de", "task": "translate", "timestamps": timestamps}
+    actual = write_heard(model, features(ROWS), rules, beams=beams, **request)
     prompt = [3, 41, 45, *([] if timestamps else [46])]
     search = {"num_beams": beams} | ({} if penalty is None else {"length_penalty": penalty})
-    wanted = theirs_of(theirs, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps, raw=raw, **search)
-    assert found == wanted
-    assert found != write_heard(model, features(ROWS), rules, **asked), "the likeliest tokens are not all there is"
-    assert min(map(len, found)) < 16 - len(prompt) or timestamps, "texts end before there is no more room"
+    expected = theirs_of(reference, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps, raw=raw, **search)
+    assert actual == expected
+    assert actual != write_heard(model, features(ROWS), rules, **request), "the likeliest tokens are not all there is"
+    assert min(map(len, actual)) < 16 - len(prompt) or timestamps, "texts end before there is no more room"
 
 
 def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, Any]) -> None:
@@ -119,26 +119,26 @@ def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, 
     import torch
     from transformers import GenerationConfig
 
-    theirs, model = models
+    reference, model = models
     # Timestamps, which would cut the text into segments.
     raw = {**RULES, "suppress_tokens": [*RULES["suppress_tokens"], *range(47, VOCAB)]}
-    theirs.generation_config = GenerationConfig(**raw)
-    heard = torch.from_numpy(features(ROWS).transpose(0, 2, 1).copy())
-    wanted = theirs.generate(heard, task="transcribe", max_new_tokens=9, do_sample=False)
-    languages = theirs.detect_language(heard, generation_config=theirs.generation_config).tolist()
+    reference.generation_config = GenerationConfig(**raw)
+    mels = torch.from_numpy(features(ROWS).transpose(0, 2, 1).copy())
+    expected = reference.generate(mels, task="transcribe", max_new_tokens=9, do_sample=False)
+    languages = reference.detect_language(mels, generation_config=reference.generation_config).tolist()
     rules = SpeechRules.from_config(raw, start_id=None, eos_id=None)
-    found = write_heard(model, features(ROWS), rules, task="transcribe", max_new_tokens=9)
+    actual = write_heard(model, features(ROWS), rules, task="transcribe", max_new_tokens=9)
     assert len(set(languages)) > 1, "the test needs rows of several languages"
-    for row, theirs_row, language in zip(found, wanted.tolist(), languages, strict=True):
+    for row, theirs_row, language in zip(actual, expected.tolist(), languages, strict=True):
         text = [token for token in row if token != 2]
         assert theirs_row[: len(text)] == text
         assert not set(theirs_row[len(text) :]) - {0, 2}, "no text of theirs is left"
-        alone = theirs_of(theirs, [[3, language, 44, 46]] * ROWS, 9, timestamps=False, raw=raw)
+        alone = theirs_of(reference, [[3, language, 44, 46]] * ROWS, 9, timestamps=False, raw=raw)
         assert row in alone
 
 
 @pytest.mark.parametrize(
-    ("raw", "asked", "timestamps", "prompt"),
+    ("raw", "named", "timestamps", "prompt"),
     [
         ({}, (None, None), False, [3]),
         ({"forced_decoder_ids": [[1, None], [2, 44], [3, 46]], "no_timestamps_token_id": 46}, (None, None), False,
@@ -152,10 +152,10 @@ def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, 
     ],
 )  # fmt: skip
 def test_tokens_that_begin_a_text(
-    raw: dict[str, Any], asked: tuple[str | None, str | None], timestamps: bool, prompt: list[int | None]
+    raw: dict[str, Any], named: tuple[str | None, str | None], timestamps: bool, prompt: list[int | None]
 ) -> None:
     rules = SpeechRules.from_config(raw, start_id=3, eos_id=2)
-    assert rules.prompt(*asked, timestamps=timestamps) == prompt
+    assert rules.prompt(*named, timestamps=timestamps) == prompt
 
 
 def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:
@@ -178,7 +178,7 @@ def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:
 
 def test_rules_survive_a_configuration() -> None:
     config = WhisperConfig(generation_config=RULES, decoder_start_token_id=3)
-    again = WhisperConfig.model_validate_json(config.model_dump_json())
-    assert SpeechRules.from_config(again.generation_config, start_id=None, eos_id=None) == SpeechRules.from_config(
+    reloaded = WhisperConfig.model_validate_json(config.model_dump_json())
+    assert SpeechRules.from_config(reloaded.generation_config, start_id=None, eos_id=None) == SpeechRules.from_config(
         RULES, start_id=None, eos_id=None
     )

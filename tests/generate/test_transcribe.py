@@ -34,9 +34,9 @@ soundfile = pytest.importorskip("soundfile")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TextModel]:
     directory = tmp_path_factory.mktemp("transcribe")
-    theirs = make(directory, init_std=0.4)
+    reference = make(directory, init_std=0.4)
     config, params = ours(directory)
-    return theirs, TextModel(change(config, generation_config=RULES), VOCAB, params, ByteTokenizer(), "tiny")
+    return reference, TextModel(change(config, generation_config=RULES), VOCAB, params, ByteTokenizer(), "tiny")
 
 
 def record(path: Path, seconds: float) -> np.ndarray:
@@ -60,32 +60,32 @@ def test_passages_are_those_of_transformers(
 ) -> None:
     from transformers import GenerationConfig, WhisperFeatureExtractor
 
-    theirs, source = models
+    reference, source = models
     samples = record(tmp_path / "a.wav", seconds)
     settings = TranscribeSettings(language="de", timestamps=True, beams=beams)
-    found = Transcriber(source, settings).transcribe(tmp_path / "a.wav")
+    transcript = Transcriber(source, settings).transcribe(tmp_path / "a.wav")
     extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=1)
     # A row of the tiny model is shorter than any that the extractor fills up.
     short = np.pad(samples, (0, max(0, 1920 - len(samples))))
-    heard = extractor(short, sampling_rate=16_000, return_tensors="pt", truncation=False, padding="longest",
+    inputs = extractor(short, sampling_rate=16_000, return_tensors="pt", truncation=False, padding="longest",
                       return_attention_mask=True)  # fmt: skip
-    theirs.generation_config = GenerationConfig(**{**RULES, "no_speech_threshold": None})
-    wanted = theirs.generate(
-        heard.input_features, attention_mask=heard.attention_mask, language="de", task="transcribe",
+    reference.generation_config = GenerationConfig(**{**RULES, "no_speech_threshold": None})
+    expected = reference.generate(
+        inputs.input_features, attention_mask=inputs.attention_mask, language="de", task="transcribe",
         return_timestamps=True, return_segments=True, do_sample=False, num_beams=beams,
     )  # fmt: skip
-    segments = wanted["segments"][0]
+    segments = expected["segments"][0]
     assert len(segments) > 1 or seconds < 0.2
-    texts = [each["tokens"].tolist() for each in segments]
+    texts = [segment["tokens"].tolist() for segment in segments]
     # They keep one timestamp of the passage that follows, which the next window hears from its beginning.
     texts = [text[:-1] if min(text[-2:]) > RULES["no_timestamps_token_id"] else text for text in texts]
-    assert [each.tokens for each in found.segments] == texts[: len(found.segments)]
-    for ours_, theirs_ in zip(found.segments, segments, strict=False):
-        assert ours_.start == pytest.approx(float(theirs_["start"]))
-        assert ours_.end == pytest.approx(min(float(theirs_["end"]), seconds))
-    left_out = segments[len(found.segments) :]
-    assert all(float(each["start"]) > seconds for each in left_out)
-    assert found.language == "de"
+    assert [segment.tokens for segment in transcript.segments] == texts[: len(transcript.segments)]
+    for actual, reference_segment in zip(transcript.segments, segments, strict=False):
+        assert actual.start == pytest.approx(float(reference_segment["start"]))
+        assert actual.end == pytest.approx(min(float(reference_segment["end"]), seconds))
+    left_out = segments[len(transcript.segments) :]
+    assert all(float(segment["start"]) > seconds for segment in left_out)
+    assert transcript.language == "de"
 
 
 def test_windows_without_timestamps_follow_one_another(models: tuple[Any, TextModel], tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_windows_without_timestamps_follow_one_another(models: tuple[Any, TextMo
     source = models[1]
     record(tmp_path / "a.wav", 0.3)
     bare = TextModel(change(source.config, generation_config=rules), VOCAB, source.params, source.tokenizer, "bare")
-    found = Transcriber(bare, TranscribeSettings(language="en", max_new_tokens=4)).transcribe(tmp_path / "a.wav")
-    assert [each.start for each in found.segments] == pytest.approx([0, 0.12, 0.24])
-    assert [each.end for each in found.segments] == pytest.approx([0.12, 0.24, 0.3])
+    transcript = Transcriber(bare, TranscribeSettings(language="en", max_new_tokens=4)).transcribe(tmp_path / "a.wav")
+    assert [segment.start for segment in transcript.segments] == pytest.approx([0, 0.12, 0.24])
+    assert [segment.end for segment in transcript.segments] == pytest.approx([0.12, 0.24, 0.3])
 
 
 def test_timestamps_that_nobody_asked_for_cut_nothing(
@@ -105,12 +105,12 @@ def test_timestamps_that_nobody_asked_for_cut_nothing(
     stamp = RULES["no_timestamps_token_id"] + 1
     written = iter([[[5, stamp, stamp, 6]]])
     monkeypatch.setattr("lm_trainer.generate.transcribe.write_heard", lambda *_, **__: next(written))
-    found = Transcriber(models[1], TranscribeSettings(language="en")).transcribe(tmp_path / "a.wav")
-    assert [each.tokens for each in found.segments] == [[5, stamp, stamp, 6]]
+    transcript = Transcriber(models[1], TranscribeSettings(language="en")).transcribe(tmp_path / "a.wav")
+    assert [segment.tokens for segment in transcript.segments] == [[5, stamp, stamp, 6]]
 
 
 @pytest.mark.parametrize(
-    ("ids", "pieces", "taken"),
+    ("ids", "pieces", "consumed"),
     [
         ([], [], 300),
         ([5, 6], [(0, 3.0, [5, 6])], 300),
@@ -122,12 +122,12 @@ def test_timestamps_that_nobody_asked_for_cut_nothing(
         ([10, 5, 60, 60, 6, 110, 110], [(0, 1.0, [10, 5, 60]), (1.0, 2.0, [60, 6, 110])], 200),
     ],
 )
-def test_pairs_of_timestamps_cut(ids: list[int], pieces: list[tuple[float, float, list[int]]], taken: int) -> None:
-    found, frames = split_at_stamps(ids, 10, 300)
-    assert [(each[0], each[1], each[2]) for each in found] == [
+def test_pairs_of_timestamps_cut(ids: list[int], pieces: list[tuple[float, float, list[int]]], consumed: int) -> None:
+    segments, frames = split_at_stamps(ids, 10, 300)
+    assert [(segment[0], segment[1], segment[2]) for segment in segments] == [
         (pytest.approx(a), pytest.approx(b), c) for a, b, c in pieces
     ]
-    assert frames == taken
+    assert frames == consumed
 
 
 def test_files() -> None:

@@ -219,10 +219,10 @@ def test_arguments_stand_where_the_page_has_them() -> None:
         "get_checkpoints": ["size_spec", "download_metrics", "discover_all", "alternative_dirs"],
         "get_metrics": ["size_spec", "prefix", "discover_all", "alternative_dirs"],
     }
-    for name, wanted in places.items():
+    for name, expected in places.items():
         parameters = inspect.signature(getattr(ModelLadder, name)).parameters.values()
         by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert by_place == ["self", *wanted], name
+        assert by_place == ["self", *expected], name
 
 
 class OwnModels(ModelConfigurator):
@@ -259,7 +259,7 @@ class OwnRuns(RunConfigurator):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> ModelLadder:
+def custom(tmp_path: Path) -> ModelLadder:
     return ModelLadder(
         name="own",
         dir=tmp_path,  # pyright: ignore[reportArgumentType]
@@ -272,20 +272,20 @@ def own(tmp_path: Path) -> ModelLadder:
     )
 
 
-def test_subclasses_of_ones_own(own: ModelLadder) -> None:
-    config = own.run_config("1")
+def test_subclasses_of_ones_own(custom: ModelLadder) -> None:
+    config = custom.run_config("1")
     assert (config.model.hidden_dim, config.optimizer.learning_rate) == (8, 0.01)  # pyright: ignore[reportAttributeAccessIssue]
     assert config.trainer.num_train_steps == 10
-    assert [info.step for info in own.get_checkpoints("1")] == [10]
-    assert own.dry_run("1", show_plot=False).tokens == 10 * own.get_batch_size("1")
+    assert [info.step for info in custom.get_checkpoints("1")] == [10]
+    assert custom.dry_run("1", show_plot=False).tokens == 10 * custom.get_batch_size("1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [lambda ladder: ladder.run("1", True), lambda ladder: ladder.run_benchmark("1")])
 def test_a_benchmark_trains_nothing(
-    call: Callable[[ModelLadder], dict], own: ModelLadder, monkeypatch: pytest.MonkeyPatch
+    call: Callable[[ModelLadder], dict], custom: ModelLadder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lm_trainer.ladder.running.MatmulProbe", functools.partial(MatmulProbe, size=64, products=3))
-    report = call(own)
+    report = call(custom)
     assert report["tokens_per_second"] > 0
-    assert not Path(own.get_save_folder("1")).exists()
+    assert not Path(custom.get_save_folder("1")).exists()

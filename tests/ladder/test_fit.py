@@ -49,15 +49,15 @@ def isoflop_grid(width: float) -> Points:
 
 @pytest.mark.parametrize("method", ["vp", "huber"])
 def test_planted_constants_are_recovered(method: str) -> None:
-    found = fit(planted(), Settings(method=method, draws=50))
+    fitted = fit(planted(), Settings(method=method, draws=50))
     for name in CONSTANTS:
-        assert getattr(found.law, name) == pytest.approx(getattr(HOFFMANN, name), rel=1e-6)
-        assert found.interval(name) == pytest.approx([getattr(HOFFMANN, name)] * 2, rel=1e-4)
+        assert getattr(fitted.law, name) == pytest.approx(getattr(HOFFMANN, name), rel=1e-6)
+        assert fitted.interval(name) == pytest.approx([getattr(HOFFMANN, name)] * 2, rel=1e-4)
     n, d = HOFFMANN.optimum(1e24)
     # The optimum by brute force, since a formula could repeat a mistake.
     sizes = np.geomspace(1e9, 1e12, 100001)
     assert n == pytest.approx(sizes[np.argmin(HOFFMANN.loss(sizes, 1e24 / 6 / sizes))], rel=1e-3)
-    best = optimum(found, 1e24, extrapolate=True)
+    best = optimum(fitted, 1e24, extrapolate=True)
     assert (best.num_params.value, best.tokens.value) == (pytest.approx(n, rel=1e-5), pytest.approx(d, rel=1e-5))
 
 
@@ -82,8 +82,8 @@ def test_small_models_are_fitted_as_well_as_by_brute_force() -> None:
 
     bounds = [(0, 15), (0, 15), (0, 1.5), (0, 1.5), (0, 2.1)]
     brute = differential_evolution(objective, bounds, rng=0, maxiter=150, popsize=20, tol=0)
-    found = objective(np.array([np.log(law.A), np.log(law.B), law.alpha, law.beta, law.E]))
-    assert found <= brute.fun * (1 + 1e-6)
+    objective_value = objective(np.array([np.log(law.A), np.log(law.B), law.alpha, law.beta, law.E]))
+    assert objective_value <= brute.fun * (1 + 1e-6)
 
 
 def test_approach_2_has_its_known_bias_and_approach_3_has_none() -> None:
@@ -115,35 +115,35 @@ def test_the_published_fit_of_the_olmo_ladder(
     for name, value in zip(CONSTANTS, constants, strict=True):
         assert getattr(paper.law, name) == pytest.approx(value, rel=5e-3)
     assert float(paper.law.loss(*THIRTEEN_B)) == pytest.approx(at_13b, abs=5e-4)
-    for found in (paper, fit(points)):
+    for fitted in (paper, fit(points)):
         for target, value in measured.items():
-            assert predict(found, *target, extrapolate=True).run.holds(value)
+            assert predict(fitted, *target, extrapolate=True).run.holds(value)
 
 
 def test_a_prediction_at_other_tokens_per_parameter_is_warned_of() -> None:
     """The 3B model at half of Chinchilla is within the compute of the rungs, and yet outside its interval."""
-    found = fit(table_points(RUNGS, metric="c4_loss"))
-    made = predict(found, 3169537280, 31695372800)
-    assert made.ratio < 1
-    assert not made.run.holds(2.99637)
-    assert "D / N is 10, outside that of the points (20 to 200)" in made.warnings[0]
+    fitted = fit(table_points(RUNGS, metric="c4_loss"))
+    prediction = predict(fitted, 3169537280, 31695372800)
+    assert prediction.ratio < 1
+    assert not prediction.run.holds(2.99637)
+    assert "D / N is 10, outside that of the points (20 to 200)" in prediction.warnings[0]
 
 
 def test_variable_projection_of_the_olmo_ladder() -> None:
-    found = fit(table_points(RUNGS, metric="c4_loss"), Settings(draws=50))
-    assert (found.law.alpha, found.law.beta, found.law.E) == pytest.approx((0.2029, 0.1255, 1.504), abs=5e-4)
-    relative = np.exp(-found.errors) - 1
+    fitted = fit(table_points(RUNGS, metric="c4_loss"), Settings(draws=50))
+    assert (fitted.law.alpha, fitted.law.beta, fitted.law.E) == pytest.approx((0.2029, 0.1255, 1.504), abs=5e-4)
+    relative = np.exp(-fitted.errors) - 1
     assert (relative**2).mean() == pytest.approx(9.98e-6, rel=1e-3)
     # Two methods on the same points disagree about E by two thirds; the fit says that it cannot know.
-    assert any("E, alpha, beta are not identified" in note for note in notes(found))
-    assert all(abs(held.error) < 0.01 for held in backtest(found))
+    assert any("E, alpha, beta are not identified" in note for note in notes(fitted))
+    assert all(abs(held.error) < 0.01 for held in backtest(fitted))
 
 
 def test_the_chain_from_loss_to_accuracy() -> None:
-    found = fit(table_points(RUNGS, metric="hellaswag_bpb", task="hellaswag_accuracy"), Settings(draws=100))
-    assert found.chain is not None
-    assert abs(found.chain.accuracy(found.points.loss) - found.points.task).max() < 0.01
-    accuracy = predict(found, *THIRTEEN_B, extrapolate=True).accuracy
+    fitted = fit(table_points(RUNGS, metric="hellaswag_bpb", task="hellaswag_accuracy"), Settings(draws=100))
+    assert fitted.chain is not None
+    assert abs(fitted.chain.accuracy(fitted.points.loss) - fitted.points.task).max() < 0.01
+    accuracy = predict(fitted, *THIRTEEN_B, extrapolate=True).accuracy
     assert accuracy is not None
     # Measured: .8319; the paper's chain, from 1,402 points, has .8530.
     assert accuracy.value == pytest.approx(0.8319, abs=0.04)
@@ -153,14 +153,14 @@ def test_the_chain_from_loss_to_accuracy() -> None:
 def test_an_outlier_is_found_and_named() -> None:
     points = planted(0.001)
     points.loss[7] *= 1.02
-    found = fit(points, Settings(draws=50))
-    effect = influence(found)
-    assert int(np.argmax(np.abs(effect.strange))) == 7
-    assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in notes(found, effect))
+    fitted = fit(points, Settings(draws=50))
+    effect = influence(fitted)
+    assert int(np.argmax(np.abs(effect.z_scores))) == 7
+    assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in notes(fitted, effect))
     # Left out by hand, it shifts the prediction by what is said.
-    rest = fit(points.where(np.arange(len(points)) != 7), Settings(draws=50))
+    reduced = fit(points.select(np.arange(len(points)) != 7), Settings(draws=50))
     ahead = points.num_params[-1] * 10**0.5, points.tokens[-1] * 10**0.5
-    assert float(rest.law.loss(*ahead) / found.law.loss(*ahead) - 1) == pytest.approx(effect.shifts[7], abs=1e-7)
+    assert float(reduced.law.loss(*ahead) / fitted.law.loss(*ahead) - 1) == pytest.approx(effect.shifts[7], abs=1e-7)
     assert not any("outlier" in note for note in notes(fit(planted(0.001), Settings(draws=50))))
 
 
@@ -186,13 +186,13 @@ def test_constants_at_their_bounds_are_said() -> None:
 
 def test_draws_depend_on_their_seed_and_unit_alone(tmp_path: Path) -> None:
     points = planted(0.003, sizes=8)
-    first, again = (fit(points, Settings(draws=60)) for _ in range(2))
-    assert np.array_equal(first.draws.E, again.draws.E)
-    assert first.digest() == again.digest()
+    first, second = (fit(points, Settings(draws=60)) for _ in range(2))
+    assert np.array_equal(first.draws.E, second.draws.E)
+    assert first.digest() == second.digest()
     changed = (Settings(draws=60, seed=1), Settings(draws=60, resample="points"), Settings(draws=60, resample="runs"))
-    others = [fit(points, settings) for settings in changed]
-    assert len({found.draws.E[0] for found in (first, *others)}) == 4
-    assert len({found.law.E for found in (first, *others)}) == 1
+    other_fits = [fit(points, settings) for settings in changed]
+    assert len({fitted.draws.E[0] for fitted in (first, *other_fits)}) == 4
+    assert len({fitted.law.E for fitted in (first, *other_fits)}) == 1
     narrow, wide = (fit(points, Settings(draws=200, level=level)).interval("E") for level in (0.5, 0.99))
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
     # What is written is what is read.
@@ -200,23 +200,23 @@ def test_draws_depend_on_their_seed_and_unit_alone(tmp_path: Path) -> None:
 
 
 def test_a_prediction_far_away_has_to_be_asked_for() -> None:
-    found = fit(planted(0.002), Settings(draws=50))
-    inside = predict(found, 1e9, 2e10)
+    fitted = fit(planted(0.002), Settings(draws=50))
+    inside = predict(fitted, 1e9, 2e10)
     assert inside.ratio < 1
     assert inside.law.low < inside.law.value < inside.law.high
     # The noise of a run comes on top of the interval of the law.
     assert inside.run.high - inside.run.low > 1.5 * (inside.law.high - inside.law.low)
     assert inside.warnings == ()
-    ratio = 6 * 1e11 * 1e13 / found.max_flops
+    ratio = 6 * 1e11 * 1e13 / fitted.max_flops
     with pytest.raises(UserError, match=rf"{ratio:,.4g} times those of the largest rung.*--extrapolate"):
-        predict(found, 1e11, 1e13)
-    assert predict(found, 1e11, 1e13, extrapolate=True).ratio == pytest.approx(ratio)
-    assert predict(found, 1e11, 1e13, max_extrapolation=ratio * 1.01).run.value == pytest.approx(
-        float(found.law.loss(1e11, 1e13))
+        predict(fitted, 1e11, 1e13)
+    assert predict(fitted, 1e11, 1e13, extrapolate=True).ratio == pytest.approx(ratio)
+    assert predict(fitted, 1e11, 1e13, max_extrapolation=ratio * 1.01).run.value == pytest.approx(
+        float(fitted.law.loss(1e11, 1e13))
     )
     for n, d in ((-1.0, 1e9), (1e9, float("nan"))):
         with pytest.raises(UserError, match="finite and above 0"):
-            predict(found, n, d)
+            predict(fitted, n, d)
 
 
 def _rows(**changes: object) -> list[dict[str, object]]:
@@ -285,13 +285,13 @@ def test_intervals_cover_the_truth_at_their_nominal_rate() -> None:
     trials, targets = 240, ((6.4e9, 1.28e11), (6.4e10, 1.28e12))
     hits = np.zeros(3 + len(targets) + 1)
     for seed in range(trials):
-        found: Fit = fit(planted(0.003, seed=seed), Settings(draws=200, seed=seed))
+        fitted: Fit = fit(planted(0.003, seed=seed), Settings(draws=200, seed=seed))
         inside = [
             low <= getattr(HOFFMANN, name) <= high
             for name in ("E", "alpha", "beta")
-            for low, high in [found.interval(name)]
+            for low, high in [fitted.interval(name)]
         ]
-        predictions = [predict(found, *target, extrapolate=True) for target in targets]
+        predictions = [predict(fitted, *target, extrapolate=True) for target in targets]
         inside += [p.law.holds(float(HOFFMANN.loss(*t))) for p, t in zip(predictions, targets, strict=True)]
         run = float(HOFFMANN.loss(*targets[0])) * np.exp(0.003 * np.random.default_rng([seed, 9]).standard_normal())
         hits += [*inside, predictions[0].run.holds(run)]

@@ -58,18 +58,18 @@ def run_by_hand(ladder: ModelLadder, size: str, *, noise: float = 0.001) -> None
     (folder / "run.json").write_text(json.dumps({"identity": numeric_identity(ladder.run_config(size))}))
     rng = np.random.default_rng(len(size) + SIZES[size])
     lines = []
-    for found in ladder.get_checkpoints(size):
-        loss = LAW.loss(ladder.get_num_params(size), found.tokens) * np.exp(noise * rng.standard_normal())
-        lines.append({"step": found.step, "eval/loss": loss + 0.2 * found.name.endswith("pre-decay")})
+    for checkpoint in ladder.get_checkpoints(size):
+        loss = LAW.loss(ladder.get_num_params(size), checkpoint.tokens) * np.exp(noise * rng.standard_normal())
+        lines.append({"step": checkpoint.step, "eval/loss": loss + 0.2 * checkpoint.name.endswith("pre-decay")})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture(scope="module")
 def ladder(tmp_path_factory: pytest.TempPathFactory) -> ModelLadder:
-    found = ladder_of(tmp_path_factory.mktemp("made"))
-    for size in found.sizes:
-        run_by_hand(found, size)
-    return found
+    finished = ladder_of(tmp_path_factory.mktemp("made"))
+    for size in finished.sizes:
+        run_by_hand(finished, size)
+    return finished
 
 
 def lmt(*arguments: object) -> Result:
@@ -97,8 +97,8 @@ def test_rungs_that_are_missing_are_named(ladder: ModelLadder, tmp_path: Path) -
 
 def test_fit_predict_register_run_score(ladder: ModelLadder, tmp_path: Path) -> None:
     """As a user goes: the largest size is predicted before it is run, and scored afterwards."""
-    mine = ladder_of(tmp_path)
-    shutil.copytree(ladder.dir, mine.dir)
+    ladder_copy = ladder_of(tmp_path)
+    shutil.copytree(ladder.dir, ladder_copy.dir)
     config, out = tmp_path / "ladder.yaml", tmp_path / "fit.json"
     shown = lmt("fit", config, "--draws", 100, "--out", out)
     assert shown.exit_code == 0, shown.output
@@ -107,16 +107,16 @@ def test_fit_predict_register_run_score(ladder: ModelLadder, tmp_path: Path) -> 
 
     registered = lmt("register", config, "--size", "target", "--fit", out, "--extrapolate")
     assert registered.exit_code == 0, registered.output
-    file = Path(mine.dir) / "predictions" / "target.json"
+    file = Path(ladder_copy.dir) / "predictions" / "target.json"
     content = read(file)
     assert [item["name"] for item in content["predictions"]] == ["target 0.5xC", "target 1xC", "target 2xC"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", content["written"])
-    assert [score.measured for score in scores(mine)] == [None] * 3
-    again = lmt("register", config, "--size", "target", "--fit", out)
-    assert "which is kept; choose another --out" in again.output
+    assert [score.measured for score in scores(ladder_copy)] == [None] * 3
+    second = lmt("register", config, "--size", "target", "--fit", out)
+    assert "which is kept; choose another --out" in second.output
 
-    run_by_hand(mine, "target")
-    for score in scores(mine):
+    run_by_hand(ladder_copy, "target")
+    for score in scores(ladder_copy):
         assert score.measured is not None
         assert abs(score.error or 1) < 0.02
         assert "measured" in score.line()
@@ -126,21 +126,21 @@ def test_fit_predict_register_run_score(ladder: ModelLadder, tmp_path: Path) -> 
     assert len(json.loads(lmt("status", config, "--json").output)["predictions"]) == 3
     # Too late for another prediction, and the first cannot be bettered.
     with pytest.raises(UserError, match="has been started, and a prediction has to be written before"):
-        targets(mine, "target")
+        targets(ladder_copy, "target")
     file.write_text(file.read_text().replace('"low"', '"low" '))
-    assert scores(mine)  # white space is no content
+    assert scores(ladder_copy)  # white space is no content
     file.write_text(file.read_text().replace(str(content["predictions"][0]["run"]["low"]), "0.1"))
     with pytest.raises(UserError, match=r"target.json was changed after it was registered"):
-        scores(mine)
+        scores(ladder_copy)
 
 
 def test_a_registered_prediction_is_not_overwritten(tmp_path: Path) -> None:
-    found = fit(planted(0.001), Settings(draws=50))
-    made = [("x", predict(found, 1e9, 1e11))]
-    digest = write(tmp_path / "p.json", found, made)
+    fitted = fit(planted(0.001), Settings(draws=50))
+    predictions = [("x", predict(fitted, 1e9, 1e11))]
+    digest = write(tmp_path / "p.json", fitted, predictions)
     assert len(digest) == 64
     with pytest.raises(UserError, match="choose another --out"):
-        write(tmp_path / "p.json", found, made)
+        write(tmp_path / "p.json", fitted, predictions)
 
 
 def test_a_multiplier_is_the_compute_that_is_saved() -> None:
@@ -148,14 +148,14 @@ def test_a_multiplier_is_the_compute_that_is_saved() -> None:
     better = Law(1.69, 406.4 / 1.25**0.34, 410.7 / 1.25**0.28, 0.34, 0.28)
     a, b, worse = (fit(planted(0.0005, seed=s, law=law), Settings(draws=200)) for s, law in
                    ((1, HOFFMANN), (2, better), (3, Law(2.2, 406.4, 410.7, 0.34, 0.28))))  # fmt: skip
-    found = compare(a, b, flops=[1e21, 1e22], tokens_per_param=20)
-    for m in found:
+    multipliers = compare(a, b, flops=[1e21, 1e22], tokens_per_param=20)
+    for m in multipliers:
         assert m.multiplier.value == pytest.approx(1.25**2, rel=0.05)
         assert 1 < m.multiplier.low < 1.25**2 < m.multiplier.high
         assert m.difference.high < 0
-    assert "B needs less compute for the loss of A (90%)" in compare_text(found, 0.9)
+    assert "B needs less compute for the loss of A (90%)" in compare_text(multipliers, 0.9)
     back = compare(b, a, flops=[1e21], tokens_per_param=20)
-    assert back[0].multiplier.value * found[0].multiplier.value == pytest.approx(1, rel=0.01)
+    assert back[0].multiplier.value * multipliers[0].multiplier.value == pytest.approx(1, rel=0.01)
     assert compare(a, b)[0].loss != compare(a, b, tokens_per_param=200)[0].loss
     # Where the loss of A is below what B can ever reach, no compute is enough.
     assert compare(a, worse, flops=[1e26], extrapolate=True)[0].multiplier.value == 0
@@ -177,8 +177,8 @@ def test_no_difference_is_claimed_where_there_is_none() -> None:
 
 
 def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: Path) -> None:
-    mine = ladder_of(tmp_path, sizes=["a", "b", "c", "d"])
-    shutil.copytree(ladder.dir, mine.dir)
+    ladder_copy = ladder_of(tmp_path, sizes=["a", "b", "c", "d"])
+    shutil.copytree(ladder.dir, ladder_copy.dir)
     page = tmp_path / "out" / "report.html"
     done = lmt("report", tmp_path / "ladder.yaml", "--params", 50000, "--tokens", 1e6, "--out", page)
     assert done.exit_code == 0, done.exception
@@ -186,7 +186,7 @@ def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: 
     for heading in ("Loss against compute", "Residuals", "one compute", "Back-test", "Learning rates", "Prediction"):
         assert heading in text
     pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(pictures) == 4 + len(mine.sizes)
+    assert len(pictures) == 4 + len(ladder_copy.sizes)
     for picture in pictures:
         ET.fromstring(picture)
     fetched = re.findall(r'(?:src|href)="(?!#)[^"]*"|url\((?!#)[^)]*\)|@import|<script', text)
@@ -199,8 +199,8 @@ def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: 
 def test_names_from_outside_are_text_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw", lambda *_: [("<b>loss</b>", "<svg></svg>", "a & <i>b</i>")])
     points = planted(0.003, seed=0)
-    found = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), Settings(draws=50))
-    report.write_report(tmp_path / "page.html", found, title="<script>alert(1)</script>")
+    fitted = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), Settings(draws=50))
+    report.write_report(tmp_path / "page.html", fitted, title="<script>alert(1)</script>")
     page = (tmp_path / "page.html").read_text()
     assert not re.search("<(script|b|i)>", page)
     assert "Model ladder &lt;script&gt;alert(1)" in page

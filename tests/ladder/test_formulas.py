@@ -49,12 +49,12 @@ def ladder(**changes: Any) -> ModelLadder:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes_and_formulas(size: str) -> None:
-    found = ladder()
+    olmo_ladder = ladder()
     body, num_params, batch, rate = SIZES[size]
-    spec = found.get_model_config(size).spec(VOCABULARY)
-    assert found.get_num_params(size, VOCABULARY) == num_params
+    spec = olmo_ladder.get_model_config(size).spec(VOCABULARY)
+    assert olmo_ladder.get_num_params(size, VOCABULARY) == num_params
     assert parameter_count(spec) - 2 * VOCABULARY * spec.hidden_dim == pytest.approx(body, rel=1e-3)
-    recipe = found.run_configurator
+    recipe = olmo_ladder.run_configurator
     assert recipe.configure_target_batch_size(num_params) == pytest.approx(batch, abs=1)
     assert recipe.learning_rate(num_params) == pytest.approx(rate, rel=1e-6)
     windows = [block.attention.window for block in spec.blocks[:4]]
@@ -64,10 +64,10 @@ def test_sizes_and_formulas(size: str) -> None:
 
 def test_the_published_plan_of_190m() -> None:
     # On 64 H100s OLMo-core trains 190M with 524,288 tokens a step.
-    found = ladder()
-    shape = found.batch_shape("190M", vocab_size=VOCABULARY, compat="olmo")
+    olmo_ladder = ladder()
+    shape = olmo_ladder.batch_shape("190M", vocab_size=VOCABULARY, compat="olmo")
     assert shape == (524_288, 65_536, 8, 8)
-    recipe, num_params = found.run_configurator, 190_354_176
+    recipe, num_params = olmo_ladder.run_configurator, 190_354_176
     periods = recipe.periods(num_params, shape.batch_size)
     assert [period.multiple for period in periods] == [0.5, 1, 2, 4]
     assert [period.end for period in periods] == [3631, 7261, 14523, 29046]
@@ -96,20 +96,20 @@ def test_schedule_step_by_step(size: str, stepped: bool) -> None:
     recipe = WSDSChinchillaRunConfigurator(chinchilla_multiple=2, decay_fraction=0.2, stepped_schedule=stepped)
     num_params = SIZES[size][1]
     batch = 4 * recipe.configure_target_batch_size(num_params)
-    found = recipe.configure_lr_scheduler(num_params, batch)
+    schedule = recipe.configure_lr_scheduler(num_params, batch)
     peak = 0.0047 * (num_params / 108e6) ** (-1 / 3) / 2
     warmup, step = math.ceil(num_params / batch), 0
-    for multiple, before in ((0.5, 0), (1, 0.5), (2, 1)):
-        start, end = (round(int(20 * num_params * c) / batch) for c in (before, multiple))
+    for multiple, previous in ((0.5, 0), (1, 0.5), (2, 1)):
+        start, end = (round(int(20 * num_params * c) / batch) for c in (previous, multiple))
         decay_tokens = round(0.2 * (end - start) * batch)
         decay = math.ceil(decay_tokens / batch)
         top = peak / math.sqrt(multiple) if stepped else peak
         for step in range(start, end):
             rising = step / warmup if step < warmup else 1.0
             falling = (end - step) / decay if end - step < decay else 1.0
-            assert found(step) == pytest.approx(top * min(rising, falling), rel=1e-12), (multiple, step)
+            assert schedule(step) == pytest.approx(top * min(rising, falling), rel=1e-12), (multiple, step)
     assert step == recipe.configure_duration(num_params, batch) // batch - 1
-    assert found(step + 1) == 0
+    assert schedule(step + 1) == 0
 
 
 def test_beta2_follows_the_batch() -> None:
@@ -128,8 +128,8 @@ def test_any_optimizer(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("ladder_*.yaml")), ids=lambda path: path.stem)
 def test_every_ladder_is_valid(path: Path) -> None:
-    found = load(path, [], ModelLadder).config
-    steps = [plan_rung(found, size, vocab_size=VOCABULARY).steps for size in found.sizes]
+    config = load(path, [], ModelLadder).config
+    steps = [plan_rung(config, size, vocab_size=VOCABULARY).steps for size in config.sizes]
     assert len(steps) >= 4
 
 
@@ -154,13 +154,13 @@ def test_every_field_of_the_recipe_matters() -> None:
 def test_the_batch_is_the_same_on_all_hardware() -> None:
     few, many = ladder(max_devices=1), ladder(max_devices=64)
     for size in ("60M", "190M", "7B"):
-        here, there = (found.batch_shape(size, vocab_size=VOCABULARY) for found in (few, many))
-        assert here[:3] == there[:3]
+        shape_of_few, shape_of_many = (candidate.batch_shape(size, vocab_size=VOCABULARY) for candidate in (few, many))
+        assert shape_of_few[:3] == shape_of_many[:3]
         target = few.run_configurator.configure_target_batch_size(SIZES[size][1])
-        assert abs(here.batch_size - target) <= 0.1 * target
-        assert here.batch_size == here.microbatch * here.shards
-        assert here.devices == 1
-        assert there.devices == there.shards
+        assert abs(shape_of_few.batch_size - target) <= 0.1 * target
+        assert shape_of_few.batch_size == shape_of_few.microbatch * shape_of_few.shards
+        assert shape_of_few.devices == 1
+        assert shape_of_many.devices == shape_of_many.shards
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_phases_that_do_not_fit() -> None:
 @pytest.mark.parametrize("determinism", ["elastic", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_memory_is_estimated_close_to_what_xla_says(determinism: str) -> None:
     settings = [f"trainer.determinism={determinism}"]
-    found = load(ROOT / "configs" / "ladder_nano.yaml", settings, ModelLadder).config
-    estimate, compiled = (plan_rung(found, "26k", vocab_size=512, compiled=each) for each in (False, True))
+    config = load(ROOT / "configs" / "ladder_nano.yaml", settings, ModelLadder).config
+    estimate, compiled = (plan_rung(config, "26k", vocab_size=512, compiled=compile_it) for compile_it in (False, True))
     assert estimate.activation_bytes != compiled.activation_bytes
     assert estimate.activation_bytes == pytest.approx(compiled.activation_bytes, rel=0.15)
     assert estimate.state_bytes == compiled.state_bytes

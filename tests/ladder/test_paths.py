@@ -58,8 +58,8 @@ def test_a_ladder_looks_into_directories(spelled: Spelling, tmp_path: Path) -> N
     (tmp_path / "there" / "3k" / "metrics.jsonl").touch()
     nowhere = ladder.get_checkpoints("3k", download_metrics=False, discover_all=False, alternative_dirs=None)
     assert [info.metrics_path for info in nowhere] == [None] * 4
-    found = ladder.get_checkpoints("3k", True, True, [spelled(tmp_path / "there")])
-    assert [info.metrics_path for info in found] == [tmp_path / "there" / "3k" / "metrics.jsonl"] * 4
+    checkpoints = ladder.get_checkpoints("3k", True, True, [spelled(tmp_path / "there")])
+    assert [info.metrics_path for info in checkpoints] == [tmp_path / "there" / "3k" / "metrics.jsonl"] * 4
     assert ladder.get_metrics("3k", None, False, None) is None
     assert ladder.get_metrics("3k", prefix="eval/", alternative_dirs=[spelled(tmp_path / "nowhere")]) is None
 
@@ -88,11 +88,11 @@ def test_tables_are_written_and_read(kind: str, spelled: Spelling, rows: list, t
 def test_fits_and_predictions_are_written_and_read(spelled: Spelling, law: Fit, rows: list, tmp_path: Path) -> None:
     file = spelled(tmp_path / "made" / "fit.json")
     save(law, file)
-    again = read_fit(file)
-    assert again is not None
-    assert again.law == law.law
+    reread = read_fit(file)
+    assert reread is not None
+    assert reread.law == law.law
     write(rows, "csv", tmp_path / "rows.csv")
     assert fit_of(spelled(tmp_path / "rows.csv")).law == law.law
-    kept = spelled(tmp_path / "kept" / "prediction.json")
-    register.write(kept, law, [])
-    assert register.read(kept)["predictions"] == []
+    registered = spelled(tmp_path / "kept" / "prediction.json")
+    register.write(registered, law, [])
+    assert register.read(registered)["predictions"] == []

@@ -89,24 +89,24 @@ def test_tasks_are_asked_at_the_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_made_longer_is_the_longer_run(done: ModelLadder, tmp_path: Path) -> None:
-    whole = ModelLadder.model_validate(small(tmp_path, 1))
-    whole.run("2k")
-    assert losses(done, "2k") == losses(whole, "2k")
-    assert {step: proofs(done, "2k")[step] for step in proofs(whole, "2k")} == proofs(whole, "2k")
-    assert done.run("2k").step == max(losses(whole, "2k"))
+    full = ModelLadder.model_validate(small(tmp_path, 1))
+    full.run("2k")
+    assert losses(done, "2k") == losses(full, "2k")
+    assert {step: proofs(done, "2k")[step] for step in proofs(full, "2k")} == proofs(full, "2k")
+    assert done.run("2k").step == max(losses(full, "2k"))
 
 
 @pytest.mark.slow
 def test_checkpoints_and_metrics(done: ModelLadder, tmp_path: Path) -> None:
-    found = done.get_checkpoints("2k")
-    assert [c.name for c in found] == [
+    checkpoints = done.get_checkpoints("2k")
+    assert [c.name for c in checkpoints] == [
         *("period 1, 0.5xC pre-decay", "period 1, 0.5xC post-decay", "period 2, 1xC pre-decay"),
         "period 2, 1xC post-decay",
     ]
-    assert all(c.exists and (c.path / "state").is_dir() for c in found)
+    assert all(c.exists and (c.path / "state").is_dir() for c in checkpoints)
     assert [c.exists for c in done.get_checkpoints("3k")] == [False] * 4
     rows = rows_of(done, "2k")
-    assert [row["step"] for row in rows] == [c.step for c in found]
+    assert [row["step"] for row in rows] == [c.step for c in checkpoints]
     batch = done.get_batch_size("2k")
     measured = {line["step"]: line["eval/loss"] for line in lines(done, "2k") if "eval/loss" in line}
     for row in rows:
@@ -114,7 +114,7 @@ def test_checkpoints_and_metrics(done: ModelLadder, tmp_path: Path) -> None:
         assert row["num_params"] == done.get_num_params("2k")
         assert row["eval/loss"] == measured[row["step"]]
         assert row["train/loss"] == losses(done, "2k")[row["step"]]
-    assert sorted(measured) == [c.step for c in found]
+    assert sorted(measured) == [c.step for c in checkpoints]
     frame = done.get_metrics("2k", prefix="eval/")
     assert frame is not None
     assert list(frame["eval/loss"]) == [row["eval/loss"] for row in rows]
@@ -136,8 +136,8 @@ def test_what_is_found_elsewhere(done: ModelLadder, root: Path, tmp_path: Path) 
     assert len(rows_of(moved, "2k", alternative_dirs=[done.dir])) == 4
     pruned = tmp_path / "pruned"
     shutil.copytree(done.get_save_folder("2k"), pruned / "2k", ignore=shutil.ignore_patterns("checkpoints"))
-    found = moved.get_checkpoints("2k", alternative_dirs=[pruned])
-    assert [(c.exists, c.metrics_path) for c in found] == [(False, pruned / "2k" / "metrics.jsonl")] * 4
+    checkpoints = moved.get_checkpoints("2k", alternative_dirs=[pruned])
+    assert [(c.exists, c.metrics_path) for c in checkpoints] == [(False, pruned / "2k" / "metrics.jsonl")] * 4
     assert len(rows_of(moved, "2k", alternative_dirs=[pruned])) == 4
 
 
@@ -149,13 +149,13 @@ def test_another_ladder_in_the_directory(done: ModelLadder, root: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run of another ladder than small[\s\S]*trainer\.mp"):
         other.get_metrics("2k")
     metrics = Path(done.get_save_folder("2k")) / "metrics.jsonl"
-    before = metrics.read_text()
+    original = metrics.read_text()
     try:
-        metrics.write_text(before + "{broken\n")
-        with pytest.raises(UserError, match=rf"metrics.jsonl:{len(before.splitlines()) + 1}: not a line of metrics"):
+        metrics.write_text(original + "{broken\n")
+        with pytest.raises(UserError, match=rf"metrics.jsonl:{len(original.splitlines()) + 1}: not a line of metrics"):
             rows_of(done, "2k")
     finally:
-        metrics.write_text(before)
+        metrics.write_text(original)
 
 
 def test_seeds_and_trackers(root: Path) -> None:
@@ -189,8 +189,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "3k.png").stat().st_size > 10_000
     ran = run_here("ladder", "run", file)
     assert ran.returncode == 0, ran.stderr
-    again = run_here("ladder", "run", file)
-    assert again.stdout.count("complete, after step") == 2
+    second = run_here("ladder", "run", file)
+    assert second.stdout.count("complete, after step") == 2
     assert run_here("ladder", "status", file).stdout.count("✔") == 4
     rows = json.loads(run_here("ladder", "metrics", file, "--format", "json").stdout)
     assert [(row["size"], row["name"][-10:]) for row in rows[1::2]] == [("2k", "post-decay"), ("3k", "post-decay")]

@@ -66,14 +66,14 @@ JOB_SET = {
 }
 
 
-def unknown(value: Any, fields: Any, at: str = "") -> list[str]:
+def unknown(value: Any, fields: Any, prefix: str = "") -> list[str]:
     """The places of a manifest that no field of `fields` describes."""
     if fields == "":
         return []
     if "*" in fields:
-        return [place for i, each in enumerate(value) for place in unknown(each, fields["*"], f"{at}[{i}]")]
-    found = [f"{at}.{key}" for key in value if key not in fields]
-    return found + [p for key in value if key in fields for p in unknown(value[key], fields[key], f"{at}.{key}")]
+        return [path for i, item in enumerate(value) for path in unknown(item, fields["*"], f"{prefix}[{i}]")]
+    paths = [f"{prefix}.{key}" for key in value if key not in fields]
+    return paths + [p for key in value if key in fields for p in unknown(value[key], fields[key], f"{prefix}.{key}")]
 
 
 TPU = tpu_slice("v5p-32", None, None)
@@ -126,7 +126,10 @@ def test_nodes_with_gpus_find_one_another_by_the_headless_service() -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     network = job_set["spec"]["network"]
     assert network["enableDNSHostnames"] is True
-    env = {each["name"]: each.get("value") or each["valueFrom"]["fieldRef"]["fieldPath"] for each in container["env"]}
+    env = {
+        variable["name"]: variable.get("value") or variable["valueFrom"]["fieldRef"]["fieldPath"]
+        for variable in container["env"]
+    }
     # A pod is called <jobset>-<replicated job>-<job>-<pod>.<subdomain>.
     host, port = env["COORDINATOR_ADDRESS"].split(":")
     assert host == f"{job_set['metadata']['name']}-train-0-0.{network['subdomain']}"
@@ -155,7 +158,7 @@ def job_failure(job: dict[str, Any], code: int | None, condition: str | None = N
                 f"Container train for pod ml/p failed with exit code {code} matching FailJob rule at index {index}"
             )
             return "PodFailurePolicy", message
-        if any(each == {"type": condition, "status": "True"} for each in rule.get("onPodConditions", ())):
+        if any(pattern == {"type": condition, "status": "True"} for pattern in rule.get("onPodConditions", ())):
             return "PodFailurePolicy", f"Pod ml/p has condition {condition} matching FailJob rule at index {index}"
     return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
 
@@ -198,11 +201,11 @@ def test_slices_volumes_secrets_and_spot_nodes() -> None:
     topology = job_set["metadata"]["annotations"]["alpha.jobset.sigs.k8s.io/exclusive-topology"]
     assert topology == "cloud.google.com/gke-nodepool"
     sources = {v["name"]: {k: x for k, x in v.items() if k != "name"} for v in pod["volumes"]}
-    found = {m["mountPath"]: sources[m["name"]] for m in container["volumeMounts"]}
-    assert found["/data"] == {"persistentVolumeClaim": {"claimName": "claim"}}
+    mounts = {m["mountPath"]: sources[m["name"]] for m in container["volumeMounts"]}
+    assert mounts["/data"] == {"persistentVolumeClaim": {"claimName": "claim"}}
     attributes = {"bucketName": "bucket", "mountOptions": "implicit-dirs,only-dir=runs"}
-    assert found["/runs"] == {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
-    assert found["/local"] == {"hostPath": {"path": "/mnt/disk"}}
+    assert mounts["/runs"] == {"csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
+    assert mounts["/local"] == {"hostPath": {"path": "/mnt/disk"}}
     annotations = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["annotations"]
     assert annotations == {"gke-gcsfuse/volumes": "true"}
     assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
@@ -228,8 +231,8 @@ def test_slices_volumes_secrets_and_spot_nodes() -> None:
     ],
 )
 def test_slices(accelerator: str, topology: str, nodes: int, chips: int) -> None:
-    found = tpu_slice(accelerator, None, None)
-    assert (found.topology_label, found.nodes, found.chips_per_node) == (topology, nodes, chips)
+    slice_ = tpu_slice(accelerator, None, None)
+    assert (slice_.topology_label, slice_.nodes, slice_.chips_per_node) == (topology, nodes, chips)
 
 
 def test_a_topology_may_be_chosen() -> None:

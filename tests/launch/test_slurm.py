@@ -46,8 +46,8 @@ def bin_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_script_asks_for_what_was_given() -> None:
     job = SlurmJob("nano", 16, 2, gpus_per_node=8, cpus_per_process=6, time="1-00", notice=90, extra=("--mem=0",))
     lines = batch_script(job, ["lmt", "train", "a b.yaml"], Path("/shared")).splitlines()
-    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
-    assert asked == {
+    options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    assert options == {
         "--job-name=nano",
         "--chdir=/shared",
         "--nodes=2",
@@ -65,7 +65,7 @@ def test_the_script_asks_for_what_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "requeue", "again"),
+    ("code", "state", "requeue", "requeued"),
     [
         (75, "RUNNING", True, True),
         (75, "RUNNING", False, False),
@@ -75,7 +75,7 @@ def test_the_script_asks_for_what_was_given() -> None:
     ],
 )
 def test_a_stopped_job_is_queued_again(
-    bin_first: Path, tmp_path: Path, code: int, state: str, requeue: bool, again: bool
+    bin_first: Path, tmp_path: Path, code: int, state: str, requeue: bool, requeued: bool
 ) -> None:
     fake(bin_first, "srun", f'kill -TERM $PPID; sleep 0.2; echo "ran $*"; exit {code}')
     fake(bin_first, "squeue", f'[ "$2" = --jobs=812 ] && echo {state}')
@@ -85,7 +85,7 @@ def test_a_stopped_job_is_queued_again(
     done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert "ran --cpu-bind=none --kill-on-bad-exit=0" in done.stdout
-    assert ("scontrol requeue 812" in done.stdout) is again
+    assert ("scontrol requeue 812" in done.stdout) is requeued
 
 
 def test_a_job_without_a_number_of_cores_takes_whole_nodes() -> None:
@@ -214,9 +214,9 @@ class TestWhatAProcessFinds:
         # Where JAX understands the list, the first step of a job meets those that JAX alone would start.
         monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
         monkeypatch.setenv("SLURM_JOB_ID", STEP["SLURM_JOB_ID"])
-        theirs = SlurmCluster.get_coordinator_address(None, None)
-        assert theirs.split(":")[1] == port
-        assert theirs == cluster.coordinator or nodes.count("[") > 1
+        jax_address = SlurmCluster.get_coordinator_address(None, None)
+        assert jax_address.split(":")[1] == port
+        assert jax_address == cluster.coordinator or nodes.count("[") > 1
 
     def test_another_step_of_its_job_has_another_port(self) -> None:
         addresses = {find_cluster({**STEP, "SLURM_STEP_ID": str(step)}).coordinator for step in range(20)}  # pyright: ignore[reportOptionalMemberAccess]
@@ -254,8 +254,8 @@ class TestWhatAProcessFinds:
     def test_a_batch_shell_is_not_a_task_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID"):
             monkeypatch.setenv(name, STEP[name])
-        said = DistributedConfig().start()
-        assert said == "SLURM job 812 has 4 tasks, but this process was not started by srun: a run of its own"
+        message = DistributedConfig().start()
+        assert message == "SLURM job 812 has 4 tasks, but this process was not started by srun: a run of its own"
 
     @pytest.mark.parametrize(
         ("environ", "words"),
@@ -272,17 +272,17 @@ class TestWhatAProcessFinds:
         assert (cluster.description, cluster.several) == (words, True)
 
     def test_jax_is_given_what_was_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        given: dict[str, Any] = {}
-        monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs))
+        arguments: dict[str, Any] = {}
+        monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: arguments.update(kwargs))
         monkeypatch.setattr(jax, "process_count", lambda: 4)
         monkeypatch.setattr(jax, "process_index", lambda: 3)
         for name, value in {**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}.items():
             monkeypatch.setenv(name, value)
-        said = DistributedConfig().start()
-        assert said == "4 processes, as SLURM job 812 says; this is process 3"
-        assert given == {"coordinator_address": "node03:62252", "num_processes": None, "process_id": None} | {
+        message = DistributedConfig().start()
+        assert message == "4 processes, as SLURM job 812 says; this is process 3"
+        assert arguments == {"coordinator_address": "node03:62252", "num_processes": None, "process_id": None} | {
             "local_device_ids": (2, 3),
             "initialization_timeout": 360,
         }
         DistributedConfig(local_device_ids=1).start()
-        assert given["local_device_ids"] == 1
+        assert arguments["local_device_ids"] == 1

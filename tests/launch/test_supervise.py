@@ -40,8 +40,8 @@ def test_output_carries_the_number_of_its_process() -> None:
     [("raise SystemExit(3)", 3, "failed with exit code 3"), ("import os; os.kill(os.getpid(), 9)", 137, "SIGKILL")],
 )
 def test_the_first_that_fails_is_named_and_takes_the_others_down(program: str, code: int, words: str) -> None:
-    found, lines = run(OBEDIENT, program, STUBBORN)
-    assert found == code
+    exit_code, lines = run(OBEDIENT, program, STUBBORN)
+    assert exit_code == code
     named = [line for line in lines if line.startswith("process ")]
     assert len(named) == 1
     assert "process 1 of 3 (pid " in named[0]
@@ -57,13 +57,13 @@ def test_others_that_end_by_themselves_are_left_alone() -> None:
     assert not [line for line in lines if line.startswith("sending")]
 
 
-class Seen:
+class FakeProcess:
     """A member whose end is seen at the given poll."""
 
-    place = "somewhere"
+    location = "somewhere"
 
-    def __init__(self, code: int, at: int):
-        self._code, self._left = code, at
+    def __init__(self, code: int, polls: int):
+        self._code, self._left = code, polls
         self.received: list[int] = []
 
     def poll(self) -> Status:
@@ -74,10 +74,13 @@ class Seen:
         self.received.append(number)
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(at: int) -> None:
+@pytest.mark.parametrize("polls", [1, 3])
+def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(polls: int) -> None:
     lines: list[str] = []
-    assert supervise([Seen(1, at=1), Seen(-signal.SIGKILL, at=at)], lines.append, grace_period=60) == 137
+    assert (
+        supervise([FakeProcess(1, polls=1), FakeProcess(-signal.SIGKILL, polls=polls)], lines.append, grace_period=60)
+        == 137
+    )
     assert lines == [
         "process 0 of 2 (somewhere) failed with exit code 1",
         "process 1 of 2 (somewhere) was killed by SIGKILL",
@@ -86,9 +89,9 @@ def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(at
 
 def test_one_that_was_told_to_end_is_not_the_cause() -> None:
     lines: list[str] = []
-    told = Seen(-signal.SIGTERM, at=4)
-    assert supervise([Seen(1, at=1), told], lines.append, grace_period=0.0) == 1
-    assert told.received[0] == signal.SIGTERM
+    terminated = FakeProcess(-signal.SIGTERM, polls=4)
+    assert supervise([FakeProcess(1, polls=1), terminated], lines.append, grace_period=0.0) == 1
+    assert terminated.received[0] == signal.SIGTERM
     assert sum(line.startswith("process ") for line in lines) == 1
 
 
@@ -118,10 +121,10 @@ time.sleep(600)
             signal.raise_signal(number)
 
     processes = [LocalProcess([sys.executable, "-c", counting], os.environ, str(tmp_path)) for _ in range(2)]
-    before = signal.getsignal(number)
+    handler = signal.getsignal(number)
     assert supervise(processes, write) == 75
     assert sorted(line for line in lines if "signal" in line) == [f"[{index}] signal {number}" for index in (0, 1)]
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is handler
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is one of Linux")

@@ -83,21 +83,21 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cloud:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(tmp_path))
     (tmp_path / "home").mkdir()
-    found = Cloud(tmp_path)
-    found.gcloud()
-    found.training("exit 0")
-    found.requests("WAITING_FOR_RESOURCES PROVISIONING ACTIVE")
-    return found
+    fake = Cloud(tmp_path)
+    fake.gcloud()
+    fake.training("exit 0")
+    fake.requests("WAITING_FOR_RESOURCES PROVISIONING ACTIVE")
+    return fake
 
 
 def job(**changes: object) -> TpuJob:
     return TpuJob(**{"name": "t", "accelerator": "v5p-16", "zone": "z", "install": "lmt", **changes})  # type: ignore[arg-type]
 
 
-def run(asked: TpuJob, write: object = None) -> tuple[int, list[str]]:
+def run(tpu_job: TpuJob, write: object = None) -> tuple[int, list[str]]:
     lines: list[str] = []
-    each = write or lines.append
-    return TpuRun(asked, CONFIG, "my.yaml", each, interval=0.01, settle=0).run(), lines  # type: ignore[arg-type]
+    output = write or lines.append
+    return TpuRun(tpu_job, CONFIG, "my.yaml", output, interval=0.01, settle=0).run(), lines  # type: ignore[arg-type]
 
 
 def test_a_run_is_asked_for_installed_and_followed_to_its_end(cloud: Cloud) -> None:
@@ -139,8 +139,8 @@ def test_a_machine_that_is_lost_with_its_training_counts_as_preempted(cloud: Clo
 @pytest.mark.parametrize("code", [1, 2, 3])
 def test_a_failure_of_the_training_is_not_repeated(cloud: Cloud, code: int) -> None:
     cloud.training(f"echo broken; exit {code}")
-    found, lines = run(job())
-    assert found == code
+    exit_code, lines = run(job())
+    assert exit_code == code
     assert cloud.calls("start.sh") == 1
     assert "  | broken" in lines
 

@@ -21,7 +21,7 @@ STEPS = 6
 """Steps that are done when a run is resumed."""
 
 
-def attempt(run_dir: Path, config: Any, first: int, last: int, then: Callable[[], Any] = lambda: None) -> list[str]:
+def attempt(run_dir: Path, config: Any, first: int, last: int, finish: Callable[[], Any] = lambda: None) -> list[str]:
     """Logs the steps of one attempt at a run; returns what it told about trackers at its start."""
     run_dir.mkdir(exist_ok=True)
     configs = [] if config is None else [config]
@@ -35,10 +35,10 @@ def attempt(run_dir: Path, config: Any, first: int, last: int, then: Callable[[]
                 trackers.log_histogram("grads/w", np.array([3, step]), np.array([0.0, 1.0, 2.0]), step=step)
                 trackers.log_record({"fingerprint": f"f{step}"}, step=step)
         trackers.log_text("sample", f"text {last}", step=last)
-        then()
+        finish()
     return trackers.notes
 
 
 if __name__ == "__main__":
-    given = TypeAdapter(AnyTracker).validate_python(json.loads(sys.argv[2]))
-    attempt(Path(sys.argv[1]), given, 1, STEPS, lambda: os.killpg(0, signal.SIGKILL))
+    config_given = TypeAdapter(AnyTracker).validate_python(json.loads(sys.argv[2]))
+    attempt(Path(sys.argv[1]), config_given, 1, STEPS, lambda: os.killpg(0, signal.SIGKILL))

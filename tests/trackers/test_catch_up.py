@@ -34,22 +34,24 @@ def lines(file: Path) -> list[str]:
 
 def test_a_copy_that_lacks_lines_is_a_copy_again(tmp_path: Path) -> None:
     copy, config = tmp_path / "copies/my-run", JsonlConfig(path=str(tmp_path / "copies"))
-    own = tmp_path / "run"
-    attempt(own, config, 1, STEPS)
-    assert lines(copy / "metrics.jsonl") == lines(own / "metrics.jsonl")
-    kept = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    run_dir = tmp_path / "run"
+    attempt(run_dir, config, 1, STEPS)
+    assert lines(copy / "metrics.jsonl") == lines(run_dir / "metrics.jsonl")
+    copied = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     # In the middle as well as at the end.
-    (copy / "metrics.jsonl").write_text("".join(line for line in kept if '"step": 2' not in line and "f6" not in line))
+    (copy / "metrics.jsonl").write_text(
+        "".join(line for line in copied if '"step": 2' not in line and "f6" not in line)
+    )
     (copy / "histograms.jsonl").unlink()
-    (note,) = attempt(own, config, STEPS + 1, STEPS + 2)
+    (note,) = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert note == (
         "the jsonl tracker lacked lines of steps that are done, and now has them from metrics.jsonl: train/loss of 2; "
         "eval/loss of 2; fingerprint of 2 and 6; grads/w of 2, 4 and 6"
     )
     for name in ("metrics.jsonl", "texts.jsonl", "histograms.jsonl"):
-        assert lines(copy / name) == lines(own / name)
+        assert lines(copy / name) == lines(run_dir / name)
     assert [line["step"] for line in read_metrics(copy) if "train/loss" in line] == [*range(1, STEPS + 3)]
-    assert attempt(own, config, STEPS + 3, STEPS + 3) == []
+    assert attempt(run_dir, config, STEPS + 3, STEPS + 3) == []
 
 
 def test_a_copy_that_is_added_later_or_vanishes_has_all_steps(tmp_path: Path) -> None:
@@ -139,16 +141,16 @@ def test_tensorboard_gets_what_it_missed_in_the_order_of_steps(tmp_path: Path) -
     attempt(run_dir, None, STEPS + 1, STEPS + 2)
     (note,) = attempt(run_dir, config, STEPS + 3, STEPS + 3)
     assert note.endswith("train/loss of 7 to 8; eval/loss of 8; sample of 8; grads/w of 8")
-    whole = {
+    complete = {
         "train/loss": [*range(1, STEPS + 4)],
         "eval/loss": [2, 4, 6, 8],
         "grads/w": [2, 4, 6, 8],
         "sample/text_summary": [3, 6, 8, 9],
     }
-    assert of_tensorboard(run_dir) == whole
+    assert of_tensorboard(run_dir) == complete
     shutil.rmtree(run_dir / "tensorboard")
     (note,) = attempt(run_dir, config, STEPS + 4, STEPS + 3)
-    assert of_tensorboard(run_dir)["train/loss"] == whole["train/loss"]
+    assert of_tensorboard(run_dir)["train/loss"] == complete["train/loss"]
     # An attempt that ends before its first step leaves a start alone; a line cut off by a kill comes again.
     assert attempt(run_dir, config, STEPS + 4, STEPS + 3) == []
     for file in (run_dir / "tensorboard").iterdir():
@@ -156,7 +158,7 @@ def test_tensorboard_gets_what_it_missed_in_the_order_of_steps(tmp_path: Path) -
         file.write_bytes(content[: content.rfind(b"train/loss")])
     (note,) = attempt(run_dir, config, STEPS + 4, STEPS + 3)
     assert note.endswith(": train/loss of 9; sample of 9")
-    assert of_tensorboard(run_dir)["train/loss"] == whole["train/loss"]
+    assert of_tensorboard(run_dir)["train/loss"] == complete["train/loss"]
 
 
 @pytest.fixture
@@ -169,8 +171,8 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) -> None:
     config, run_dir = WandbConfig(save_code=False), tmp_path / "run"
     attempt(run_dir, config, 1, STEPS)
-    whole = of_wandb(run_dir)
-    assert whole["train/loss"] == [*range(1, STEPS + 1)]
+    complete = of_wandb(run_dir)
+    assert complete["train/loss"] == [*range(1, STEPS + 1)]
     (log,) = run_dir.glob("wandb/offline-run-*/run-my-run.wandb")
     content = log.read_bytes()
     # The end is cut off until steps are lost: how much else the log holds depends on the machine.
@@ -178,7 +180,7 @@ def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) ->
         log.write_bytes(content[:size])
         if len(of_wandb(run_dir)["train/loss"]) <= STEPS // 2:
             break
-    lost = {name: sorted({*steps} - {*of_wandb(run_dir)[name]}) for name, steps in whole.items()}
+    lost = {name: sorted({*steps} - {*of_wandb(run_dir)[name]}) for name, steps in complete.items()}
     assert 0 < len(lost["train/loss"]) < STEPS
     (note,) = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert "the wandb tracker lacked lines of steps that are done" in note

@@ -34,16 +34,16 @@ def trackers(directory: Path, text: str, *overrides: str, root: Any = Root) -> A
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "line"),
     [
         ("trainer:\n  tracker:\n    type: wandb\n    project: p\n", "3:11: trainer.tracker: the package wandb"),
         ("trainer:\n  tracker:\n  - type: noop\n  - type: trackio\n", "4:11: trainer.tracker.1: the package trackio"),
     ],
 )
-def test_a_missing_package_is_said_at_its_line(in_tmp_path, without_packages, text, place):
+def test_a_missing_package_is_said_at_its_line(in_tmp_path, without_packages, text, line):
     with pytest.raises(ConfigError) as caught:
         trackers(in_tmp_path, text, root=RunConfig)
-    assert f"run.yaml:{place} is not installed; run `pip install" in str(caught.value)
+    assert f"run.yaml:{line} is not installed; run `pip install" in str(caught.value)
 
 
 def test_a_run_is_read_where_its_tracker_is_not_installed(in_tmp_path, without_packages):

@@ -36,12 +36,12 @@ def steps_in(run_dir: Path) -> list[int]:
 @contextlib.contextmanager
 def file_size_limit(limit: int) -> Iterator[None]:
     """Writes beyond `limit` bytes of a file fail, as they do on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, previous[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
 
 
 def test_floats_read_back_to_the_same_bits(tmp_path):
@@ -122,10 +122,10 @@ def test_a_run_that_begins_again_keeps_what_it_had_under_another_name(tmp_path, 
 
 def test_a_resumed_run_drops_what_comes_again_and_keeps_the_rest_byte_by_byte(tmp_path):
     write_steps(tmp_path, 1, 2, 3, 4)
-    kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2]
+    expected = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2]
     write_steps(tmp_path, 3, 4, 5, resume_step=2)
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5]
-    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(kept))
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(expected))
 
 
 def test_a_run_that_starts_afresh_keeps_nothing(tmp_path):
@@ -138,11 +138,11 @@ def test_a_run_that_starts_afresh_keeps_nothing(tmp_path):
     assert (tmp_path / "texts.jsonl").read_bytes() == b""
 
 
-@pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_torn_last_line_is_dropped(tmp_path, cut):
+@pytest.mark.parametrize("missing_bytes", [1, 5, 20])
+def test_a_torn_last_line_is_dropped(tmp_path, missing_bytes):
     write_steps(tmp_path, 1, 2)
     file = tmp_path / "metrics.jsonl"
-    file.write_bytes(file.read_bytes()[:-cut])
+    file.write_bytes(file.read_bytes()[:-missing_bytes])
     assert steps_in(tmp_path) == [1]
     write_steps(tmp_path, 3, resume_step=2)
     assert steps_in(tmp_path) == [1, 3]
@@ -174,10 +174,10 @@ def test_a_full_disk_is_the_machines_error_and_tears_no_line(tmp_path):
 
 def test_a_full_disk_at_resume_leaves_the_record_as_it_was(tmp_path):
     write_steps(tmp_path, 1, 2, 3)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    original = (tmp_path / "metrics.jsonl").read_bytes()
     with file_size_limit(10), pytest.raises(MachineError):
         open_record(tmp_path, resume_step=2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "metrics.jsonl").read_bytes() == original
 
 
 def test_a_missing_run_directory_is_the_machines_error(tmp_path):

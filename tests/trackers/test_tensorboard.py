@@ -21,16 +21,16 @@ PB: Any = event_pb2
 
 def events(directory: Path) -> list[Any]:
     """The events of all files of a directory, in the order in which TensorBoard reads the files."""
-    found = []
+    records = []
     for file in sorted(directory.iterdir()):
         data = file.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
             if 16 + length > len(data):
                 break  # cut off
-            found.append(PB.Event.FromString(data[12 : 12 + length]))
+            records.append(PB.Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
-    return found
+    return records
 
 
 def scalars(directory: Path) -> dict[str, dict[int, float]]:
@@ -57,10 +57,10 @@ def test_scalars_are_there_as_soon_as_they_are_logged(tmp_path):
     with contextlib.closing(trackers):
         trackers.log({"train/loss": 2.5, "optim/learning_rate": 0.25}, step=1)
         trackers.log({"train/loss": math.nan}, step=2)
-        found = scalars(tmp_path / "tensorboard")
-    assert found["optim/learning_rate"] == {1: 0.25}
-    assert found["train/loss"][1] == 2.5
-    assert math.isnan(found["train/loss"][2])
+        values = scalars(tmp_path / "tensorboard")
+    assert values["optim/learning_rate"] == {1: 0.25}
+    assert values["train/loss"][1] == 2.5
+    assert math.isnan(values["train/loss"][2])
 
 
 def test_scalars_of_jax_are_not_lost(tmp_path):
@@ -75,10 +75,10 @@ def test_scalars_of_jax_are_not_lost(tmp_path):
 @pytest.mark.parametrize("resume_step", [0, 2])
 def test_a_resumed_run_hides_what_comes_again(tmp_path, resume_step):
     track(TensorboardConfig(), tmp_path, {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0})
-    again = {resume_step + 1: 8.0}
-    track(TensorboardConfig(), tmp_path, again, resume_step)
-    kept = {step: loss for step, loss in {1: 4.0, 2: 3.0}.items() if step <= resume_step}
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": kept | again}
+    repeated = {resume_step + 1: 8.0}
+    track(TensorboardConfig(), tmp_path, repeated, resume_step)
+    retained = {step: loss for step, loss in {1: 4.0, 2: 3.0}.items() if step <= resume_step}
+    assert scalars(tmp_path / "tensorboard") == {"train/loss": retained | repeated}
 
 
 def test_text_and_configuration_are_shown(tmp_path):
@@ -152,14 +152,14 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path):
 
 def test_a_full_disk_switches_it_off_and_training_goes_on(tmp_path, caplog):
     trackers = open_trackers([TensorboardConfig()], run_dir=tmp_path, run_id="r")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
     with contextlib.closing(trackers):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, previous[1]))
         try:
             trackers.log_config({"long": "x" * 8192})
             for step in range(1, 20):
                 trackers.log({"m": 1.0}, step=step)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            resource.setrlimit(resource.RLIMIT_FSIZE, previous)
     assert len(read_metrics(tmp_path)) == 19
     assert caplog.text.count("tensorboard tracker failed and is switched off") == 1

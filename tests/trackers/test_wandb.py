@@ -87,10 +87,10 @@ def test_a_page_is_a_chart(wandb, tmp_path):
     with contextlib.closing(open_trackers([WandbConfig(save_code=False)], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log({"train/loss": 2.5}, step=3)
         trackers.log_artifact("token-probabilities", tmp_path / "page.html", type="html")
-    found = [row for row in history(tmp_path) if "token-probabilities" in str(row)]
-    assert len(found) == 1
-    assert found[0]["global_step"] == 3
-    assert "html-file" in str(found[0])
+    rows = [row for row in history(tmp_path) if "token-probabilities" in str(row)]
+    assert len(rows) == 1
+    assert rows[0]["global_step"] == 3
+    assert "html-file" in str(rows[0])
     (copy,) = tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
     assert "probabilities" in copy.read_text()
 
@@ -103,8 +103,8 @@ def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
     # A resumed run is a process of its own; within one, W&B may confuse two runs of one id.
     resumed = [sys.executable, "-m", "tests.trackers.two_steps", tmp_path / "2", "2"]
     subprocess.run(resumed, cwd=ROOT, env=lmt_environment(), check=True)
-    again = history(tmp_path / "2")
-    assert [(row["global_step"], row["train/loss"]) for row in again] == [(2, 1 / 2), (3, 1 / 3)]
+    resumed_rows = history(tmp_path / "2")
+    assert [(row["global_step"], row["train/loss"]) for row in resumed_rows] == [(2, 1 / 2), (3, 1 / 3)]
 
 
 def test_no_secret_is_written(wandb, tmp_path, monkeypatch):
@@ -154,16 +154,16 @@ def test_the_code_of_the_main_script_is_saved(tmp_path, monkeypatch):
     ids=str,
 )
 def test_fields_reach_wandb(wandb, tmp_path, monkeypatch, fields, passed):
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def init(**options: Any) -> Any:
-        given.update(options)
+        arguments.update(options)
         raise wandb.errors.UsageError("seen")
 
     monkeypatch.setattr(wandb, "init", init)
     with pytest.raises(UserError, match="W&B refused to start: seen"):
         open_trackers([WandbConfig(**fields)], run_dir=tmp_path, run_id="r")
-    assert {name: given[name] for name in passed} == passed
+    assert {name: arguments[name] for name in passed} == passed
 
 
 def test_histograms_and_artifacts_are_kept(wandb, tmp_path):

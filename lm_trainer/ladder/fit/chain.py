@@ -15,12 +15,12 @@ from lm_trainer.core.errors import UserError
 _LOWER = (0.0, 1e-3, 0.0, 0.0)
 _UPPER = (1.0, 1e3, 1e3, 1.0)
 _FEWEST = 6
-"""Points for four constants and an estimate of their spread."""
+"""Minimum number of points for four constants and an estimate of their spread."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Constants of the sigmoid: numbers, or arrays of one shape for many."""
+    """Constants of the sigmoid: numbers, or arrays of one shape for many sigmoids."""
 
     a: Any
     k: Any
@@ -28,8 +28,8 @@ class Chain:
     b: Any
 
     def accuracy(self, loss: Any) -> Any:
-        """The accuracy at a loss: near b far above L0, near a + b far below."""
-        # Beyond 500 the exponential would overflow, and the sigmoid has long been flat.
+        """The accuracy at a loss: close to b far above L0, and to a + b far below."""
+        # Beyond 500 the exponential would overflow, and the sigmoid is flat anyway.
         return self.a / (1 + np.exp(np.clip(self.k * (loss - self.L0), -500, 500))) + self.b
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,8 +40,17 @@ class Chain:
 def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) -> tuple[Chain, Chain]:
     """Least squares, with the ideal point (loss 0, accuracy 1) as in the paper, and `draws` resamples of the points.
 
+    Args:
+        loss: losses of the points.
+        accuracy: accuracies of the points.
+        draws: number of resamples.
+        seed: seed of the resamples.
+
+    Returns:
+        The sigmoid of the points, and the sigmoids of the resamples as arrays.
+
     Raises:
-        UserError: with fewer than six points, or where the accuracy does not move.
+        UserError: with fewer than six points, or if the accuracy is constant.
     """
     if len(loss) < _FEWEST:
         raise UserError(f"--task: a sigmoid needs at least {_FEWEST} points, there are {len(loss)}")
@@ -52,7 +61,7 @@ def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) 
     rows = []
     while len(rows) < draws:
         chosen = rng.integers(0, len(loss), len(loss))
-        # A resample of few different points, or of one accuracy, determines no sigmoid: it is drawn again.
+        # Redraw resamples with too few different points or a constant accuracy: they determine no sigmoid.
         if len(np.unique(chosen)) >= _FEWEST - 1 and np.ptp(accuracy[chosen]) > 0:
             rows.append(_fit(loss[chosen], accuracy[chosen], best))
     return Chain(*best), Chain(*np.array(rows).reshape(-1, 4).T)
@@ -61,7 +70,7 @@ def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) 
 def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np.ndarray:
     from scipy.optimize import least_squares
 
-    # The ideal point ties down the upper end, which no measured model is near.
+    # The ideal point fixes the upper end of the sigmoid, far from all measured models.
     loss, accuracy = np.append(loss, 0.0), np.append(accuracy, 1.0)
 
     def errors(x: np.ndarray) -> np.ndarray:
@@ -69,8 +78,8 @@ def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np
 
     middle, spread = float(np.median(loss[:-1])), max(float(np.ptp(loss[:-1])), 1e-3)
     low = float(accuracy.min())
-    # Least squares of a sigmoid has several minima: steepness and middle start from a grid, and a resample from the fit
-    # of all points.
+    # Fitting a sigmoid has several local minima: start from a grid of steepness and middle, and for a resample from
+    # the fit of all points.
     starts = (
         [start]
         if start is not None
@@ -80,5 +89,5 @@ def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np
             for shift in (-1.0, -0.5, 0.0)
         ]
     )
-    found = [least_squares(errors, np.clip(x, _LOWER, _UPPER), bounds=(_LOWER, _UPPER), x_scale="jac") for x in starts]
-    return min(found, key=lambda result: result.cost).x
+    fits = [least_squares(errors, np.clip(x, _LOWER, _UPPER), bounds=(_LOWER, _UPPER), x_scale="jac") for x in starts]
+    return min(fits, key=lambda result: result.cost).x

@@ -1,4 +1,4 @@
-"""Compute multipliers: the compute that one recipe saves over another."""
+"""Compute multipliers: how much compute one recipe saves over another."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lm_trainer.ladder.tables import table
 _REACH = 30.0
 """Half the range of the bisection, in log FLOPs."""
 _HALVINGS = 60
-"""They leave 60 / 2^60 = 5e-17 of log FLOPs, less than a double can tell apart."""
+"""Leaves 60 / 2^60 = 5e-17 of log FLOPs, below the precision of a double."""
 
 
 @dataclass(frozen=True)
 class Multiplier:
-    """The comparison at one compute of A."""
+    """Comparison at one compute budget of A."""
 
     flops: float
     loss: float
     """Loss of A at this compute."""
     difference: Range
-    """The loss of B less that of A, at the same compute."""
+    """Loss of B minus loss of A, at the same compute."""
     multiplier: Range
-    """B reaches the loss of A with 1 / this of its compute; 0 where it never does."""
+    """Compute of A over the compute of B for the same loss; 0 if B never reaches it."""
     ratio: float
-    """Ratio of the compute to that of the largest rung of the smaller ladder."""
+    """Ratio of the compute to the largest rung of the smaller ladder."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with all digits."""
@@ -49,44 +49,45 @@ def compare(
     max_extrapolation: float = MAX_EXTRAPOLATION,
     extrapolate: bool = False,
 ) -> list[Multiplier]:
-    """The compute multiplier of B over A, where both train on `tokens_per_param` N tokens.
+    """The compute multiplier of B over A, with both trained on `tokens_per_param` N tokens.
 
     Args:
-        a: the recipe to compare with.
-        b: the other.
-        flops: computes (6 N D) of A; by default the middle and the end of what both ladders cover, and ten times that.
-        tokens_per_param: by default the geometric mean of those of all points.
+        a: the baseline recipe.
+        b: the other recipe.
+        flops: computes (6 N D) of A; by default the middle and the end of the range covered by both ladders, and ten
+            times the end.
+        tokens_per_param: by default the geometric mean over all points.
         max_extrapolation: as in `lm_trainer.ladder.fit.predict.predict`.
-        extrapolate: likewise.
+        extrapolate: as in `lm_trainer.ladder.fit.predict.predict`.
 
     Raises:
-        UserError: for fits of different metrics; and for computes too far beyond the rungs.
+        UserError: for fits of different metrics, and for computes too far beyond the rungs.
     """
     if a.points.metric != b.points.metric:
         raise UserError(f"A is a fit of {a.points.metric}, B of {b.points.metric}; a comparison needs one metric")
     if a.settings.level != b.settings.level:
         raise UserError(f"A has intervals of {a.settings.level:.0%}, B of {b.settings.level:.0%}; fit with one --level")
-    # Ratios are averaged in logarithms, like everything that a power law takes.
-    each = np.concatenate([f.points.tokens / f.points.num_params for f in (a, b)])
-    per_param = tokens_per_param or float(np.exp(np.log(each).mean()))
-    # A comparison goes as far as the weaker of the two fits.
+    # Average ratios in log space: power laws are linear there.
+    ratios = np.concatenate([f.points.tokens / f.points.num_params for f in (a, b)])
+    per_param = tokens_per_param or float(np.exp(np.log(ratios).mean()))
+    # A comparison reaches only as far as the weaker of the two fits.
     nearer = a if a.max_flops < b.max_flops else b
     if not flops:
         least = max(float(f.points.flops.min()) for f in (a, b))
         middle = float(np.sqrt(least * nearer.max_flops))
         flops = [*([middle] if least < nearer.max_flops else []), nearer.max_flops, 10 * nearer.max_flops]
-    found = []
+    multipliers = []
     for value in flops:
         ratio = check_range(nearer, value, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-        found.append(_at(a, b, value, per_param, ratio))
-    return found
+        multipliers.append(_compare_at(a, b, value, per_param, ratio))
+    return multipliers
 
 
-def _at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
+def _compare_at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
     level, count = a.settings.level, min(a.settings.draws, b.settings.draws)
-    # Shuffled, since bootstraps with one seed draw alike.
+    # Shuffled, since bootstraps with the same seed draw the same points.
     order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)
-    draws_a, draws_b = a.draws.at(slice(count)), b.draws.at(order)
+    draws_a, draws_b = a.draws.select(slice(count)), b.draws.select(order)
     loss_a, drawn_a = (_loss(law, flops, per_param) for law in (a.law, draws_a))
     loss_b, drawn_b = (_loss(law, flops, per_param) for law in (b.law, draws_b))
     return Multiplier(
@@ -108,19 +109,19 @@ def _loss(law: Law, flops: Any, per_param: float) -> Any:
 
 
 def _multiplier(law: Law, loss: Any, flops: float, per_param: float) -> Any:
-    """`flops` over the compute at which the law has this loss, by bisection, since the loss falls with compute."""
+    """`flops` over the compute of the law for this loss, by bisection, since the loss falls with compute."""
     low, high = (np.full(np.shape(loss), np.log(flops) + sign * _REACH) for sign in (-1, 1))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         above = _loss(law, np.exp(middle), per_param) > loss
         low, high = np.where(above, middle, low), np.where(above, high, middle)
-    # A law whose floor E lies above that loss never reaches it, with any compute.
+    # A law with a floor E above the loss never reaches it, with any compute.
     reached = _loss(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
     return np.where(reached, np.exp(np.log(flops) - (low + high) / 2), 0.0)
 
 
-def compare_text(found: Sequence[Multiplier], level: float) -> str:
-    """For the terminal."""
+def compare_text(multipliers: Sequence[Multiplier], level: float) -> str:
+    """Table for the terminal."""
     rows = [
         [
             f"{m.flops:.3g}",
@@ -129,16 +130,16 @@ def compare_text(found: Sequence[Multiplier], level: float) -> str:
             *(f"{x:+.4f}" for x in (m.difference.value, m.difference.low, m.difference.high)),
             *(f"{x:.3f}" for x in (m.multiplier.value, m.multiplier.low, m.multiplier.high)),
         ]
-        for m in found
+        for m in multipliers
     ]
     head = ["FLOPs", "/ largest", "loss of A", "B - A", "low", "high", "multiplier", "low", "high"]
-    return table(head, rows) + "\n" + verdict(found, level)
+    return table(head, rows) + "\n" + verdict(multipliers, level)
 
 
-def verdict(found: Sequence[Multiplier], level: float) -> str:
-    """The conclusion that the intervals allow."""
-    better = [m.multiplier.low > 1 for m in found]
-    worse = [m.multiplier.high < 1 for m in found]
+def verdict(multipliers: Sequence[Multiplier], level: float) -> str:
+    """The conclusion from the intervals."""
+    better = [m.multiplier.low > 1 for m in multipliers]
+    worse = [m.multiplier.high < 1 for m in multipliers]
     if all(better):
         return f"B needs less compute for the loss of A ({level:.0%})"
     if all(worse):

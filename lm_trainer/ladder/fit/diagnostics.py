@@ -1,6 +1,6 @@
-"""Evidence against a fit: constants that are not determined, points that decide alone, and hold-outs.
+"""Evidence against a fit: undetermined constants, overly influential points, and hold-outs.
 
-Dimensions: R laws, one for each point that is left out, and P points.
+Dimensions: R laws, one for each left-out point, and P points.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lm_trainer.ladder.fit.law import CONSTANTS
 from lm_trainer.ladder.fit.predict import Range, predict
 from lm_trainer.ladder.fit.solver import EXPONENTS, Design, refine
 
-_AHEAD = 10.0
-"""Compute over that of the largest rung, at which the effect of single points is measured."""
-_STRANGE = 0.01
-"""The chance of calling a point of a right law an outlier, over all points."""
-_FLAT = 0.98
-"""Correlation of two constants over the draws, from which on they are said to trade off."""
-_DECISIVE = 0.5
-"""Part of the half-width of the interval, from which on the shift by a single point is said."""
+_EXTRAPOLATION = 10.0
+"""Multiple of the largest rung's compute, used to measure the effect of single points."""
+_OUTLIER_CHANCE = 0.01
+"""Probability of a false outlier, over all points."""
+_TRADE_OFF = 0.98
+"""Correlation of two constants over the draws, above which they are reported to trade off."""
+_INFLUENTIAL = 0.5
+"""Shift caused by a single point, as a fraction of the interval's half-width, above which it is reported."""
 
 
 class Held(NamedTuple):
-    """A point that was left out, and its prediction by the law of the others."""
+    """A held-out point, and its prediction by the law of the others."""
 
     label: str
     measured: float
@@ -37,130 +37,135 @@ class Held(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative: above 0 where the prediction is too high."""
+        """Relative error: above 0 if the prediction is too high."""
         return self.predicted.value / self.measured - 1
 
 
 @dataclass(frozen=True)
 class Influence:
-    """Dependence of a fit on single points; arrays have shape (P,)."""
+    """Influence of single points on a fit; arrays have shape (P,)."""
 
     shifts: np.ndarray
-    """Relative change, without each point, of the loss at ten times the compute of the largest rung."""
-    strange: np.ndarray
-    """Error of each point in the law of the others, over the noise of the others."""
+    """Relative change of the loss at ten times the compute of the largest rung, without each point."""
+    z_scores: np.ndarray
+    """Error of each point under the law of the other points, in standard deviations of their noise."""
 
 
-def backtest(found: Fit) -> list[Held]:
-    """Fits without the largest size and predicts it; without the largest compute, where too few sizes would remain.
+def backtest(fitted: Fit) -> list[Held]:
+    """Fits without the largest size and predicts it, or without the largest compute if too few sizes would remain.
 
-    An empty list where too few points would remain.
+    Returns an empty list if too few points would remain.
     """
-    points = found.points
+    points = fitted.points
     for held in (points.num_params == points.sizes[-1], points.flops == points.flops.max()):
         try:
-            rest = fit(points.where(~held), found.settings)
+            reduced = fit(points.select(~held), fitted.settings)
         except UserError:
-            # Too few sizes or points remain without these: try the smaller hold-out.
+            # Too few sizes or points remain: try the smaller hold-out.
             continue
-        chosen = points.where(held)
+        target = points.select(held)
         return [
-            Held(label, float(loss), predict(rest, n, d, extrapolate=True).run)
-            for label, loss, n, d in zip(chosen.labels, chosen.loss, chosen.num_params, chosen.tokens, strict=True)
+            Held(label, float(loss), predict(reduced, n, d, extrapolate=True).run)
+            for label, loss, n, d in zip(target.labels, target.loss, target.num_params, target.tokens, strict=True)
         ]
     return []
 
 
-def influence(found: Fit) -> Influence:
-    """Fits without each point in turn."""
-    points, count = found.points, len(found.points)
+def influence(fitted: Fit) -> Influence:
+    """Refits without each point, one at a time."""
+    points, count = fitted.points, len(fitted.points)
     design = Design.of(points.num_params, points.tokens)
-    start_RK = np.tile(design.constants(found.law), (count, 1))
-    # Law r has weight 0 for point r, so that all are refined as one batch.
+    start_RK = np.tile(design.constants(fitted.law), (count, 1))
+    # Law r has weight 0 for point r, so all laws are refined as one batch.
     weights_RP = 1.0 - np.eye(count)
     loss_RP = np.tile(points.loss, (count, 1))
-    laws = design.law(refine(design, loss_RP, weights_RP, start_RK, found.settings.objective)[0])
-    ahead = _ahead(found)
-    shifts = laws.loss(*ahead) / found.law.loss(*ahead) - 1
-    errors_RP = np.log(points.loss / laws.at(np.s_[:, None]).loss(points.num_params, points.tokens))
-    # An error in a law that did not see the point is larger than its residual by 1 / (1 - leverage), and its standard
-    # deviation is that of the noise by 1 / sqrt(1 - leverage): an externally studentized residual.
-    inflated = np.sqrt(1 / (1 - leverage(points, found.law)))
-    others = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(CONSTANTS) - 1, 1))
-    return Influence(shifts, np.diagonal(errors_RP) / np.maximum(others * inflated, 1e-12))
+    laws = design.law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
+    ahead = _extrapolated(fitted)
+    shifts = laws.loss(*ahead) / fitted.law.loss(*ahead) - 1
+    errors_RP = np.log(points.loss / laws.select(np.s_[:, None]).loss(points.num_params, points.tokens))
+    # The error of a left-out point is its residual / (1 - leverage), and its standard deviation is the noise /
+    # sqrt(1 - leverage): an externally studentized residual.
+    inflated = np.sqrt(1 / (1 - leverage(points, fitted.law)))
+    noise_R = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(CONSTANTS) - 1, 1))
+    return Influence(shifts, np.diagonal(errors_RP) / np.maximum(noise_R * inflated, 1e-12))
 
 
-def notes(found: Fit, effect: Influence | None = None) -> list[str]:
-    """Sentences that a reader has to know before believing the constants."""
-    return [*found.points.notes, *_bounds(found), *_undetermined(found), *_points(found, effect or influence(found))]
+def notes(fitted: Fit, effect: Influence | None = None) -> list[str]:
+    """Caveats to read before trusting the constants."""
+    return [
+        *fitted.points.notes,
+        *_bounds(fitted),
+        *_undetermined(fitted),
+        *_points(fitted, effect or influence(fitted)),
+    ]
 
 
-def _bounds(found: Fit) -> list[str]:
-    law, said = found.law, []
-    for name, what in (("alpha", "A and alpha"), ("beta", "B and beta")):
+def _bounds(fitted: Fit) -> list[str]:
+    law, messages = fitted.law, []
+    for name, constants in (("alpha", "A and alpha"), ("beta", "B and beta")):
         value = getattr(law, name)
         if value <= EXPONENTS[0] * 1.01 or value >= EXPONENTS[1] * 0.99:
-            said.append(f"{name} is at its bound {value:.3g}: {what} are not determined by these points")
+            messages.append(f"{name} is at its bound {value:.3g}: {constants} are not determined by these points")
     if law.E <= 0:
-        said.append("E is at its bound 0: the points do not show where the loss ends")
+        messages.append("E is at its bound 0: the points do not show where the loss ends")
     if law.A == 0:
-        said.append("A is 0: the points show no effect of the number of parameters")
+        messages.append("A is 0: the points show no effect of the number of parameters")
     if law.B == 0:
-        said.append("B is 0: the points show no effect of the number of tokens")
-    return said
+        messages.append("B is 0: the points show no effect of the number of tokens")
+    return messages
 
 
-def _undetermined(found: Fit) -> list[str]:
-    said, wide, level = [], [], found.settings.level
+def _undetermined(fitted: Fit) -> list[str]:
+    messages, wide, level = [], [], fitted.settings.level
     for name in ("E", "alpha", "beta"):
-        low, high = found.interval(name)
+        low, high = fitted.interval(name)
         # Wider than a factor of two, and not only by rounding.
         if high > 2 * max(low, 1e-12) and high - low > 1e-6:
             wide.append(name)
     if wide:
         verb = "is" if len(wide) == 1 else "are"
-        said.append(
+        messages.append(
             f"{', '.join(wide)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; trust "
             "predictions near the rungs, not these constants"
         )
-    # Logarithms: the constants multiply and divide one another, so that their trade-offs are straight there.
-    table = np.log(np.maximum([getattr(found.draws, name) for name in CONSTANTS], 1e-300))
-    for one, other in (("E", "alpha"), ("E", "beta"), ("alpha", "beta")):
-        pair = table[[CONSTANTS.index(one), CONSTANTS.index(other)]]
-        if (pair.std(-1) > 1e-6).all() and abs(rho := float(np.corrcoef(pair)[0, 1])) > _FLAT:
-            said.append(
-                f"{one} and {other} trade off against each other along a flat direction (correlation {rho:.3f})"
+    # Logarithms: constants multiply and divide each other, so their trade-offs are linear in log space.
+    table = np.log(np.maximum([getattr(fitted.draws, name) for name in CONSTANTS], 1e-300))
+    for first, second in (("E", "alpha"), ("E", "beta"), ("alpha", "beta")):
+        pair = table[[CONSTANTS.index(first), CONSTANTS.index(second)]]
+        if (pair.std(-1) > 1e-6).all() and abs(rho := float(np.corrcoef(pair)[0, 1])) > _TRADE_OFF:
+            messages.append(
+                f"{first} and {second} trade off against each other along a flat direction (correlation {rho:.3f})"
             )
-    sizes = len(found.points.sizes)
+    sizes = len(fitted.points.sizes)
     if sizes < 5:
-        said.append(f"{sizes} sizes: the curvature in N, and so E, rests on few of them")
-    return said
+        messages.append(f"{sizes} sizes: the curvature in N, and so E, rests on few of them")
+    return messages
 
 
-def _points(found: Fit, effect: Influence) -> list[str]:
-    points = found.points
+def _points(fitted: Fit, effect: Influence) -> list[str]:
+    points = fitted.points
     count = len(points)
-    # Bonferroni: the chance is that of any outlier among all points, tested on both sides.
-    limit = stats.t.ppf(1 - _STRANGE / (2 * count), max(count - len(CONSTANTS) - 1, 1))
-    far = f"the loss at {_AHEAD:g} times the largest compute changes by"
-    said = [
-        f"{points.labels[index]} looks like an outlier: {effect.strange[index]:+.1f} standard deviations from the law "
+    # Bonferroni: the chance of any outlier among all points, tested on both sides.
+    limit = stats.t.ppf(1 - _OUTLIER_CHANCE / (2 * count), max(count - len(CONSTANTS) - 1, 1))
+    far = f"the loss at {_EXTRAPOLATION:g} times the largest compute changes by"
+    messages = [
+        f"{points.labels[index]} looks like an outlier: {effect.z_scores[index]:+.1f} standard deviations from the law "
         f"of the others, and without it {far} {effect.shifts[index]:+.2%}"
-        for index in np.flatnonzero(np.abs(effect.strange) > limit)
+        for index in np.flatnonzero(np.abs(effect.z_scores) > limit)
     ]
-    drawn = predict(found, *_ahead(found), extrapolate=True).law
+    drawn = predict(fitted, *_extrapolated(fitted), extrapolate=True).law
     half = (drawn.high - drawn.low) / 2 / drawn.value
     worst = int(np.argmax(np.abs(effect.shifts)))
-    # An outlier has been named with its effect already.
-    if half > 1e-9 and abs(effect.shifts[worst]) > max(_DECISIVE * half, 1e-4) and not said:
-        said.append(
+    # Outliers are already reported with their effect.
+    if half > 1e-9 and abs(effect.shifts[worst]) > max(_INFLUENTIAL * half, 1e-4) and not messages:
+        messages.append(
             f"the most influential point is {points.labels[worst]}: without it {far} {effect.shifts[worst]:+.2%}"
         )
-    return said
+    return messages
 
 
-def _ahead(found: Fit) -> tuple[float, float]:
-    largest = int(np.argmax(found.points.flops))
-    n, d = found.points.num_params[largest], found.points.tokens[largest]
-    # Ten times the compute, shared equally between size and length.
-    return float(n * np.sqrt(_AHEAD)), float(d * np.sqrt(_AHEAD))
+def _extrapolated(fitted: Fit) -> tuple[float, float]:
+    largest = int(np.argmax(fitted.points.flops))
+    n, d = fitted.points.num_params[largest], fitted.points.tokens[largest]
+    # Ten times the compute, split equally between size and length.
+    return float(n * np.sqrt(_EXTRAPOLATION)), float(d * np.sqrt(_EXTRAPOLATION))

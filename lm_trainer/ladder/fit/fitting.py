@@ -1,4 +1,4 @@
-"""Fit of the law to points, with its intervals; a fit can be written as JSON and read again."""
+"""Fits the law to points, with intervals; fits are saved as JSON."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lm_trainer.ladder.fit.solver import Design, variable_projection
 
 _FEWEST_POINTS = NUM_CONSTANTS + 1
 _FEWEST_SIZES = 3
-"""A constant, a factor and an exponent in N, and as many in D, take three values of each."""
+"""A constant, a factor and an exponent in N, and the same in D, need three different values of each."""
 _CHAIN_DRAWS = 200
-"""Resamples of the sigmoid at most: each is a fit of its own."""
+"""Maximum number of resamples of the sigmoid: each needs a separate fit."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Fit:
     draws: Law
     """The laws of the resamples; each constant is an array (draws,)."""
     chain: Chain | None = None
-    """From the loss to an accuracy."""
+    """The sigmoid from the loss to an accuracy."""
     chain_draws: Chain | None = None
 
     @property
@@ -48,7 +48,7 @@ class Fit:
     @property
     def noise(self) -> float:
         """The standard deviation of log L of one measurement, from the residuals."""
-        # Five constants were fitted to the same points, and have taken as many degrees of freedom.
+        # The five fitted constants use up five degrees of freedom.
         return float(np.sqrt((self.errors**2).sum() / (len(self.points) - NUM_CONSTANTS)))
 
     @property
@@ -61,7 +61,7 @@ class Fit:
         return interval(getattr(self.draws, constant), self.settings.level)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data with all digits; `load` reads it."""
+        """Plain data with all digits, for `from_dict`."""
         return {
             "format": "lm_trainer ladder fit 1",
             "law": self.law.as_dict(),
@@ -75,7 +75,7 @@ class Fit:
         }
 
     def digest(self) -> str:
-        """SHA-256 of the whole fit, draws included."""
+        """SHA-256 of the complete fit, including the draws."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
@@ -83,7 +83,7 @@ def fit(points: Points, settings: Settings | None = None) -> Fit:
     """Fits the law.
 
     Raises:
-        UserError: where no law follows from the points.
+        UserError: if the points do not determine a law.
     """
     settings = settings or Settings()
     _check(points)
@@ -92,7 +92,7 @@ def fit(points: Points, settings: Settings | None = None) -> Fit:
     else:
         design = Design.of(points.num_params, points.tokens)
         law = design.law(variable_projection(design, points.loss))
-    # Plain numbers, as JSON gives them back: the digest of a fit is that of the fit read again.
+    # Plain floats, as JSON returns them: a saved and reloaded fit then has the same digest.
     law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
     drawn = resample(points, law, settings)
     if points.task is None:
@@ -102,32 +102,32 @@ def fit(points: Points, settings: Settings | None = None) -> Fit:
 
 
 def _check(points: Points) -> None:
-    where, sizes, lengths = points.source or "the points", len(points.sizes), len(np.unique(points.tokens))
-    has = f"{where}: {len(points)} points of {sizes} sizes"
+    source, sizes, lengths = points.source or "the points", len(points.sizes), len(np.unique(points.tokens))
+    label = f"{source}: {len(points)} points of {sizes} sizes"
     if len(points) < _FEWEST_POINTS:
         raise UserError(
-            f"{has} do not determine {NUM_CONSTANTS} constants; it takes {_FEWEST_POINTS} points, better 12"
+            f"{label} do not determine {NUM_CONSTANTS} constants; it takes {_FEWEST_POINTS} points, better 12"
         )
     if sizes < _FEWEST_SIZES:
         raise UserError(
-            f"{has}: E, A and alpha cannot be told apart with fewer than {_FEWEST_SIZES}; train another size"
+            f"{label}: E, A and alpha cannot be told apart with fewer than {_FEWEST_SIZES}; train another size"
         )
     if lengths < _FEWEST_SIZES:
-        raise UserError(f"{has} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
-    # With the same D / N everywhere, D is N times a constant: a fit cannot tell their effects apart.
+        raise UserError(f"{label} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
+    # If D / N is the same everywhere, D is N times a constant, and the effects of both cannot be separated.
     spread = np.log(points.tokens / points.num_params)
     if np.ptp(spread) < 0.05:
         raise UserError(
-            f"{has} all have about {np.exp(spread.mean()):.3g} tokens per parameter, so that the effects of size and "
+            f"{label} all have about {np.exp(spread.mean()):.3g} tokens per parameter, so that the effects of size and "
             "length cannot be told apart; raise chinchilla_multiple"
         )
 
 
-def save(found: Fit, path: AnyPath) -> None:
+def save(fitted: Fit, path: AnyPath) -> None:
     """Writes a fit as JSON."""
     path = local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+    path.write_text(json.dumps(fitted.as_dict(), indent=1) + "\n")
 
 
 def is_fit(plain: Any) -> bool:
@@ -139,7 +139,7 @@ def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
     """Reads the result of `Fit.as_dict`.
 
     Raises:
-        UserError: when it is damaged.
+        UserError: for damaged data.
     """
 
     def arrays(kind: Any, values: Mapping[str, Any] | None) -> Any:

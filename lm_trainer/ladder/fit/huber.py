@@ -23,42 +23,42 @@ STARTS = {
     ],
     "olmo": [(3.0, 6.0, 0.1, 0.2, 1.0)],
 }
-"""(log A, log B, alpha, beta, E) from where the search starts: a grid like that of Hoffmann et al. 2022 and Besiroglu
-et al. 2024 (arXiv 2404.10102), or the one point of Bhagia et al. 2024 (arXiv 2412.04403)."""
+"""(log A, log B, alpha, beta, E) to start the search from: a grid like the one of Hoffmann et al. 2022 and Besiroglu
+et al. 2024 (arXiv 2404.10102), or the single point of Bhagia et al. 2024 (arXiv 2412.04403)."""
 
 
 def fit_huber(points: Points, start: str = "hoffmann") -> Law:
-    """The best law that L-BFGS-B reaches from the starts, refined.
+    """The best law found by L-BFGS-B from all starts, refined.
 
     Raises:
-        UserError: for a start that does not exist.
+        UserError: for an unknown start.
     """
     if start not in STARTS:
         raise UserError(f"--start {start}: there are {', '.join(STARTS)}")
-    # The papers minimise over (log A, log B, alpha, beta, E); x has them in this order.
+    # As in the papers, x is (log A, log B, alpha, beta, E).
     log_n, log_d, log_loss = np.log(points.num_params), np.log(points.tokens), np.log(points.loss)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        # In logarithms throughout: far from the points a search meets terms that no float holds.
+        # In logarithms throughout: far from the points, the terms of the law overflow a float.
         log_from_n, log_from_d = x[0] - x[2] * log_n, x[1] - x[3] * log_d
         log_predicted = np.logaddexp(np.logaddexp(log_from_n, log_from_d), np.log(max(x[4], 1e-300)))
         error = log_predicted - log_loss
-        # Quadratic near zero, linear beyond, so that single bad runs pull less.
+        # Quadratic near zero, linear beyond, to limit the influence of single bad runs.
         value, slope = huber(DELTA, error).sum(), np.clip(error, -DELTA, DELTA)
-        # Derivative of log L with respect to the logarithm of a term: the share of that term in L.
+        # Derivative of log L with respect to the logarithm of a term: the share of the term in L.
         n, d = slope * np.exp(log_from_n - log_predicted), slope * np.exp(log_from_d - log_predicted)
         return value, np.array([n.sum(), d.sum(), -n @ log_n, -d @ log_d, (slope * np.exp(-log_predicted)).sum()])
 
-    # Of the grid, the eight that begin best: the others lead nowhere that these do not.
+    # The eight best starts of the grid; the others lead to the same minima.
     starts = sorted(STARTS[start], key=lambda x: objective(np.array(x))[0])[:8]
-    # scipy's tolerance is absolute and the objective about 1e-5; what is left of the way is for the refinement.
+    # scipy's tolerance is absolute and the objective about 1e-5; the refinement does the rest.
     options = {"maxiter": 200, "ftol": 1e-13, "gtol": 1e-9}
-    found = [
+    optima = [
         minimize(objective, x, jac=True, method="L-BFGS-B", bounds=[(0, None)] * 5, options=options).x for x in starts
     ]
-    log_a, log_b, alpha, beta, e = np.array(found).T
+    log_a, log_b, alpha, beta, e = np.array(optima).T
     design = Design.of(points.num_params, points.tokens)
     start_RK = design.constants(Law(e, np.exp(log_a), np.exp(log_b), alpha, beta))
-    loss_RP = np.broadcast_to(points.loss, (len(found), len(points)))
+    loss_RP = np.broadcast_to(points.loss, (len(optima), len(points)))
     fitted_RK, values_R = refine(design, loss_RP, np.ones_like(loss_RP), start_RK, Objective(DELTA))
     return design.law(fitted_RK[np.argmin(values_R)])

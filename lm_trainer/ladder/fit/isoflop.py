@@ -1,7 +1,7 @@
 """Approach 2 of Hoffmann et al. 2022 (arXiv 2203.15556): a parabola for each compute, a power law through their minima.
 
-It is biased where the sizes of a compute lie far apart (arXiv 2603.22339): the law is no parabola in log N, and its two
-sides are not alike. So it is here to compare with.
+It is biased if the sizes at a compute are far apart (arXiv 2603.22339): the law is not a parabola in log N, and its two
+sides are not symmetric. It is implemented for comparison.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 
 from lm_trainer.ladder.fit.points import Points
 
-_SAME = 0.1
-"""Computes that differ by at most this part of the smaller count as one."""
+_SAME_COMPUTE = 0.1
+"""Largest relative difference between computes of one group."""
 _FEWEST_SIZES = 3
-"""Sizes that a parabola takes."""
+"""Minimum number of sizes for a parabola."""
 
 
 @dataclass(frozen=True)
 class Valley:
-    """The points of about one compute."""
+    """Points of about the same compute."""
 
     flops: float
     indices: tuple[int, ...]
@@ -44,17 +44,17 @@ class IsoFlop:
 
 
 def fit_isoflop(points: Points) -> IsoFlop | None:
-    """None without two computes (6 N D, within a tenth) that have three sizes each and a minimum."""
+    """Fits the power law; None without two computes (6 N D, within a tenth) with three sizes each and a minimum."""
     valleys = []
-    # From the smallest compute on, each that is left gathers those within a tenth above it.
+    # In ascending order, each remaining compute collects the ones up to a tenth above it.
     left = np.argsort(points.flops)
     while len(left):
-        near = points.flops[left] <= points.flops[left[0]] * (1 + _SAME)
+        near = points.flops[left] <= points.flops[left[0]] * (1 + _SAME_COMPUTE)
         chosen, left = left[near], left[~near]
         if len(np.unique(points.num_params[chosen])) < _FEWEST_SIZES:
             continue
         log_n = np.log(points.num_params[chosen])
-        # Centred: log N is about 20, and its square would swallow digits of the slope.
+        # Centred: log N is about 20, and squaring it would cost digits of the slope.
         middle = log_n.mean()
         square, slope, level = np.polyfit(log_n - middle, points.loss[chosen], 2)
         # A parabola that opens downwards has no minimum.

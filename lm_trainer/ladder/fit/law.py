@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 FLOPS_PER_PARAM = 6.0
-"""Compute is 6 N D throughout, as in the literature on scaling laws."""
+"""Compute is 6 N D throughout, as in the scaling law literature."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Law:
         return self.E + self.A * np.power(num_params, -self.alpha) + self.B * np.power(tokens, -self.beta)
 
     def optimum(self, flops: Any) -> tuple[Any, Any]:
-        """N and D of the least loss for a compute C = 6 N D: N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
-        G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
+        """N and D with the lowest loss for a compute C = 6 N D: N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N),
+        with G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
         """
         # A law with A or B of 0 has no optimum: the result is then 0, infinite or NaN, which the caller checks.
         with np.errstate(divide="ignore", invalid="ignore"):
-            both = self.alpha + self.beta
+            exponents = self.alpha + self.beta
             # From dL/dN = 0 with D = C / (6 N): alpha A N^-alpha = beta B D^-beta.
-            scale = np.power(self.alpha * self.A / (self.beta * self.B), 1 / both)
-            num_params = scale * np.power(flops / FLOPS_PER_PARAM, self.beta / both)
+            scale = np.power(self.alpha * self.A / (self.beta * self.B), 1 / exponents)
+            num_params = scale * np.power(flops / FLOPS_PER_PARAM, self.beta / exponents)
             return num_params, flops / (FLOPS_PER_PARAM * num_params)
 
-    def at(self, index: Any) -> Law:
-        """One or some of many laws."""
+    def select(self, index: Any) -> Law:
+        """Selects one or several laws by index."""
         return Law(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def as_dict(self) -> dict[str, Any]:

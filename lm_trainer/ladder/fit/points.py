@@ -1,4 +1,4 @@
-"""The measurements that a law is fitted to."""
+"""Measurements to fit a law to."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ class Points:
     """Losses of one recipe at several sizes and lengths; the arrays have one element for each measurement."""
 
     num_params: np.ndarray
-    """N, as the ladder counts it: without the token embedding."""
+    """N, as counted by the ladder: without the token embedding."""
     tokens: np.ndarray
-    """D, trained on."""
+    """D, the number of training tokens."""
     loss: np.ndarray
     labels: tuple[str, ...]
-    """The name of each point."""
+    """Names of the points."""
     runs: tuple[str, ...]
-    """The run that each comes from: points of one run share its noise."""
+    """Run of each point: points of one run share its noise."""
     metric: str = "loss"
     task: np.ndarray | None = None
     """An accuracy measured at the same checkpoints."""
     task_metric: str | None = None
     source: str = ""
-    """The place that they come from, for messages."""
+    """Origin of the points, for messages."""
     notes: tuple[str, ...] = ()
-    """Points that were left out or are missing, one text each."""
+    """One text for each group of omitted or missing points."""
 
     def __len__(self) -> int:
         return len(self.loss)
 
     @property
     def flops(self) -> np.ndarray:
-        """6 N D of each."""
+        """6 N D of each point."""
         return compute(self.num_params, self.tokens)
 
     @property
     def sizes(self) -> np.ndarray:
-        """The different N, in order."""
+        """The different N, in ascending order."""
         return np.unique(self.num_params)
 
-    def where(self, mask: np.ndarray) -> Points:
-        """Those for which `mask` is true."""
+    def select(self, mask: np.ndarray) -> Points:
+        """The points selected by a boolean mask."""
         chosen = np.flatnonzero(mask)
         return Points(
             self.num_params[chosen],
@@ -75,7 +75,7 @@ class Points:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` reads it."""
+        """Plain data, for `from_dict`."""
         arrays = {name: getattr(self, name).tolist() for name in ("num_params", "tokens", "loss")}
         task = None if self.task is None else self.task.tolist()
         texts = {"labels": list(self.labels), "runs": list(self.runs), "notes": list(self.notes)}
@@ -103,47 +103,49 @@ def from_rows(
 ) -> Points:
     """Points from the rows of `lm_trainer.ladder.metrics.rows_of` or of a table with the same columns.
 
-    A checkpoint before its decay has a higher loss than one after it, so that both are not on one curve: without
-    `pre_decay` those whose name ends so are left out, and those between checkpoints.
+    Checkpoints before a decay have a higher loss than after it, so they are not on the same curve. Without `pre_decay`,
+    checkpoints with names ending in `pre-decay` are left out, and so are the ones between the ladder's checkpoints.
 
     Args:
-        rows: with `num_params` (or `params`, `N`), `tokens` (or `D`), a metric, and, where known, `size`, `seed`,
+        rows: rows with `num_params` (or `params`, `N`), `tokens` (or `D`), a metric, and, if known, `size`, `seed`,
             `name` and `ladder`.
-        source: where they come from, for messages.
-        metric: which column is the loss; by default `eval/loss`, else `loss`.
-        task: a column with an accuracy.
-        pre_decay: keep what was measured before a decay.
+        source: origin of the rows, for messages.
+        metric: name of the loss column; by default `eval/loss`, or else `loss`.
+        task: name of a column with an accuracy.
+        pre_decay: keep measurements from before a decay.
         without: sizes to leave out.
 
     Raises:
-        UserError: for what is missing, damaged, or of several ladders.
+        UserError: for missing or damaged data, or rows of several ladders.
     """
     columns = sorted({key for row in rows for key in row})
     metric = metric or next((name for name in _DEFAULT_METRICS if name in columns), None)
-    for wanted, option in ((metric, "--metric"), (task, "--task")):
-        if (wanted is None and option == "--metric") or (wanted is not None and wanted not in columns):
-            there = ", ".join(name for name in columns if name not in _FACTS) or "none"
-            raise UserError(f"{source}: has no metric {wanted or 'eval/loss'}; choose one with {option} (has {there})")
+    for column, option in ((metric, "--metric"), (task, "--task")):
+        if (column is None and option == "--metric") or (column is not None and column not in columns):
+            metrics = ", ".join(name for name in columns if name not in _FACTS) or "none"
+            raise UserError(
+                f"{source}: has no metric {column or 'eval/loss'}; choose one with {option} (has {metrics})"
+            )
     _check_ladder(rows, source)
     if unknown := set(without) - {str(row.get("size")) for row in rows}:
         raise UserError(f"--without {', '.join(sorted(unknown))}: {source} has no points of such a size")
     names = {key: next((a for a in aliases if a in columns), key) for key, aliases in _ALIASES.items()}
     assert metric is not None
-    kept, notes = _kept(rows, metric, pre_decay=pre_decay, without=without)
-    seeded = len({row.get("seed") for _, row in kept}) > 1
+    selected, notes = _select_rows(rows, metric, pre_decay=pre_decay, without=without)
+    seeded = len({row.get("seed") for _, row in selected}) > 1
     numbers = [
         [_positive(row, key, f"{source}, row {number}") for key in (names["num_params"], names["tokens"], metric)]
-        for number, row in kept
+        for number, row in selected
     ]
     num_params, tokens, loss = np.asarray(numbers, float).reshape(-1, 3).T
     return Points(
         num_params,
         tokens,
         loss,
-        tuple(_label(row, number, seeded=seeded) for number, row in kept),
-        tuple(_run(row, n) for (_, row), n in zip(kept, num_params, strict=True)),
+        tuple(_label(row, number, seeded=seeded) for number, row in selected),
+        tuple(_run(row, n) for (_, row), n in zip(selected, num_params, strict=True)),
         metric,
-        None if task is None else np.asarray([_task(row, task, source, number) for number, row in kept]),
+        None if task is None else np.asarray([_task(row, task, source, number) for number, row in selected]),
         task,
         source,
         tuple(notes),
@@ -159,10 +161,10 @@ def _check_ladder(rows: Sequence[Mapping[str, Any]], source: str) -> None:
         )
 
 
-def _kept(
+def _select_rows(
     rows: Sequence[Mapping[str, Any]], metric: str, *, pre_decay: bool, without: Sequence[str]
 ) -> tuple[list[tuple[int, Mapping[str, Any]]], list[str]]:
-    kept, undecayed, unmeasured = [], 0, []
+    selected, undecayed, unmeasured = [], 0, []
     for number, row in enumerate(rows, 1):
         if str(row.get("size")) in without:
             continue
@@ -171,35 +173,35 @@ def _kept(
         elif row.get(metric) in (None, ""):
             unmeasured.append(_label(row, number))
         else:
-            kept.append((number, row))
+            selected.append((number, row))
     notes = [f"left out {undecayed} points measured before a decay; --pre-decay keeps them"] if undecayed else []
     if unmeasured:
         notes.append(f"{metric} was not measured at {', '.join(unmeasured)}")
     if without:
         notes.append(f"left out on request: {', '.join(without)}")
-    return kept, notes
+    return selected, notes
 
 
-def _number(row: Mapping[str, Any], key: str, where: str) -> float:
+def _parse_number(row: Mapping[str, Any], key: str, location: str) -> float:
     try:
         return float(row[key])
     except KeyError:
-        raise UserError(f"{where}: has no {key}") from None
+        raise UserError(f"{location}: has no {key}") from None
     except (TypeError, ValueError):
-        raise UserError(f"{where}: {key} is {row[key]!r}, which is no number") from None
+        raise UserError(f"{location}: {key} is {row[key]!r}, which is no number") from None
 
 
-def _positive(row: Mapping[str, Any], key: str, where: str) -> float:
-    value = _number(row, key, where)
+def _positive(row: Mapping[str, Any], key: str, location: str) -> float:
+    value = _parse_number(row, key, location)
     if not (math.isfinite(value) and value > 0):
         raise UserError(
-            f"{where}: {key} is {value:g}; it has to be finite and above 0 (leave the row out if it failed)"
+            f"{location}: {key} is {value:g}; it has to be finite and above 0 (leave the row out if it failed)"
         )
     return value
 
 
 def _task(row: Mapping[str, Any], key: str, source: str, number: int) -> float:
-    value = _number(row, key, f"{source}, row {number}")
+    value = _parse_number(row, key, f"{source}, row {number}")
     if not 0 <= value <= 1:
         raise UserError(f"{source}, row {number}: {key} is {value:g}; an accuracy lies between 0 and 1")
     return value
@@ -219,7 +221,7 @@ def read_table(path: AnyPath) -> list[dict[str, Any]]:
     """The rows of a CSV, JSON (a list of objects) or Parquet file.
 
     Raises:
-        UserError: when it is none, or damaged.
+        UserError: for a missing, damaged or other file.
     """
     path = local_path(path)
     readers: dict[str, Callable[[Path], Any]] = {".csv": _read_csv, ".json": _read_json, ".parquet": _read_parquet}

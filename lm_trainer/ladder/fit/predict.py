@@ -1,4 +1,4 @@
-"""Predictions of runs that were not made, with intervals, and their distance from the runs that were."""
+"""Predictions of runs, with intervals, and their distance from the measured runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import compute
 
 MAX_EXTRAPOLATION = 100.0
-"""Compute over that of the largest rung, up to which a prediction is made without being asked for expressly."""
+"""Multiple of the largest rung's compute, beyond which predictions must be requested explicitly."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Prediction:
     tokens: float
     flops: float
     ratio: float
-    """Ratio of its compute to that of the largest rung."""
+    """Ratio of its compute to the compute of the largest rung."""
     metric: str
     level: float
     law: Range
-    """Loss by the law; the interval is that of the law."""
+    """Loss by the law, with the interval of the law."""
     run: Range
-    """Loss that a run will measure: the interval holds the noise of a single run as well."""
+    """Measured loss of a run, with an interval that includes the noise of a single run."""
     accuracy: Range | None = None
     task_metric: str | None = None
     warnings: tuple[str, ...] = ()
-    """Sentences on ways other than compute in which it lies outside the points."""
+    """Sentences about quantities other than compute that are outside the range of the points."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with all digits."""
@@ -59,7 +59,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best use of a compute."""
+    """Optimal allocation of a compute budget."""
 
     flops: float
     ratio: float
@@ -76,14 +76,21 @@ class Optimum:
 
 
 def predict(
-    found: Fit,
+    fit: Fit,
     num_params: float,
     tokens: float,
     *,
     max_extrapolation: float = MAX_EXTRAPOLATION,
     extrapolate: bool = False,
 ) -> Prediction:
-    """The loss of a run, and its accuracy if the fit has one.
+    """Predicts the loss of a run, and its accuracy if the fit has a sigmoid.
+
+    Args:
+        fit: the fit.
+        num_params: N of the run.
+        tokens: D of the run.
+        max_extrapolation: largest ratio of compute to the largest rung.
+        extrapolate: ignore `max_extrapolation`.
 
     Raises:
         UserError: beyond `max_extrapolation` times the compute of the largest rung, without `extrapolate`.
@@ -92,86 +99,86 @@ def predict(
         if not (np.isfinite(value) and value > 0):
             raise UserError(f"{name} {value:g}: it has to be finite and above 0")
     flops = compute(num_params, tokens)
-    ratio = check_range(found, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-    level, value = found.settings.level, float(found.law.loss(num_params, tokens))
-    drawn = found.draws.loss(num_params, tokens)
-    # A measurement is the law of a draw times a noise of its own. The spread of so few residuals is itself uncertain,
-    # which Student's factor covers, as it does for the draws.
-    noise = found.noise * student_factor(len(found.points), level)
-    single = drawn * np.exp(noise * np.random.default_rng([found.settings.seed, 3]).standard_normal(drawn.shape))
+    ratio = check_range(fit, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
+    level, value = fit.settings.level, float(fit.law.loss(num_params, tokens))
+    drawn = fit.draws.loss(num_params, tokens)
+    # A measurement is the law of a draw times independent noise. The noise estimated from so few residuals is itself
+    # uncertain, so it is widened by Student's factor, as for the draws.
+    noise = fit.noise * student_factor(len(fit.points), level)
+    single = drawn * np.exp(noise * np.random.default_rng([fit.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
-    if found.chain is not None and found.chain_draws is not None:
-        # Each draw of the law is the input of one draw of the sigmoid, so that both uncertainties are in the interval.
-        count = min(len(drawn), len(found.chain_draws.a))
-        chained = type(found.chain)(*(column[:count] for column in vars(found.chain_draws).values()))
-        likely = chained.accuracy(drawn[:count])
-        accuracy = Range(float(found.chain.accuracy(value)), *interval(likely, level))
+    if fit.chain is not None and fit.chain_draws is not None:
+        # Each draw of the law is the input of one draw of the sigmoid, so the interval contains both uncertainties.
+        count = min(len(drawn), len(fit.chain_draws.a))
+        sigmoids = type(fit.chain)(*(column[:count] for column in vars(fit.chain_draws).values()))
+        accuracies = sigmoids.accuracy(drawn[:count])
+        accuracy = Range(float(fit.chain.accuracy(value)), *interval(accuracies, level))
     return Prediction(
         num_params,
         tokens,
         flops,
         ratio,
-        found.points.metric,
+        fit.points.metric,
         level,
         Range(value, *interval(drawn, level)),
         Range(value, *interval(single, level)),
         accuracy,
-        found.points.task_metric,
-        _unseen(found, tokens / num_params),
+        fit.points.task_metric,
+        _ratio_warnings(fit, tokens / num_params),
     )
 
 
 def optimum(
-    found: Fit, flops: float, *, max_extrapolation: float = MAX_EXTRAPOLATION, extrapolate: bool = False
+    fit: Fit, flops: float, *, max_extrapolation: float = MAX_EXTRAPOLATION, extrapolate: bool = False
 ) -> Optimum:
-    """Parameters and tokens of the least loss at a compute of 6 N D.
+    """Parameters and tokens with the lowest loss for a compute of 6 N D.
 
     Raises:
-        UserError: as `predict`; and where the law has no optimum, since size or length do not matter in it.
+        UserError: as `predict`; and if the law has no optimum because it does not depend on size or on length.
     """
     if not (np.isfinite(flops) and flops > 0):
         raise UserError(f"--flops {flops:g}: it has to be finite and above 0")
-    ratio = check_range(found, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-    if found.law.A == 0 or found.law.B == 0:
-        what = "parameters" if found.law.A == 0 else "tokens"
+    ratio = check_range(fit, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
+    if fit.law.A == 0 or fit.law.B == 0:
+        factor = "parameters" if fit.law.A == 0 else "tokens"
         raise UserError(
-            f"the fitted law does not depend on {what}, so that no allocation is best; add rungs and fit again"
+            f"the fitted law does not depend on {factor}, so that no allocation is best; add rungs and fit again"
         )
-    num_params, tokens = found.law.optimum(flops)
-    drawn_params, drawn_tokens = found.draws.optimum(flops)
-    level = found.settings.level
-    # Draws whose A or B is 0 have no optimum, and are NaN in the interval.
+    num_params, tokens = fit.law.optimum(flops)
+    drawn_params, drawn_tokens = fit.draws.optimum(flops)
+    level = fit.settings.level
+    # Draws with A or B of 0 have no optimum: they are NaN.
     with np.errstate(invalid="ignore"):
-        drawn_loss = found.draws.loss(drawn_params, drawn_tokens)
+        drawn_loss = fit.draws.loss(drawn_params, drawn_tokens)
     return Optimum(
         flops,
         ratio,
         level,
-        found.points.metric,
+        fit.points.metric,
         Range(float(num_params), *interval(drawn_params, level)),
         Range(float(tokens), *interval(drawn_tokens, level)),
         Range(float(tokens / num_params), *interval(drawn_tokens / drawn_params, level)),
-        Range(float(found.law.loss(num_params, tokens)), *interval(drawn_loss, level)),
+        Range(float(fit.law.loss(num_params, tokens)), *interval(drawn_loss, level)),
     )
 
 
-def _unseen(found: Fit, tokens_per_param: float) -> tuple[str, ...]:
-    seen = found.points.tokens / found.points.num_params
-    # Whole steps move a rung a little.
-    if 0.99 * seen.min() <= tokens_per_param <= 1.01 * seen.max():
+def _ratio_warnings(fit: Fit, tokens_per_param: float) -> tuple[str, ...]:
+    ratios = fit.points.tokens / fit.points.num_params
+    # Rounding to whole steps changes the ratio of a rung slightly.
+    if 0.99 * ratios.min() <= tokens_per_param <= 1.01 * ratios.max():
         return ()
-    range_ = f"{seen.min():.3g} to {seen.max():.3g}"
+    range_ = f"{ratios.min():.3g} to {ratios.max():.3g}"
     return (
         f"D / N is {tokens_per_param:.3g}, outside that of the points ({range_}), where the law was not seen to hold",
     )
 
 
-def check_range(found: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
-    """The ratio of a compute to that of the largest rung; raises `UserError` where that is too far to predict."""
-    ratio = flops / found.max_flops
+def check_range(fit: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
+    """Ratio of a compute to the compute of the largest rung; raises `UserError` if it is too large to predict."""
+    ratio = flops / fit.max_flops
     if ratio > max_extrapolation and not extrapolate:
         raise UserError(
-            f"{flops:.3g} FLOPs are {ratio:,.4g} times those of the largest rung ({found.max_flops:.3g}), beyond "
+            f"{flops:.3g} FLOPs are {ratio:,.4g} times those of the largest rung ({fit.max_flops:.3g}), beyond "
             f"--max-extrapolation {max_extrapolation:g}; add --extrapolate to predict it all the same, or "
             "train larger rungs"
         )
@@ -179,37 +186,37 @@ def check_range(found: Fit, flops: float, *, max_extrapolation: float, extrapola
 
 
 def lines(prediction: Prediction) -> list[str]:
-    """A prediction for the terminal."""
+    """Lines of a prediction for the terminal."""
     low, high = prediction.law.low, prediction.law.high
     percent = f"{prediction.level:.0%}"
-    found = [
+    text_lines = [
         f"{prediction.metric} at N {prediction.num_params:.4g}, D {prediction.tokens:.4g}: {prediction.run.value:.4f}",
         f"  {percent} interval of the law {low:.4f} to {high:.4f}; of a single run {prediction.run.low:.4f} to "
         f"{prediction.run.high:.4f}",
     ]
     if prediction.accuracy is not None:
         accuracy = prediction.accuracy
-        found.append(
+        text_lines.append(
             f"{prediction.task_metric}: {accuracy.value:.4f}, {percent} {accuracy.low:.4f} to {accuracy.high:.4f}"
         )
-    return [*found, *prediction.warnings, distance(prediction.flops, prediction.ratio)]
+    return [*text_lines, *prediction.warnings, distance(prediction.flops, prediction.ratio)]
 
 
-def optimum_lines(found: Fit, best: Optimum) -> list[str]:
-    """An optimum for the terminal."""
+def optimum_lines(fit: Fit, best: Optimum) -> list[str]:
+    """Lines of an optimum for the terminal."""
     return [
         f"best use of {best.flops:.4g} FLOPs (6 N D), {best.level:.0%} intervals:",
         f"  N {best.num_params}",
         f"  D {best.tokens}",
         f"  D / N {best.tokens_per_param}",
         f"  {best.metric} {best.loss.value:.4f} ({best.loss.low:.4f} to {best.loss.high:.4f})",
-        *_unseen(found, best.tokens_per_param.value),
+        *_ratio_warnings(fit, best.tokens_per_param.value),
         distance(best.flops, best.ratio),
     ]
 
 
 def distance(flops: float, ratio: float) -> str:
-    """A sentence on how far a prediction reaches, for every prediction."""
+    """A sentence about the extrapolation distance, shown with every prediction."""
     if ratio <= 1:
         return f"{flops:.3g} FLOPs, within the compute of the rungs ({ratio:.2g} of the largest)"
     return (

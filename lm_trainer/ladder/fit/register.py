@@ -1,4 +1,4 @@
-"""Predictions that are written down before the run is made, and their scores."""
+"""Predictions registered before the run is made, and their scores."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Score:
     predicted: Range
     level: float
     measured: float | None
-    """None before the run is that far."""
+    """None until the run reaches the checkpoint."""
 
     @property
     def error(self) -> float | None:
-        """Relative: above 0 where the prediction was too high."""
+        """Relative error: above 0 if the prediction was too high."""
         return None if self.measured is None else self.predicted.value / self.measured - 1
 
     def line(self) -> str:
-        """For the terminal."""
+        """Line for the terminal."""
         predicted = f"{self.name}: {self.metric} predicted {self.predicted.value:.4f} ({self.predicted.low:.4f} to "
         predicted += f"{self.predicted.high:.4f}) on {self.written[:10]}"
         if self.measured is None or self.error is None:
             return f"{predicted}, not measured yet"
-        where = "inside" if self.predicted.holds(self.measured) else "outside"
-        return f"{predicted}, measured {self.measured:.4f}: {self.error:+.2%}, {where} the {self.level:.0%} interval"
+        verdict = "inside" if self.predicted.holds(self.measured) else "outside"
+        return f"{predicted}, measured {self.measured:.4f}: {self.error:+.2%}, {verdict} the {self.level:.0%} interval"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -55,10 +55,10 @@ class Score:
 
 
 def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
-    """Predictable checkpoints of a size: (name, parameters, tokens) of each after a decay.
+    """Checkpoints of a size to predict: (name, parameters, tokens) after each decay.
 
     Raises:
-        UserError: when its run has been started.
+        UserError: if its run has been started.
     """
     for seed in ladder.seeds:
         folder = run_folder(ladder, size_spec, seed)
@@ -69,34 +69,34 @@ def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
             )
     num_params = count_params(ladder, size_spec)
     return [
-        (f"{size_spec} {found.name.removesuffix(' post-decay').split(', ')[-1]}", num_params, found.tokens)
-        for found in find_checkpoints(ladder, size_spec)
-        if found.name.endswith("post-decay")
+        (f"{size_spec} {checkpoint.name.removesuffix(' post-decay').split(', ')[-1]}", num_params, checkpoint.tokens)
+        for checkpoint in find_checkpoints(ladder, size_spec)
+        if checkpoint.name.endswith("post-decay")
     ]
 
 
 def default_path(ladder: LadderConfig, size_spec: str) -> Path:
-    """The file of the prediction of a size."""
+    """The file for the prediction of a size."""
     return local_path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
 
-def write(path: AnyPath, found: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
-    """Writes predictions with the time, the fit they come from, and a hash over all of it, which is returned.
+def write(path: AnyPath, fit: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
+    """Writes predictions with the time, their fit, and a hash over all of it, which is returned.
 
     Raises:
-        UserError: when the file exists.
+        UserError: if the file exists.
     """
     content = {
         "format": _FORMAT,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "size": size,
         "predictions": [{"name": name, **prediction.as_dict()} for name, prediction in predictions],
-        "fit": {"sha256": found.digest(), "law": found.law.as_dict(), "points": found.points.as_dict()},
+        "fit": {"sha256": fit.digest(), "law": fit.law.as_dict(), "points": fit.points.as_dict()},
     }
     digest, path = _digest(content), local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # Exclusive creation: two commands at once cannot both register, and no prediction is ever overwritten.
+        # Exclusive creation: of two simultaneous commands only one registers, and no prediction is ever overwritten.
         with path.open("x") as file:
             file.write(json.dumps({**content, "sha256": digest}, indent=1) + "\n")
     except FileExistsError:
@@ -105,7 +105,7 @@ def write(path: AnyPath, found: Fit, predictions: Sequence[tuple[str, Prediction
 
 
 def _digest(content: dict[str, Any]) -> str:
-    # Sorted keys: the hash is that of the content, however the file is laid out.
+    # Sorted keys: the hash depends only on the content, not on the layout of the file.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -113,36 +113,36 @@ def read(path: AnyPath) -> dict[str, Any]:
     """Reads a registered prediction.
 
     Raises:
-        UserError: when it is none, or was changed since.
+        UserError: if the file is no prediction, or was changed after registration.
     """
     try:
         content = json.loads(local_path(path).read_text())
         digest = content.pop("sha256")
-        right = content["format"] == _FORMAT
+        known_format = content["format"] == _FORMAT
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: no registered prediction: {error}") from None
-    if not right or digest != _digest(content):
+    if not known_format or digest != _digest(content):
         raise UserError(f"{path} was changed after it was registered; its hash does not fit its content")
     return content
 
 
 def scores(ladder: LadderConfig) -> list[Score]:
-    """Every registered prediction of the ladder, with what its runs measured; of several seeds, each by itself.
+    """Every registered prediction of the ladder with its measurement, separately for each seed.
 
     Raises:
-        UserError: for a prediction that was changed.
+        UserError: if a prediction was changed after registration.
     """
-    found = []
+    results = []
     for path in sorted((local_path(ladder.dir) / "predictions").glob("*.json")):
         content = read(path)
         size = content["size"]
         rows = rows_of(ladder, size) if size else []
         for item in content["predictions"]:
-            at = [row for row in rows if row["tokens"] == item["tokens"] and item["metric"] in row]
+            measured_rows = [row for row in rows if row["tokens"] == item["tokens"] and item["metric"] in row]
             written = content["written"]
-            # Each seed of the run is a measurement of its own; without any, the prediction is shown as open.
-            for row in at or [None]:
+            # Each seed of the run is a separate measurement; without any, the prediction is shown as open.
+            for row in measured_rows or [None]:
                 name = item["name"] + (f" seed {row['seed']}" if row and ladder.num_seeds > 1 else "")
                 measured = float(row[item["metric"]]) if row else None
-                found.append(Score(name, written, item["metric"], Range(**item["run"]), item["level"], measured))
-    return found
+                results.append(Score(name, written, item["metric"], Range(**item["run"]), item["level"], measured))
+    return results

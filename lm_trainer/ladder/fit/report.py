@@ -1,4 +1,4 @@
-"""A fit as one HTML file that needs nothing else."""
+"""A fit as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from lm_trainer.plot import save_image
 
 
 def write_report(
-    path: AnyPath, found: Fit, *, title: str, ladder: LadderConfig | None = None, target: Prediction | None = None
+    path: AnyPath, fit: Fit, *, title: str, ladder: LadderConfig | None = None, target: Prediction | None = None
 ) -> None:
-    """Writes the page: the fit, the evidence against it, and its pictures.
+    """Writes the page: the fit, the evidence against it, and its plots.
 
     Args:
-        path: of the file.
-        found: the fit.
-        title: of the page.
-        ladder: shows the learning rates of its sizes as well.
-        target: a run to show beside the points.
+        path: path of the file.
+        fit: the fit.
+        title: title of the page.
+        ladder: a ladder, to show the learning rates of its sizes too.
+        target: a run to show next to the points.
 
     Raises:
         UserError: without matplotlib.
     """
-    held, effect = backtest(found), influence(found)
-    iso = fit_isoflop(found.points)
+    held, effect = backtest(fit), influence(fit)
+    iso = fit_isoflop(fit.points)
     page = write_page(
         "lm_trainer.ladder.fit",
         "report.html",
         title=title,
-        law=law_text(found),
+        law=law_text(fit),
         prediction="" if target is None else "\n".join(lines(target)),
-        notes=notes(found, effect),
-        pictures=draw(found, held, target),
-        iso=iso_text(found, iso) if iso else "",
+        notes=notes(fit, effect),
+        pictures=draw(fit, held, target),
+        iso=iso_text(fit, iso) if iso else "",
         schedules=_schedules(ladder) if ladder is not None else [],
-        points=points_text(found, effect),
+        points=points_text(fit, effect),
         held=held_text(held),
     )
     path = local_path(path)
@@ -56,12 +56,12 @@ def write_report(
 def _schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
     """The learning rate of each size: (size, SVG)."""
     pictures = []
-    # Pictures of schedules are made as files, by the same function as everywhere.
+    # The plot function writes files, so the plots are read back from a temporary folder.
     with tempfile.TemporaryDirectory() as folder:
         for number, size in enumerate(ladder.sizes):
             file = Path(folder) / "rate.svg"
             num_params, batch = count_params(ladder, size), batch_shape(ladder, size).batch_size
             save_image(ladder.run_configurator.lr_plot(num_params, batch), file)
-            # Numbers from 100 on: the pictures of the fit have the ones below.
+            # Numbers from 100: lower numbers are used by the plots of the fit.
             pictures.append((size, inline(file.read_text(encoding="utf-8"), 100 + number)))
     return pictures

@@ -16,10 +16,10 @@ NUM_CONSTANTS = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """Method of the fit, and draws and level of its intervals."""
+    """Method of the fit, and number of draws and level of its intervals."""
 
     method: str = "vp"
-    """`vp`: variable projection with non-negative least squares; `huber`: as the papers do."""
+    """`vp`: variable projection with non-negative least squares; `huber`: as in the papers."""
     start: str = "hoffmann"
     """Start of `huber`: `hoffmann` or `olmo`."""
     resample: str = "residuals"
@@ -43,5 +43,5 @@ class Settings:
 
     @property
     def objective(self) -> Objective:
-        """The function that the fit minimises."""
+        """The objective of the fit."""
         return Objective(DELTA if self.method == "huber" else None)

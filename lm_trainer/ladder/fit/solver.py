@@ -1,7 +1,7 @@
 """Solver of the law: variable projection, and Levenberg-Marquardt for many sets of losses at once.
 
-Variable projection is that of Golub and Pereyra 1973; the damping of the refinement is that of Marquardt 1963. A
-bootstrap fits hundreds of laws to the same points, which would be slow one by one: all sets are refined as one batch.
+Variable projection is due to Golub and Pereyra 1973, and the damping of the refinement to Marquardt 1963. A bootstrap
+fits hundreds of laws to the same points, which would be slow one by one: all sets are refined as one batch.
 
 Dimensions: R sets of losses or weights, P points, K the five constants E, a, b, alpha, beta, where a and b belong to N
 and D in units of their geometric means.
@@ -22,18 +22,18 @@ EXPONENTS = (0.01, 2.0)
 _GRID = 24
 """Values of each exponent in the search of `variable_projection`."""
 _STARTS = 4
-"""Cells of that grid that are refined."""
+"""Grid cells to refine."""
 _LOWER_K = np.array([0.0, 0.0, 0.0, EXPONENTS[0], EXPONENTS[0]])
 _UPPER_K = np.array([np.inf, np.inf, np.inf, EXPONENTS[1], EXPONENTS[1]])
 _ITERATIONS = 400
-"""Steps at most."""
+"""Maximum number of steps."""
 _TOLERANCE = 1e-13
-"""Relative gain of a step below which a set is done."""
+"""A set is finished when the relative gain of a step is below this."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Function that a fit minimises: the sum of squares of relative errors, or Huber's function of errors of log L."""
+    """Objective of a fit: the sum of squares of relative errors, or Huber's function of errors of log L."""
 
     huber: float | None = None
     """Threshold of Huber's function, in log L; None for squares of relative errors."""
@@ -47,7 +47,7 @@ class Objective:
         return np.log(safe_RP / loss_RP), 1 / safe_RP
 
     def weights(self, errors_RP: np.ndarray) -> np.ndarray:
-        """Weights (R, P) with which squares of errors have the gradient of the objective."""
+        """Weights (R, P) for squared errors to have the gradient of the objective."""
         if self.huber is None:
             return np.ones_like(errors_RP)
         return self.huber / np.maximum(np.abs(errors_RP), self.huber)
@@ -60,10 +60,10 @@ class Objective:
 
 @dataclass(frozen=True)
 class Design:
-    """Logarithms of N and D of the points, less their means.
+    """Logarithms of N and D of the points, minus their means.
 
-    Centred, a and b are the sizes of the terms in the middle of the points, and hardly depend on the exponents. With N
-    and D in units of one, A and B would change by powers of ten for a small step in an exponent.
+    With centring, a and b are the sizes of the terms in the middle of the points, and hardly depend on the exponents.
+    With N and D in units of one, A and B would change by powers of ten for a small step in an exponent.
     """
 
     log_n_P: np.ndarray
@@ -98,24 +98,24 @@ class Design:
 
 
 def variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarray | None = None) -> np.ndarray:
-    """The law of the least squares of relative errors, as constants (K,).
+    """The law with the least squares of relative errors, as constants (K,).
 
-    For given exponents the law is linear, and its best E, a, b >= 0 are found by non-negative least squares; exponents
-    are sought on a grid, and from its best cells by `refine`.
+    For fixed exponents the law is linear, and the best E, a, b >= 0 are found by non-negative least squares; exponents
+    are searched on a grid, and `refine` starts from its best cells.
     """
     weights_P = np.ones_like(loss_P) if weights_P is None else weights_P
     # Rows are divided by the loss: squares of relative errors are ordinary least squares of the scaled rows.
     scale_P = np.sqrt(weights_P) / loss_P
     exponents = np.geomspace(*EXPONENTS, _GRID)
-    found = []
+    cells = []
     for alpha in exponents:
         n_P = np.exp(-alpha * design.log_n_P)
         for beta in exponents:
             columns_PK = np.stack([np.ones_like(n_P), n_P, np.exp(-beta * design.log_d_P)], -1)
             linear, norm = nnls(columns_PK * scale_P[:, None], loss_P * scale_P)
-            found.append((norm, *linear, alpha, beta))
-    # Every eighth of the best: neighbours on the grid would all be refined to one place.
-    best_RK = np.array(sorted(found)[: 8 * _STARTS : 8])[:, 1:]
+            cells.append((norm, *linear, alpha, beta))
+    # Every eighth of the best: neighbours on the grid would all be refined to the same minimum.
+    best_RK = np.array(sorted(cells)[: 8 * _STARTS : 8])[:, 1:]
     shape = (len(best_RK), len(loss_P))
     fitted_RK, values_R = refine(
         design, np.broadcast_to(loss_P, shape), np.broadcast_to(weights_P, shape), best_RK, Objective()
@@ -126,7 +126,7 @@ def variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarra
 def refine(
     design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Levenberg-Marquardt from given constants, within their bounds, on every set by itself.
+    """Levenberg-Marquardt from start constants, within their bounds, independently for every set.
 
     Returns:
         The constants (R, K) and the values of the objective (R,).
@@ -136,12 +136,12 @@ def refine(
     values_R, normal_RKK, gradient_RK = _quadratic(design, loss_RP, weights_RP, constants_RK, objective)
     active_R = np.ones(len(constants_RK), bool)
     for _ in range(_ITERATIONS):
-        # Sets that are done leave the batch.
+        # Finished sets leave the batch.
         rows = np.flatnonzero(active_R)
         if not len(rows):
             break
         step_RK = _step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
-        # The clipped step may be worse than the whole one; then it is refused like any other that gains nothing.
+        # Clipping may make a step worse; it is then rejected like any other without gain.
         tried_RK = np.clip(constants_RK[rows] + step_RK, _LOWER_K, _UPPER_K)
         new = _quadratic(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
         better_R = new[0] < values_R[rows]
@@ -150,10 +150,10 @@ def refine(
         accepted = rows[better_R]
         constants_RK[accepted] = tried_RK[better_R]
         values_R[accepted], normal_RKK[accepted], gradient_RK[accepted] = (part[better_R] for part in new)
-        # Towards Gauss-Newton after a step that helped, towards a short step down the gradient after one that did not.
+        # Towards Gauss-Newton after a step with gain, towards a short step down the gradient otherwise.
         damping_R[rows] = np.clip(np.where(better_R, damping_R[rows] / 5, damping_R[rows] * 4), 1e-15, 1e12)
         small_R = better_R & (gain_R < _TOLERANCE) & (change_R < 1e-8)
-        # Done: a step that no longer changes anything, none that helps however short, or a perfect fit.
+        # Finished: a step with no more change, no gain with any step size, or a perfect fit.
         active_R[rows] = ~(small_R | (~better_R & (damping_R[rows] > 1e8)) | (values_R[rows] < 1e-28))
     return constants_RK, values_R
 
@@ -174,8 +174,8 @@ def _quadratic(
 def _step(
     constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
 ) -> np.ndarray:
-    """The damped step (R, K): solves (J'WJ + damping diag(J'WJ)) step = -gradient for the constants that may move."""
-    # A constant that leans against its bound stays: its row and column become those of the identity.
+    """The damped step (R, K): solves (J'WJ + damping diag(J'WJ)) step = -gradient for the free constants."""
+    # A constant at its bound with a gradient pointing outwards is fixed: its row and column become the identity's.
     fixed_RK = ((constants_RK <= _LOWER_K) & (gradient_RK > 0)) | ((constants_RK >= _UPPER_K) & (gradient_RK < 0))
     free_RK = ~fixed_RK
     diagonal_RK = np.einsum("rkk->rk", normal_RKK)
@@ -183,7 +183,7 @@ def _step(
     added_RK = damping_R[:, None] * diagonal_RK + 1e-300
     index = np.arange(constants_RK.shape[-1])
     matrix_RKK[:, index, index] = np.where(free_RK, diagonal_RK + added_RK, 1.0)
-    # A constant without any effect, such as alpha where a is 0, has a zero row; 1 there keeps the matrix regular.
+    # A constant without any effect, such as alpha with a = 0, has a zero row; 1 there keeps the matrix regular.
     matrix_RKK[:, index, index] += np.where(matrix_RKK[:, index, index] > 1e-200, 0.0, 1.0)
     step_RK = np.linalg.solve(matrix_RKK, np.where(free_RK, -gradient_RK, 0.0)[..., None])[..., 0]
     return np.where(np.isfinite(step_RK), step_RK, 0.0)

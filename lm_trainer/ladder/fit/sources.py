@@ -1,4 +1,4 @@
-"""Sources of points and fits: a ladder's directory, a table of points, a fit that was written."""
+"""Sources of points and fits: a ladder's directory, a table of points, a saved fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ def ladder_points(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """Points of a ladder's runs, as `from_rows`; rungs without a measurement are named in the notes.
+    """Points of a ladder's runs, as `from_rows`; the notes name rungs without a measurement.
+
+    Args:
+        ladder: the ladder.
+        metric: name of the loss.
+        task: name of an accuracy.
+        pre_decay: keep measurements from before a decay.
+        without: sizes to leave out.
 
     Raises:
         UserError: as `lm_trainer.ladder.metrics.rows_of`; and without any measurement.
@@ -39,12 +46,12 @@ def ladder_points(
     )
     measured = {(row["size"], row["seed"], row["step"]) for row in rows if row.get(points.metric) is not None}
     missing = [
-        f"{run_name(ladder, size, seed)} {found.name.removesuffix(' post-decay').split(', ')[-1]}"
+        f"{run_name(ladder, size, seed)} {checkpoint.name.removesuffix(' post-decay').split(', ')[-1]}"
         for size in ladder.sizes
         if size not in without
         for seed in ladder.seeds
-        for found in find_checkpoints(ladder, size, seed=seed)
-        if found.name.endswith("post-decay") and (size, seed, found.step) not in measured
+        for checkpoint in find_checkpoints(ladder, size, seed=seed)
+        if checkpoint.name.endswith("post-decay") and (size, seed, checkpoint.step) not in measured
     ]
     notes = (f"rungs without {points.metric}: {', '.join(missing)}",) if missing else ()
     return Points(**{**vars(points), "notes": (*points.notes, *notes)})
@@ -64,10 +71,10 @@ def table_points(
 
 
 def read_fit(path: AnyPath) -> Fit | None:
-    """A fit that `lmt ladder fit --out` wrote; None for a file that holds something else.
+    """A fit written by `lmt ladder fit --out`; None for any other file.
 
     Raises:
-        UserError: for a damaged one.
+        UserError: for a damaged fit.
     """
     path = local_path(path)
     if path.suffix != ".json" or not path.is_file():
@@ -80,5 +87,5 @@ def read_fit(path: AnyPath) -> Fit | None:
 
 
 def fit_of(path: AnyPath) -> Fit:
-    """A fit that was written, or the fit of a table with default settings."""
+    """A saved fit, or the fit of a table with default settings."""
     return read_fit(path) or fit(table_points(path))

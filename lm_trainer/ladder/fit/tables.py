@@ -1,4 +1,4 @@
-"""A fit for the terminal."""
+"""Text of a fit for the terminal."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _UNITS = {
 }
 
 
-def fit_text(found: Fit, held: Sequence[Held], effect: Influence, said: Sequence[str], iso: IsoFlop | None) -> str:
+def fit_text(fit: Fit, held: Sequence[Held], effect: Influence, notes: Sequence[str], iso: IsoFlop | None) -> str:
     """Constants, points, hold-out and notes."""
-    parts = [law_text(found), points_text(found, effect), held_text(held), iso_text(found, iso)]
-    if said:
-        parts.append("Notes:\n" + "\n".join(f"- {note}" for note in said))
+    parts = [law_text(fit), points_text(fit, effect), held_text(held), iso_text(fit, iso)]
+    if notes:
+        parts.append("Notes:\n" + "\n".join(f"- {note}" for note in notes))
     return "\n\n".join(part for part in parts if part)
 
 
-def law_text(found: Fit) -> str:
+def law_text(fit: Fit) -> str:
     """The constants with their intervals."""
-    settings, points = found.settings, found.points
-    how = "variable projection" if settings.method == "vp" else f"Huber on log L, from {settings.start}"
+    settings, points = fit.settings, fit.points
+    method = "variable projection" if settings.method == "vp" else f"Huber on log L, from {settings.start}"
     rows = []
     for name in CONSTANTS:
-        low, high = found.interval(name)
-        rows.append([name, f"{getattr(found.law, name):.6g}", f"{low:.4g}", f"{high:.4g}"])
+        low, high = fit.interval(name)
+        rows.append([name, f"{getattr(fit.law, name):.6g}", f"{low:.4g}", f"{high:.4g}"])
     lines = [
         f"{points.metric}: L(N, D) = E + A / N^alpha + B / D^beta",
-        f"{len(points)} points of {len(points.sizes)} sizes, {how}",
+        f"{len(points)} points of {len(points.sizes)} sizes, {method}",
         table(["constant", "value", f"{settings.level:.0%} low", "high"], rows),
         f"bootstrap: {settings.draws} draws of {_UNITS[settings.resample]}, seed {settings.seed}; noise of a point "
-        f"{found.noise:.3%}",
+        f"{fit.noise:.3%}",
     ]
-    if found.chain is not None:
-        c = found.chain
+    if fit.chain is not None:
+        c = fit.chain
         lines.append(
             f"{points.task_metric} = {c.a:.4g} / (1 + exp({c.k:.4g} (L - {c.L0:.4g}))) + {c.b:.4g}, largest error "
             f"{abs(c.accuracy(points.loss) - points.task).max():.3f}"
@@ -49,10 +49,10 @@ def law_text(found: Fit) -> str:
     return "\n".join(lines)
 
 
-def points_text(found: Fit, effect: Influence) -> str:
-    """Measured and fitted."""
-    points = found.points
-    fitted = found.law.loss(points.num_params, points.tokens)
+def points_text(fit: Fit, effect: Influence) -> str:
+    """Table of measured and fitted losses."""
+    points = fit.points
+    fitted = fit.law.loss(points.num_params, points.tokens)
     rows = [
         [
             points.labels[i],
@@ -61,8 +61,8 @@ def points_text(found: Fit, effect: Influence) -> str:
             f"{points.flops[i]:.2e}",
             f"{points.loss[i]:.4f}",
             f"{fitted[i]:.4f}",
-            f"{found.errors[i]:+.2%}",
-            f"{effect.strange[i]:+.1f}",
+            f"{fit.errors[i]:+.2%}",
+            f"{effect.z_scores[i]:+.1f}",
         ]
         for i in range(len(points))
     ]
@@ -71,7 +71,7 @@ def points_text(found: Fit, effect: Influence) -> str:
 
 
 def held_text(held: Sequence[Held]) -> str:
-    """The back-test."""
+    """Table of the back-test."""
     if not held:
         return "Back-test: too few points to leave the largest rung out."
     rows = [
@@ -87,14 +87,14 @@ def held_text(held: Sequence[Held]) -> str:
     return "Back-test, a fit without these points:\n" + table(head, rows)
 
 
-def iso_text(found: Fit, iso: IsoFlop | None) -> str:
-    """Approach 2 beside the law."""
+def iso_text(fit: Fit, iso: IsoFlop | None) -> str:
+    """Comparison of approach 2 with the law."""
     if iso is None:
         return ""
-    both = found.law.alpha + found.law.beta
-    # The exponent of N in the optimum of the law: Hoffmann et al. 2022, equation 4.
-    own = found.law.beta / both
+    exponents = fit.law.alpha + fit.law.beta
+    # Exponent of N in the optimum of the law: Hoffmann et al. 2022, equation 4.
+    exponent = fit.law.beta / exponents
     return (
         f"Approach 2, {len(iso.valleys)} computes: best N = {iso.scale:.4g} C^{iso.exponent:.4f}; the law has exponent "
-        f"{own:.4f}"
+        f"{exponent:.4f}"
     )
