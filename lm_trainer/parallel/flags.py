@@ -16,10 +16,10 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 class FlagExchange:
     """Combines the flags of all processes after each step.
 
-    A collective that the host waits for is queued behind the step on every device: the devices would idle while the host
-    logs, loads and dispatches the next step. So in a run of several processes a call enqueues the exchange of its flags
-    and returns the flags of the call before, which the devices have combined by the time the host reads them. A run of
-    one process has no exchange: its flags are returned at once.
+    A collective that the host waits for is queued behind the step on every device, and the devices idle while the host
+    then logs, loads and dispatches the next step. So in a run of several processes a call enqueues the exchange of its
+    flags and returns the flags of the previous call, which the devices have combined by the time the host reads them.
+    A run of one process has no exchange: its flags are returned at once.
 
     Args:
         devices: one or more of each process; by default all devices.
