@@ -1,5 +1,5 @@
-"""Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024): rotary positions, RMSNorm before each part, gated
-MLP, grouped attention.
+"""Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024): rotary positions, RMSNorm before each sublayer,
+gated MLP, grouped-query attention.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ _HF = HfFamily(
     prefix="model.",
     unprefixed=(HEAD.hf,),
     fixed={},
-    # Slices of a matrix product, which are added up to it.
+    # `pretraining_tp` splits matrix products into slices and adds up their results.
     inert={"attention_dropout": 0.0, "pretraining_tp": 1},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
@@ -82,7 +82,7 @@ class LlamaConfig(RotaryConfig):
     use_bias: bool = False
     """Adds biases to the linear layers of attention and MLP."""
     use_layer_norm_weight: bool = True
-    """Gives the norms gains to learn. Without them the model cannot be exported to Hugging Face."""
+    """Gives the norms learned gains. A model without them cannot be exported to Hugging Face."""
 
     def norm(self) -> NormSpec:
         return replace(super().norm(), scale=self.use_layer_norm_weight)
