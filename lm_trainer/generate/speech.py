@@ -149,7 +149,7 @@ class _Loop(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def _listen(program: _Program, params: Any, features_BMP: jax.Array) -> EncodedCache:
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
-    return model.listen(features_BMP, program.capacity, dtype=program.dtype)
+    return model.encode(features_BMP, program.capacity, dtype=program.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -165,7 +165,7 @@ def _hear_language(
     program: _Program, params: Any, cache: EncodedCache, inputs: _Inputs, languages_L: np.ndarray
 ) -> np.ndarray:
     """The likeliest token of a language after the first token, int32 [B]."""
-    starts_B1 = jnp.full((cache.own.k.shape[1], 1), inputs.start_id, jnp.int32)
+    starts_B1 = jnp.full((cache.self_attention.k.shape[1], 1), inputs.start_id, jnp.int32)
     logits_BV = np.asarray(_after(program, params, cache, starts_B1)[1])
     return languages_L[logits_BV[:, languages_L].argmax(axis=-1)]
 
@@ -229,11 +229,11 @@ def _write_by_beams(
         own = jax.tree.map(lambda x: x[:, came_R], own)
         stamps = jax.tree.map(lambda x: x[came_R], stamps).after(next_R, inputs.first_stamp)
         at_R1 = jnp.broadcast_to(length + step, (len(next_R), 1))
-        h_R1D, filled = model.decode_hidden(next_R[:, None], at_R1, cache._replace(own=own))
-        return (filled.own, stamps), log_probs(model.logits(h_R1D[:, 0]), stamps, step + 1)
+        h_R1D, filled = model.decode_hidden(next_R[:, None], at_R1, cache._replace(self_attention=own))
+        return (filled.self_attention, stamps), log_probs(model.logits(h_R1D[:, 0]), stamps, step + 1)
 
     filled, logits_BV = _after(program, params, cache, prompt_BT)
-    own = jax.tree.map(lambda x: jnp.repeat(x, program.beams, axis=1), filled.own)
+    own = jax.tree.map(lambda x: jnp.repeat(x, program.beams, axis=1), filled.self_attention)
     stamps = TimestampState.start(rows * program.beams)
     logits_RV = jnp.repeat(logits_BV, program.beams, axis=0)
     return search_beams(
