@@ -67,7 +67,7 @@ def attach_lora(model: nnx.Module, config: LoraConfig, aliases: ModuleNames, *, 
     # Numbers all layers, so dropout of an adapter does not depend on the other selected layers.
     for number, (name, linear) in enumerate(linears.items()):
         if name in selected:
-            linear.set_adapter(Lora(linear, config, place=number, rngs=rngs))
+            linear.set_adapter(Lora(linear, config, index=number, rngs=rngs))
 
 
 def is_adapter_param(name: str) -> bool:
