@@ -124,8 +124,8 @@ def _exported_settings(model: TextModel, options: ExportOptions) -> HfSettings:
     if model.settings is not None:
         settings = model.settings.for_model(config, model.vocab_size, model.tokenizer, context=context)
     # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
-    written = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
-    return replace(settings, config={**settings.config, **written, "architectures": defaults.config["architectures"]})
+    dtypes = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
+    return replace(settings, config={**settings.config, **dtypes, "architectures": defaults.config["architectures"]})
 
 
 def is_hf_directory(path: Path) -> bool:
@@ -195,14 +195,14 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
         _check_unquantized(raw)
         config, vocab_size = hf.config_from_hf(raw)
     with blame(directory):
-        config = _with_own_head(config, vocab_size, directory)
+        config = _untie_distinct_head(config, vocab_size, directory)
     settings = HfSettings.read(directory)
     if (directory / GENERATION).is_file():
         config = config.with_generation(settings.generation)
     return config, vocab_size, settings
 
 
-def _with_own_head(config: DecoderConfig, vocab_size: int, directory: Path) -> DecoderConfig:
+def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path) -> DecoderConfig:
     """Returns the configuration, with untied weights if the files have a head that differs from the embedding.
 
     transformers does the same since version 5, for any value of `tie_word_embeddings`.

@@ -87,10 +87,10 @@ def complete_directory(out: StoragePath, *, overwrite: bool, replaceable: Collec
     with _machine_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir(exist_ok=True)
-    with _locked(draft, out):
+    with _draft_lock(draft, out):
         try:
             with _machine_errors(out):
-                _empty(draft)
+                _clear_directory(draft)
                 yield draft
                 # Flushed to disk before the rename, so a power cut cannot leave a complete directory of empty files.
                 for path in (*draft.rglob("*"), draft):
@@ -131,8 +131,8 @@ def exported_files(bucket: Bucket) -> dict[str, int]:
     files, names = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
     if not isinstance(files, Mapping) or not all(isinstance(size, int) and size >= 0 for size in files.values()):
         raise UserError(f"{bucket}/{COMPLETE} is damaged: it names no files and their sizes; export the model again")
-    if gone := sorted(set(files) - names):
-        raise UserError(f"{bucket}: {gone[0]} is gone; export the model again")
+    if missing := sorted(set(files) - names):
+        raise UserError(f"{bucket}: {missing[0]} is gone; export the model again")
     return dict(files)
 
 
@@ -162,7 +162,7 @@ def _replace(draft: Path, out: Path) -> None:
     _sync(out.parent)
 
 
-def _empty(directory: Path) -> None:
+def _clear_directory(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -180,7 +180,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(draft: Path, out: Path) -> Iterator[None]:
+def _draft_lock(draft: Path, out: Path) -> Iterator[None]:
     """Holds a lock on the draft, which ends with the process."""
     with _machine_errors(out):
         handle = os.open(draft, os.O_RDONLY)

@@ -109,7 +109,7 @@ class AdaptedWeights(Weights):
     def __init__(self, directory: Path, base: Path):
         super().__init__(base)
         file = directory / ADAPTER_CONFIG
-        self._config = _checked(read_json(file), file)
+        self._config = _check_config(read_json(file), file)
         try:
             stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class AdaptedWeights(Weights):
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-def _checked(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not read; merge it with PEFT, or use LORA")
     for key, value in config.items():
@@ -169,8 +169,8 @@ def _pairs(stored_tensors: dict[str, StoredTensor], directory: Path) -> dict[str
     file = directory / _ADAPTER_WEIGHTS
     modules = [name.removesuffix(_A) for name in stored_tensors if name.endswith(_A)]
     paired_names = {f"{module}{end}" for module in modules for end in (_A, _B)}
-    if strange := sorted(stored_tensors.keys() ^ paired_names):
-        raise UserError(f"{file}: {strange[0]} is not half of a pair of matrices {_A} and {_B}; merge it with PEFT")
+    if unpaired := sorted(stored_tensors.keys() ^ paired_names):
+        raise UserError(f"{file}: {unpaired[0]} is not half of a pair of matrices {_A} and {_B}; merge it with PEFT")
     return {
         module.removeprefix(_PREFIX): (stored_tensors[f"{module}{_A}"], stored_tensors[f"{module}{_B}"])
         for module in modules

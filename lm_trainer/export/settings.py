@@ -45,7 +45,7 @@ class HfSettings:
         config = read_json(directory / CONFIG)
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
         generation = read_json(generation_file) if generation_file.is_file() else generation_of_config(config)
-        if not all(isinstance(end, int) for end in _listed(generation.get("eos_token_id"))):
+        if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):
             raise UserError(
                 f"{generation_file if generation_file.is_file() else directory / CONFIG}: "
                 f"eos_token_id={generation['eos_token_id']!r} is no id and no list of ids"
@@ -68,13 +68,13 @@ class HfSettings:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text."""
-        return tuple(_listed(self.generation.get("eos_token_id")))
+        return tuple(_as_list(self.generation.get("eos_token_id")))
 
     def with_end(self, token: int) -> Self:
         """Returns settings for a model with an additional end token."""
 
         def extended(fields: Mapping[str, Any]) -> dict[str, Any]:
-            ends = _listed(fields.get("eos_token_id"))
+            ends = _as_list(fields.get("eos_token_id"))
             return dict(fields) if token in ends else {**fields, "eos_token_id": [*ends, token] if ends else token}
 
         return replace(self, config=extended(self.config), generation=extended(self.generation))
@@ -140,7 +140,7 @@ class HfSettings:
             (directory / name).write_bytes(content)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

@@ -188,9 +188,9 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
     if index.exists():
-        placed = _weight_map(index)
-        files = {name: _header(directory, name, source=index) for name in sorted(set(placed.values()))}
-        _check_index(index, placed, files)
+        weight_map = _read_weight_map(index)
+        files = {name: _header(directory, name, source=index) for name in sorted(set(weight_map.values()))}
+        _check_index(index, weight_map, files)
         return files
     if single.exists():
         return {SINGLE_FILE: _header(directory, SINGLE_FILE, source=directory)}
@@ -204,25 +204,25 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
     raise UserError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; expected a directory with safetensors weights")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: expected a `weight_map` from tensor names to file names")
-    for tensor, name in placed.items():
+    for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UserError(
                 f"{index}: {tensor} is placed in {name!r}; a shard's name has letters, digits, '_', '.' and '-' only "
                 f"and ends with .safetensors"
             )
-    return placed
+    return weight_map
 
 
-def _check_index(index: Path, placed: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
-    for tensor, name in placed.items():
+def _check_index(index: Path, weight_map: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+    for tensor, name in weight_map.items():
         if tensor not in files[name]:
             raise UserError(f"{index}: {tensor} should be in {name}, which does not hold it")
     for name, tensors in files.items():
-        if unlisted := sorted(tensors.keys() - placed.keys()):
+        if unlisted := sorted(tensors.keys() - weight_map.keys()):
             raise UserError(f"{index}: {name} holds {unlisted[0]}, which the index does not list")
 
 

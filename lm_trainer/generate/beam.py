@@ -32,12 +32,12 @@ class _Beams(NamedTuple):
     """Unfinished texts."""
     scores_BN: jax.Array
     """Sums of log-probabilities, in descending order."""
-    ended: _Ended
+    finished: _Finished
     open_B: jax.Array
     """bool: an unfinished text may still become better than a finished one."""
 
 
-class _Ended(NamedTuple):
+class _Finished(NamedTuple):
     """The best finished texts."""
 
     tokens_BNG: jax.Array
@@ -90,18 +90,18 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
     rows = log_probs_RV.shape[0] // beams
     tokens_BNG = jnp.zeros((rows, beams, max_new_tokens), jnp.int32)
     never_BN, zeros_BN = jnp.full((rows, beams), _NEVER, jnp.float32), jnp.zeros((rows, beams), jnp.int32)
-    ended = _Ended(tokens_BNG, zeros_BN, never_BN, zeros_BN > 0)
+    finished = _Finished(tokens_BNG, zeros_BN, never_BN, zeros_BN > 0)
     # All beams start from the same text, so only one of them is extended at first.
     scores_BN = never_BN.at[:, 0].set(0.0)
     start = _Beams(
-        jnp.int32(0), jnp.bool_(True), carry, log_probs_RV, tokens_BNG, scores_BN, ended, jnp.ones(rows, bool)
+        jnp.int32(0), jnp.bool_(True), carry, log_probs_RV, tokens_BNG, scores_BN, finished, jnp.ones(rows, bool)
     )
 
     def body(state: _Beams) -> _Beams:
         candidates = _candidates(state, eos_id, max_new_tokens)
         unfinished_BN, selected_BN = jax.lax.top_k(candidates.scores_BK + _NEVER * candidates.ends_BK, beams)
-        ended = _with_new(state.ended, candidates, state.step + 1, state.open_B, length_penalty)
-        open_B = state.open_B & _may_improve(unfinished_BN, ended, state.step + 1, length_penalty)
+        finished = _merge_finished(state.finished, candidates, state.step + 1, state.open_B, length_penalty)
+        open_B = state.open_B & _may_improve(unfinished_BN, finished, state.step + 1, length_penalty)
         parents_BN, next_BN = (
             _gather_entries(candidates.parents_BK, selected_BN),
             _gather_entries(candidates.next_BK, selected_BN),
@@ -110,9 +110,9 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
         carry, log_probs_RV = advance(state.carry, state.step, parents_R, next_BN.reshape(-1))
         running = jnp.any(open_B) & ~jnp.all(candidates.ends_BK)
         tokens_BNG = _gather_entries(candidates.tokens_BKG, selected_BN)
-        return _Beams(state.step + 1, running, carry, log_probs_RV, tokens_BNG, unfinished_BN, ended, open_B)
+        return _Beams(state.step + 1, running, carry, log_probs_RV, tokens_BNG, unfinished_BN, finished, open_B)
 
-    best = jax.lax.while_loop(lambda state: state.running, body, start).ended
+    best = jax.lax.while_loop(lambda state: state.running, body, start).finished
     return best.tokens_BNG[:, 0], best.counts_BN[:, 0]
 
 
@@ -128,26 +128,28 @@ def _candidates(state: _Beams, eos_id: jax.Array, max_new_tokens: int) -> _Candi
     )
 
 
-def _with_new(
-    ended: _Ended, candidates: _Candidates, length: jax.Array, open_B: jax.Array, length_penalty: jax.Array
-) -> _Ended:
+def _merge_finished(
+    finished: _Finished, candidates: _Candidates, length: jax.Array, open_B: jax.Array, length_penalty: jax.Array
+) -> _Finished:
     """Merges newly finished texts into the finished ones, and keeps the best; rows that are done do not change."""
-    beams, count = ended.scores_BN.shape[1], candidates.scores_BK.shape[1]
+    beams, count = finished.scores_BN.shape[1], candidates.scores_BK.shape[1]
     # The other candidates only ensure that enough texts continue.
     new_BK = candidates.ends_BK & (jnp.arange(count) < beams)[None]
     scores_BK = candidates.scores_BK / length.astype(jnp.float32) ** length_penalty
     scores_BK = scores_BK + _NEVER * ~open_B[:, None] + _NEVER * ~new_BK
     lengths_BK = jnp.broadcast_to(length, new_BK.shape)
-    new = _Ended(candidates.tokens_BKG, lengths_BK, scores_BK, new_BK)
-    merged = _Ended(*(jnp.concatenate(pair, axis=1) for pair in zip(ended, new, strict=True)))
+    newly_finished = _Finished(candidates.tokens_BKG, lengths_BK, scores_BK, new_BK)
+    merged = _Finished(*(jnp.concatenate(pair, axis=1) for pair in zip(finished, newly_finished, strict=True)))
     _, best_BN = jax.lax.top_k(merged.scores_BN, beams)
-    return _Ended(*(_gather_entries(x, best_BN) for x in merged))
+    return _Finished(*(_gather_entries(x, best_BN) for x in merged))
 
 
-def _may_improve(unfinished_BN: jax.Array, ended: _Ended, length: jax.Array, length_penalty: jax.Array) -> jax.Array:
+def _may_improve(
+    unfinished_BN: jax.Array, finished: _Finished, length: jax.Array, length_penalty: jax.Array
+) -> jax.Array:
     """True if the best unfinished text, ended at its current length, would beat the worst finished one."""
     best_B1 = unfinished_BN[:, :1] / length.astype(jnp.float32) ** length_penalty
-    worst_BN = jnp.where(ended.valid_BN, ended.scores_BN.min(axis=1, keepdims=True), _NEVER)
+    worst_BN = jnp.where(finished.valid_BN, finished.scores_BN.min(axis=1, keepdims=True), _NEVER)
     return jnp.any(best_B1 > worst_BN, axis=1)
 
 

@@ -47,7 +47,7 @@ def for_decoding(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
             if isinstance(child, Linear) and child.matmul is jnp.matmul:
                 setattr(module, name, _TransposedLinear(child, dtype))
     laid_out.set_cache(SplitKvCache)
-    laid_out.set_head_matmul(_head_from_the_left)
+    laid_out.set_head_matmul(_left_head_matmul)
     return laid_out
 
 
@@ -64,30 +64,30 @@ class _TransposedLinear(nnx.Module):
         weight = np.asarray(linear.weight[...])
         stacked = weight.shape[: weight.ndim - len(self.in_shape) - len(self.out_shape)]
         flat = weight.reshape(*stacked, math.prod(self.in_shape), math.prod(self.out_shape))
-        self.weight_OI = nnx.Param(_copied(np.swapaxes(flat, -1, -2), dtype))
+        self.weight_OI = nnx.Param(_to_contiguous(np.swapaxes(flat, -1, -2), dtype))
         self.bias = linear.bias
         self.lora = nnx.data(linear.lora)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        lead = x.shape[: x.ndim - len(self.in_shape)]
+        leading_shape = x.shape[: x.ndim - len(self.in_shape)]
         w_OI = self.weight_OI[...].astype(x.dtype)
         x_MI = x.reshape(-1, w_OI.shape[1])
-        y_MO = _from_the_left(x_MI, w_OI)
+        y_MO = _left_matmul(x_MI, w_OI)
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
-        y = y_MO.reshape(*lead, *self.out_shape)
+        y = y_MO.reshape(*leading_shape, *self.out_shape)
         return y if self.bias is None else y + with_rank_of(self.bias[...].astype(x.dtype), y)
 
 
-def _from_the_left(x_MI: jax.Array, w_OI: jax.Array, **options: Any) -> jax.Array:
+def _left_matmul(x_MI: jax.Array, w_OI: jax.Array, **options: Any) -> jax.Array:
     """Computes the product [M, O] of the rows with the transpose of the matrix."""
     # Without the barriers the compiler would swap the operands of the product.
     x_IM = jax.lax.optimization_barrier(x_MI.T)
     return jax.lax.optimization_barrier(jnp.matmul(w_OI, x_IM, **options)).T
 
 
-def _head_from_the_left(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
-    return _from_the_left(h_MD, w_VD, preferred_element_type=jnp.float32)
+def _left_head_matmul(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
+    return _left_matmul(h_MD, w_VD, preferred_element_type=jnp.float32)
 
 
 def _single_layers(block: nnx.Module, count: int) -> list[Any]:
@@ -97,6 +97,6 @@ def _single_layers(block: nnx.Module, count: int) -> list[Any]:
     return [layer_at(row) for row in range(count)]
 
 
-def _copied(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
+def _to_contiguous(values: np.ndarray, dtype: DTypeLike) -> jax.Array:
     # With NumPy: JAX would compile a program for every shape.
     return jnp.asarray(np.ascontiguousarray(values.astype(dtype, copy=False)))

@@ -58,17 +58,17 @@ def filter_logits(
         logits_BV = jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
     if top_p is None:
         return logits_BV
-    included_BV = _ordered(logits_BV) >= _nucleus_threshold(logits_BV, top_p)
+    included_BV = _sortable_bits(logits_BV) >= _nucleus_threshold(logits_BV, top_p)
     # Independent of rounding in the sum.
     return jnp.where(included_BV | (top_p >= 1.0), logits_BV, -jnp.inf)
 
 
 def _nucleus_threshold(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Array:
-    """Smallest number, in the order of `_ordered`, above which the probabilities sum to less than `top_p`; [B, 1].
+    """Smallest number, in the order of `_sortable_bits`, above which the probabilities sum to less than `top_p`; [B, 1].
 
     Uses bisection: 32 sums; on a CPU, sorting a vocabulary takes longer than running a small model.
     """
-    ordered_BV, probs_BV = _ordered(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
+    ordered_BV, probs_BV = _sortable_bits(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
 
     def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         excluded_B1, included_B1 = bounds
@@ -81,7 +81,7 @@ def _nucleus_threshold(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Ar
     return jax.lax.fori_loop(0, 32, halve, (jnp.full_like(top_logit_B1, -(2**31)), top_logit_B1))[1]
 
 
-def _ordered(values: jax.Array) -> jax.Array:
+def _sortable_bits(values: jax.Array) -> jax.Array:
     """Maps float32 to int32 of the same order: its bits, inverted for negative numbers."""
     # The two zeros must be equal.
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)

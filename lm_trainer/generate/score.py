@@ -90,7 +90,7 @@ def _is_shared(context: Context, max_positions: int) -> bool:
     return (
         len(context.continuations) > 1
         and len(context.tokens) >= longest
-        and len(context.tokens) + _width(longest) - 1 <= max_positions
+        and len(context.tokens) + _bucket_length(longest) - 1 <= max_positions
     )
 
 
@@ -100,19 +100,19 @@ def _length(context: Context) -> int:
 
 
 def _batches(
-    numbers: Sequence[int], lengths: Sequence[int], tokens_at_once: int, max_width: int
+    indices: Sequence[int], lengths: Sequence[int], tokens_at_once: int, max_width: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yields batches of similar lengths, the longest first, with the width of each."""
-    order = sorted(range(len(numbers)), key=lambda index: -lengths[index])
+    order = sorted(range(len(indices)), key=lambda index: -lengths[index])
     while order:
-        width = min(_width(lengths[order[0]]), max_width)
+        width = min(_bucket_length(lengths[order[0]]), max_width)
         # A power of two, which needs no padding rows.
         rows = 1 << (max(tokens_at_once // width, 1).bit_length() - 1)
-        yield [numbers[index] for index in order[:rows]], width
+        yield [indices[index] for index in order[:rows]], width
         order = order[rows:]
 
 
-def _width(length: int) -> int:
+def _bucket_length(length: int) -> int:
     """Rounds the length up to 1, 4, 8, 16, 24, 32, 48, 64, 96, ..., to limit the number of compiled programs."""
     if length <= 1:
         return 1
@@ -130,7 +130,10 @@ class _Engine(NamedTuple):
     def score_separately(self, contexts: Sequence[Context], width: int) -> list[Score]:
         """Scores contexts with one continuation each, both read together."""
         rows = [[*context.tokens, *context.continuations[0]] for context in contexts]
-        tokens_BT, targets_BT = _padded([row[:-1] for row in rows], width), _padded([row[1:] for row in rows], width)
+        tokens_BT, targets_BT = (
+            _pad_rows([row[:-1] for row in rows], width),
+            _pad_rows([row[1:] for row in rows], width),
+        )
         results = _score_full(self._program(), self.params, tokens_BT, targets_BT)
         log_probs_BT, greedy_BT = jax.device_get(results)
         starts = [len(context.tokens) - 1 for context in contexts]
@@ -143,17 +146,17 @@ class _Engine(NamedTuple):
     def score_shared(self, contexts: Sequence[Context], width: int) -> list[list[Score]]:
         """Scores contexts with several continuations each."""
         longest = max(len(tokens) for context in contexts for tokens in context.continuations)
-        room = _width(longest)
-        tokens_BT = _padded([context.tokens for context in contexts], width)
+        continuation_width = _bucket_length(longest)
+        tokens_BT = _pad_rows([context.tokens for context in contexts], width)
         # Padding rows have one token as well, so they have a last token.
         lengths_B = np.ones(len(tokens_BT), np.int32)
         lengths_B[: len(contexts)] = [len(context.tokens) for context in contexts]
-        cache, logits_BV = _prefill(self._program(width + room), self.params, tokens_BT, lengths_B)
+        cache, logits_BV = _prefill(self._program(width + continuation_width), self.params, tokens_BT, lengths_B)
         scores: list[list[Score]] = [[] for _ in contexts]
         for choice in range(max(len(context.continuations) for context in contexts)):
             # A row without such a continuation repeats another one.
             selected = [context.continuations[min(choice, len(context.continuations) - 1)] for context in contexts]
-            continuations_BT = _padded(selected, room)
+            continuations_BT = _pad_rows(selected, continuation_width)
             results = _continue_from_cache(self._program(), self.params, cache, logits_BV, lengths_B, continuations_BT)
             log_probs_BT, greedy_BT = jax.device_get(results)
             for i, context in enumerate(contexts):
@@ -176,7 +179,7 @@ class _Program(NamedTuple):
     """Capacity of the cache in positions."""
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+def _pad_rows(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
     """Pads rows with zeros to the width, and their number to a power of two with rows of zeros, to limit compiled
     shapes.
     """
@@ -231,7 +234,7 @@ def _positions(tokens_BT: jax.Array) -> jax.Array:
 
 
 def _score_hidden(model: Decoder, h_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Same as `_score_full`, from hidden states; computes at most `_LOGITS` logits at a time."""
+    """Same as `_score_full`, from hidden states; computes at most `_MAX_LOGITS` logits at a time."""
     h_ND, targets_N = h_BTD.reshape(-1, h_BTD.shape[-1]), targets_BT.reshape(-1)
     size = min(max(_MAX_LOGITS // model.spec.vocab_size, 1), len(targets_N))
     padding = -len(targets_N) % size

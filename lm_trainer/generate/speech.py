@@ -130,12 +130,12 @@ class _Inputs(NamedTuple):
             )
         first = vocab_size if rules.no_timestamps_id is None else rules.no_timestamps_id + 1
         latest = vocab_size if rules.max_initial_timestamp is None else first + rules.max_initial_timestamp
-        never, not_first = np.zeros((2, vocab_size), bool)
-        never[list(rules.suppressed)] = True
-        not_first[[*rules.suppressed, *rules.begin_suppressed]] = True
+        suppressed, begin_suppressed = np.zeros((2, vocab_size), bool)
+        suppressed[list(rules.suppressed)] = True
+        begin_suppressed[[*rules.suppressed, *rules.begin_suppressed]] = True
         start, end, first, latest = map(jnp.int32, (rules.start_id, rules.eos_id, first, latest))
         penalty = jnp.float32(rules.length_penalty)
-        return cls(start, end, first, latest, jnp.asarray(never), jnp.asarray(not_first), penalty)
+        return cls(start, end, first, latest, jnp.asarray(suppressed), jnp.asarray(begin_suppressed), penalty)
 
 
 class _Loop(NamedTuple):
@@ -178,7 +178,7 @@ def _detect_language(
     return languages_L[logits_BV[:, languages_L].argmax(axis=-1)]
 
 
-def _allowed(
+def _mask_forbidden(
     program: _Program, inputs: _Inputs, logits_BV: jax.Array, stamps: TimestampState, step: jax.Array
 ) -> jax.Array:
     """Masks logits, or log-probabilities, with -inf for the tokens that the rules forbid at a step."""
@@ -201,7 +201,7 @@ def _decode_greedily(
         return jnp.any(~loop.done_B) & (loop.step < program.max_new_tokens)
 
     def body(loop: _Loop) -> _Loop:
-        allowed_BV = _allowed(program, inputs, loop.logits_BV, loop.stamps, loop.step)
+        allowed_BV = _mask_forbidden(program, inputs, loop.logits_BV, loop.stamps, loop.step)
         next_B = jnp.argmax(allowed_BV, axis=-1).astype(jnp.int32)
         tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
         # Rows that are done continue to compute, since all rows share one program; their tokens are ignored.
@@ -230,7 +230,7 @@ def _decode_by_beams(
 
     def log_probs(logits_RV: jax.Array, stamps: TimestampState, step: jax.Array) -> jax.Array:
         # Forbidden tokens keep their share of the probability.
-        return _allowed(program, inputs, jax.nn.log_softmax(logits_RV, axis=-1), stamps, step)
+        return _mask_forbidden(program, inputs, jax.nn.log_softmax(logits_RV, axis=-1), stamps, step)
 
     def advance(carry: Any, step: jax.Array, parents_R: jax.Array, next_R: jax.Array) -> tuple[Any, jax.Array]:
         self_cache, stamps = carry

@@ -124,7 +124,7 @@ def continue_texts(
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
     _check_stop(stop)
     tokenizer = source.tokenizer
-    rows = [row for prompt in prompts for row in [(prompt, _checked_ids(source, prompt))] * num_samples]
+    rows = [row for prompt in prompts for row in [(prompt, _encode_checked(source, prompt))] * num_samples]
     # All rows together: a batch takes little longer than one row.
     *_, outputs = generate_stream(
         for_decoding(source.build(devices), sampling.dtype),
@@ -133,8 +133,8 @@ def continue_texts(
         stop=lambda _, tokens: truncate_at_stop(tokenizer.decode(tokens), stop)[1],
         chunk=CHUNK if stop else sampling.max_new_tokens,
     )
-    for (prompt, ids), new in zip(rows, outputs, strict=True):
-        yield _sample(source, prompt, ids, new, stop)
+    for (prompt, ids), continuation in zip(rows, outputs, strict=True):
+        yield _make_sample(source, prompt, ids, continuation, stop)
 
 
 def stream_text(
@@ -150,7 +150,7 @@ def stream_text(
     from lm_trainer.generate.layout import for_decoding
 
     _check_stop(stop)
-    ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.end_ids)
+    ids, settings = _encode_checked(source, prompt), replace(sampling, eos_id=source.end_ids)
     model = for_decoding(source.build(devices), settings.dtype)
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
@@ -179,7 +179,7 @@ def stream_tokens(
     shown, prompt_text = 0, tokenizer.decode(ids)
 
     def decode_new(tokens: Sequence[int]) -> tuple[str, bool]:
-        end = _end(tokens, settings.end_ids)
+        end = _end_index(tokens, settings.end_ids)
         full_text = tokenizer.decode([*ids, *tokens[:end]])
         text, stopped = truncate_at_stop(
             full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(tokens[:end]), stop
@@ -219,7 +219,7 @@ def _check_stop(stop: Sequence[str]) -> None:
         raise UserError("--stop '': an empty text would end everything; leave it away")
 
 
-def _checked_ids(source: TextModel, prompt: str) -> list[int]:
+def _encode_checked(source: TextModel, prompt: str) -> list[int]:
     ids, context = encode_prompt(source.tokenizer, prompt), source.config.seq_len
     if len(ids) > context:
         start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
@@ -237,14 +237,16 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids or [tokenizer.eos_id]
 
 
-def _end(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
+def _end_index(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
     """Index of the token that ends a continuation."""
     return next((index for index, token in enumerate(tokens) if token in end_ids), None)
 
 
-def _sample(source: TextModel, prompt: str, ids: Sequence[int], new: Continuation, stop: Sequence[str]) -> Sample:
-    tokenizer, end = source.tokenizer, _end(new.tokens, source.end_ids)
-    tokens = list(new.tokens[:end])
+def _make_sample(
+    source: TextModel, prompt: str, ids: Sequence[int], continuation: Continuation, stop: Sequence[str]
+) -> Sample:
+    tokenizer, end = source.tokenizer, _end_index(continuation.tokens, source.end_ids)
+    tokens = list(continuation.tokens[:end])
     # Decoded together: a character or a space may be split between the last token of the prompt and the first new one.
     prompt_text, full_text = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
     text, stopped = truncate_at_stop(
@@ -256,4 +258,6 @@ def _sample(source: TextModel, prompt: str, ids: Sequence[int], new: Continuatio
             : next(n for n in range(len(tokens) + 1) if truncate_at_stop(tokenizer.decode(tokens[:n]), stop)[1])
         ]
     finish = "stop" if stopped else "length" if end is None else "document_end"
-    return Sample(prompt, text, tokens, finish, new.log_probs[: len(tokens)] if new.log_probs else None)
+    return Sample(
+        prompt, text, tokens, finish, continuation.log_probs[: len(tokens)] if continuation.log_probs else None
+    )

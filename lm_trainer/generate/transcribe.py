@@ -172,20 +172,20 @@ def split_at_stamps(
         of them, unless the window ends within a segment, which the next window then repeats from its beginning.
     """
     is_stamp = [first_stamp is not None and token >= first_stamp for token in ids]
-    ends_alone = is_stamp[-2:] == [False, True]
+    ends_with_single_stamp = is_stamp[-2:] == [False, True]
     cuts = [index + 1 for index in range(len(ids) - 1) if is_stamp[index] and is_stamp[index + 1]]
     first = first_stamp or 0
     if not cuts:
         last = next((token for token, stamp in zip(ids[::-1], is_stamp[::-1], strict=True) if stamp), first)
         end = (last - first) * STAMP_SECONDS if last != first else frames / FRAMES_PER_SECOND
         return ([(0.0, end, ids)] if ids else []), frames
-    if ends_alone:
+    if ends_with_single_stamp:
         cuts.append(len(ids))
     pieces = []
     for begin, stop in zip([0, *cuts[:-1]], cuts, strict=True):
         piece = ids[begin:stop]
         pieces.append(((piece[0] - first) * STAMP_SECONDS, (piece[-1] - first) * STAMP_SECONDS, piece))
-    return pieces, frames if ends_alone else (ids[cuts[-1] - 1] - first) * _FRAMES_PER_STAMP
+    return pieces, frames if ends_with_single_stamp else (ids[cuts[-1] - 1] - first) * _FRAMES_PER_STAMP
 
 
 def read_recording(path: Path) -> np.ndarray:

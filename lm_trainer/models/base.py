@@ -72,16 +72,16 @@ class CheckpointPolicy(Config):
 
     @model_validator(mode="after")
     def _kept_once(self) -> CheckpointPolicy:
-        everything = self.disable or self.save_block_internals is True
-        named = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        if everything and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
+        saves_all = self.disable or self.save_block_internals is True
+        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
+        if saves_all and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
             raise ValueError(
                 "with disable: true or save_block_internals: true everything is kept on the device; remove "
                 "save_carries, offload_block_internals and nested, or that"
             )
-        if twice := sorted({*named} & {*self.offload_block_internals}):
+        if duplicates := sorted({*saved} & {*self.offload_block_internals}):
             raise ValueError(
-                f"{', '.join(twice)} cannot be kept both on the device (save_block_internals) and on its host "
+                f"{', '.join(duplicates)} cannot be kept both on the device (save_block_internals) and on its host "
                 f"(offload_block_internals); name it once"
             )
         return self

@@ -69,14 +69,14 @@ def config_to_hf(
     Raises:
         UserError: for a setting that the format cannot express.
     """
-    written = write_config(model_config.hf_family(), model_config)
+    config = write_config(model_config.hf_family(), model_config)
     return {
-        **written,
+        **config,
         "vocab_size": vocab_size,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         # Some families default to a token of their original vocabulary, which this one may not have.
-        "pad_token_id": written.get("pad_token_id"),
+        "pad_token_id": config.get("pad_token_id"),
     }
 
 
@@ -113,8 +113,10 @@ def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[
     vocab_size = named["embed.tokens"].shape[0]
     leaves = _leaves(_abstract(model_config, vocab_size))
     shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
-    if wrong := sorted(name for name in leaves.keys() | shapes.keys() if not _fits(leaves.get(name), shapes.get(name))):
-        raise UserError(f"the parameters are not those of this configuration: {', '.join(wrong)}")
+    if mismatched := sorted(
+        name for name in leaves.keys() | shapes.keys() if not _fits(leaves.get(name), shapes.get(name))
+    ):
+        raise UserError(f"the parameters are not those of this configuration: {', '.join(mismatched)}")
     return pending_tensors(model_config.hf_family(), leaves, named)
 
 
@@ -125,12 +127,12 @@ def check_writable(model_config: DecoderConfig) -> None:
     write_config(family, model_config)
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(family, leaves)
-    _check_places(family, leaves, {part.path for entry in entries for part in entry.parts})
+    _check_mapped(family, leaves, {part.path for entry in entries for part in entry.parts})
 
 
-def _check_places(family: HfFamily, leaves: Mapping[str, ParamInfo], placed: Collection[str]) -> None:
-    if lost := sorted(leaves.keys() - set(placed)):
-        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
+def _check_mapped(family: HfFamily, leaves: Mapping[str, ParamInfo], mapped: Collection[str]) -> None:
+    if unmapped := sorted(leaves.keys() - set(mapped)):
+        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(unmapped)}")
 
 
 class ReadPlan(NamedTuple):
@@ -161,7 +163,7 @@ def plan_reading(
     entries = file_tensors(family, leaves)
     names, repeated = check_tensors(family, entries, shapes, files)
     pieces = source_slices(entries, names)
-    _check_places(family, leaves, pieces.keys())
+    _check_mapped(family, leaves, pieces.keys())
     return ReadPlan(pieces, repeated)
 
 

@@ -92,10 +92,10 @@ def _differences(section: DecoderConfig, hf_config: DecoderConfig, vocab_size: i
         except ValidationError:
             equal = False
         if not equal:
-            yield key, _shown(value), _shown(hf_value)
+            yield key, _format_value(value), _format_value(hf_value)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Config):
         plain = value.model_dump(mode="json")
         # The type first, as users write it.

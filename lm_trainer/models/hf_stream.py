@@ -37,30 +37,30 @@ class SourceSlice(NamedTuple):
         return self.entry.parts[self.position].leaf.part_shape
 
     @property
-    def _merged(self) -> int | None:
+    def _merged_dim(self) -> int | None:
         """Dimension of the heads, which the file merges with head_size; None without heads."""
         axes = self.entry.parts[self.position].leaf.part_axes
         return next((dim for dim in range(len(axes) - 1) if axes[dim : dim + 2] in _HEADS), None)
 
     @property
-    def slow(self) -> int:
+    def outermost_dim(self) -> int:
         """Our dimension that is outermost in the file: a block that is thin along it is one contiguous range."""
         if not self.entry.table.transposed:
             return 0
         last = len(self.shape) - 1
-        return last - 1 if self._merged == last - 1 else last
+        return last - 1 if self._merged_dim == last - 1 else last
 
     def read(self, block: Slices, read: ReadRegion) -> np.ndarray:
         """Reads a block of this part in the dtype of the file, loading only the rows and columns it needs."""
-        merged, interleaved, parts = self._merged, self.entry.table.interleaved, len(self.entry.parts)
-        size = self.shape[-1] if merged is None else self.shape[merged + 1]
+        merged_dim, interleaved, parts = self._merged_dim, self.entry.table.interleaved, len(self.entry.parts)
+        size = self.shape[-1] if merged_dim is None else self.shape[merged_dim + 1]
         region: list[slice] = []
         for dim, bounds in enumerate(block):
-            if merged is not None and dim == merged:
+            if merged_dim is not None and dim == merged_dim:
                 # Interleaved: in the file each head is followed by the same head of the other parts.
                 scale = size * parts if interleaved else size
                 region.append(slice(bounds.start * scale, bounds.stop * scale))
-            elif merged is None or dim != merged + 1:
+            elif merged_dim is None or dim != merged_dim + 1:
                 region.append(bounds)
         if not interleaved:
             # Concatenated parts: this one starts after all previous ones.
@@ -71,10 +71,10 @@ class SourceSlice(NamedTuple):
         x = x.T if transposed else x
         if interleaved:
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
-        elif merged is not None:
-            x = x.reshape(*x.shape[:merged], -1, size, *x.shape[merged + 1 :])
+        elif merged_dim is not None:
+            x = x.reshape(*x.shape[:merged_dim], -1, size, *x.shape[merged_dim + 1 :])
         # Heads are read completely, and sliced here.
-        return x if merged is None else x[(*(slice(None),) * (merged + 1), block[merged + 1])]
+        return x if merged_dim is None else x[(*(slice(None),) * (merged_dim + 1), block[merged_dim + 1])]
 
 
 _HEADS = (("heads", "head_size"), ("kv_heads", "head_size"))
@@ -113,7 +113,7 @@ def read_block(
         if not all(bounds.start <= position < bounds.stop for bounds, position in zip(outer, piece.index, strict=True)):
             continue
         leading = tuple(position - bounds.start for bounds, position in zip(outer, piece.index, strict=True))
-        for part in _split_block(inner, piece.slow, max_elements):
+        for part in _split_block(inner, piece.outermost_dim, max_elements):
             x = piece.read(part, read)
             start = tuple(bounds.start - full.start for bounds, full in zip(part, inner, strict=True))
             yield (*leading, *start), x.reshape((1,) * len(leading) + x.shape)

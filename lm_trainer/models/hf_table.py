@@ -248,14 +248,14 @@ def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{entry.hf: _written(entry, getattr(config, entry.setting)) for entry in family.fields},
+        **{entry.hf: _to_hf_value(entry, getattr(config, entry.setting)) for entry in family.fields},
         **computed,
         **family.fixed,
         **family.inert,
     }
 
 
-def _written(entry: HfField, value: Any) -> Any:
+def _to_hf_value(entry: HfField, value: Any) -> Any:
     return entry.write.get(value, value) if isinstance(value, str) else value
 
 
@@ -278,13 +278,13 @@ def read_tensors(
     for entry in entries:
         tensor = np.asarray(tensors[names[entry.name]])
         if tensor.shape != entry.shape:
-            problems.append(_misshapen(names[entry.name], tensor.shape, entry))
+            problems.append(_shape_problem(names[entry.name], tensor.shape, entry))
             continue
         for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
             pieces[part.path][part.index] = piece
-    _raise(problems)
+    _raise_problems(problems)
     # Popped, so the pieces of a parameter are freed as soon as it is stacked.
-    return {path: _joined(pieces.pop(path), leaf) for path, leaf in leaves.items()}
+    return {path: _stack_slices(pieces.pop(path), leaf) for path, leaf in leaves.items()}
 
 
 def check_tensors(
@@ -303,14 +303,16 @@ def check_tensors(
     """
     expected = {entry.name: entry for entry in entries}
     names, repeated = match_names(family, expected.keys(), shapes, files)
-    shaped = {names[name]: entry for name, entry in expected.items()}
-    shaped |= {copy: shaped[first] for copy, first in repeated.items()}
-    wrong = {name: entry for name, entry in shaped.items() if tuple(shapes[name]) != entry.shape}
-    _raise(_misshapen(name, shapes[name], entry) + _in_file(name, files) for name, entry in wrong.items())
+    entries_in_file = {names[name]: entry for name, entry in expected.items()}
+    entries_in_file |= {copy: entries_in_file[first] for copy, first in repeated.items()}
+    misshapen = {name: entry for name, entry in entries_in_file.items() if tuple(shapes[name]) != entry.shape}
+    _raise_problems(
+        _shape_problem(name, shapes[name], entry) + _in_file(name, files) for name, entry in misshapen.items()
+    )
     return names, repeated
 
 
-def _misshapen(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
+def _shape_problem(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
     return f"{name} has the shape {list(shape)}, expected {list(entry.shape)}"
 
 
@@ -318,7 +320,7 @@ def _in_file(name: str, files: Mapping[str, str]) -> str:
     return f" (in {files[name]})" if name in files else ""
 
 
-def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.ndarray:
+def _stack_slices(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.ndarray:
     if () in pieces:
         return np.ascontiguousarray(pieces[()])
     return np.stack([pieces[index] for index in sorted(pieces)]).reshape(leaf.shape)
@@ -345,8 +347,8 @@ def pending_tensors(
         UserError: for parameters that the format cannot express.
     """
     entries = file_tensors(family, leaves)
-    if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
-        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
+    if unmapped := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
+        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(unmapped)}")
     return {file_name(family, entry.name): PendingTensor(entry, params) for entry in entries}
 
 
@@ -415,30 +417,30 @@ def match_names(
     Raises:
         UserError: for missing and unknown tensors, naming them.
     """
-    buffer = re.compile(family.ignored)
+    ignored = re.compile(family.ignored)
     names: dict[str, str] = {}
     problems = []
     for name in file_names:
-        bare = name.removeprefix(family.prefix)
-        if bare in names:
-            problems.append(f"{names[bare]} and {name} are the same tensor")
-        if not buffer.fullmatch(bare):
-            names[bare] = name
+        name_without_prefix = name.removeprefix(family.prefix)
+        if name_without_prefix in names:
+            problems.append(f"{names[name_without_prefix]} and {name} are the same tensor")
+        if not ignored.fullmatch(name_without_prefix):
+            names[name_without_prefix] = name
     # A separate head is expected, a copy of the embedding is not.
     repeated = {
-        names.pop(second): names[first]
-        for second, first in family.tied.items()
-        if second not in expected and second in names and first in names
+        names.pop(copy): names[original]
+        for copy, original in family.tied.items()
+        if copy not in expected and copy in names and original in names
     }
     problems += [f"{file_name(family, name)} is missing" for name in sorted(set(expected) - names.keys())]
     problems += [
         f"{names[name]} is unknown{_in_file(names[name], files or {})}" for name in sorted(names.keys() - set(expected))
     ]
-    _raise(problems)
+    _raise_problems(problems)
     return names, repeated
 
 
-def _raise(problems: Iterable[str]) -> None:
+def _raise_problems(problems: Iterable[str]) -> None:
     problems = list(problems)
     if not problems:
         return

@@ -32,13 +32,13 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(config: "LlamaConfig") -> dict[str, Any]:
-    lacking = {
+    unsupported = {
         "hybrid_norm: true": config.hybrid_norm,
         "use_qk_norm: true": config.use_qk_norm,
         "input_embedding_norm: true": config.input_embedding_norm,
         "use_layer_norm_weight: false": not config.use_layer_norm_weight,
     }
-    if names := [name for name, used in lacking.items() if used]:
+    if names := [name for name, used in unsupported.items() if used]:
         raise ValueError(f"the format has no place for {', '.join(names)}")
     return {"attention_bias": config.use_bias, "mlp_bias": config.use_bias, **shared_to_hf(config)}
 

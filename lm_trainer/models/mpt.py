@@ -23,13 +23,13 @@ _ATTENTION_ONLY = {
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     attention = hf.get("attn_config") or {}
-    wrong = [
+    unsupported = [
         f"attn_config.{key}={attention[key]!r}"
         for key, value in _ATTENTION_ONLY.items()
         if attention.get(key, value) != value
     ]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} is not supported")
+    if unsupported:
+        raise ValueError(f"{', '.join(unsupported)} is not supported")
     return {
         "attn_pdrop": attention.get("attn_pdrop", 0.0),
         "clip_qkv": attention.get("clip_qkv"),

@@ -65,11 +65,11 @@ def adapter_to_peft(
     """
     modules, tensors = [], {}
     for entry in _weights(model_config, vocab_size):
-        adapted = [_adapter_of(part, params) for part in entry.parts]
-        if any(pair is not None for pair in adapted):
-            module = _module_of(model_config, entry, sum(pair is not None for pair in adapted))
+        pairs = [_adapter_of(part, params) for part in entry.parts]
+        if any(pair is not None for pair in pairs):
+            module = _module_of(model_config, entry, sum(pair is not None for pair in pairs))
             modules.append(module)
-            a_RI, b_OR = _joined(entry, adapted)
+            a_RI, b_OR = _join_adapters(entry, pairs)
             tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
             tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
     if not modules:
@@ -109,12 +109,14 @@ def _adapter_of(part: ParamSlice, params: Mapping[str, np.ndarray]) -> tuple[np.
     return np.asarray(params[f"{lora}.a"][part.index]), np.asarray(params[f"{lora}.b"][part.index])
 
 
-def _joined(entry: FileTensor, adapted: list[tuple[np.ndarray, np.ndarray] | None]) -> tuple[np.ndarray, np.ndarray]:
-    present = [pair for pair in adapted if pair is not None]
+def _join_adapters(
+    entry: FileTensor, pairs: list[tuple[np.ndarray, np.ndarray] | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    present = [pair for pair in pairs if pair is not None]
     rank, inputs = present[0][0].shape[-1], present[0][0].ndim - 1
     a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in present])
     pieces, parts, start = [], [], 0
-    for part, pair in zip(entry.parts, adapted, strict=True):
+    for part, pair in zip(entry.parts, pairs, strict=True):
         shape, axes = part.leaf.part_shape[inputs:], part.leaf.part_axes[inputs:]
         piece = np.zeros((len(a_RI), *shape), a_RI.dtype)
         if pair is not None:
@@ -142,12 +144,14 @@ def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) ->
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": _number(lora.alpha),
+        "lora_alpha": _compact_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "target_modules": sorted(names),
         "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
-        "alpha_pattern": {name: _number(lora.alpha * _factor(lora, parts)) for name, parts in joined.items()},
+        "alpha_pattern": {
+            name: _compact_number(lora.alpha * _alpha_factor(lora, parts)) for name, parts in joined.items()
+        },
         "fan_in_fan_out": modules[0].by_inputs,
         "bias": "none",
         "inference_mode": True,
@@ -156,11 +160,11 @@ def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) ->
     }
 
 
-def _factor(lora: LoraConfig, parts: int) -> float:
+def _alpha_factor(lora: LoraConfig, parts: int) -> float:
     """Factor of alpha that keeps the scale if the rank grows by `parts`: alpha / rank, or alpha / sqrt(rank)."""
     return math.sqrt(parts) if lora.use_rslora else parts
 
 
-def _number(value: float) -> float:
+def _compact_number(value: float) -> float:
     # PEFT writes integers without a decimal point, such as 8 and not 8.0.
     return int(value) if value == int(value) else value

@@ -116,24 +116,24 @@ class YarnRope(RopeConfig):
     def scaling(self, _seq_len: int) -> _Scaling:
         # The temperature of the softmax, applied to queries and keys by scaling their rotations (Peng et al. 2023,
         # section 3.4).
-        grown = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
+        magnitude = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
         return YarnScaling(
             self.factor,
             self.original_max_position_embeddings,
             self.beta_fast,
             self.beta_slow,
-            grown if self.attention_factor is None else self.attention_factor,
+            magnitude if self.attention_factor is None else self.attention_factor,
             self.truncate,
         )
 
     def to_hf(self) -> dict[str, Any]:
-        plain = self.model_dump(include={"factor", "original_max_position_embeddings"})
-        plain |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
+        block = self.model_dump(include={"factor", "original_max_position_embeddings"})
+        block |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
         scaling = self.scaling(0)
         # Written as its result, since `mscale` only has an effect in a file together with `mscale_all_dim`.
         if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
-            plain["attention_factor"] = scaling.magnitude
-        return {"rope_type": "yarn", **plain, **({} if self.truncate else {"truncate": False})}
+            block["attention_factor"] = scaling.magnitude
+        return {"rope_type": "yarn", **block, **({} if self.truncate else {"truncate": False})}
 
 
 class LongRope(RopeConfig):
@@ -164,9 +164,9 @@ class LongRope(RopeConfig):
 
     def scaling(self, _seq_len: int) -> _Scaling:
         original, factor = self.original_max_position_embeddings, max(self.factor, 1.0)
-        grown = math.sqrt(1.0 + math.log(factor) / math.log(original))
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original))
         factors = self.long_factor if _seq_len > original else self.short_factor
-        return LongRopeScaling(factors, grown if self.attention_factor is None else self.attention_factor)
+        return LongRopeScaling(factors, magnitude if self.attention_factor is None else self.attention_factor)
 
     def differs_from_hf(self, _seq_len: int) -> str | None:
         original = self.original_max_position_embeddings
@@ -178,8 +178,8 @@ class LongRope(RopeConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        plain = self.model_dump(exclude={"type", "theta"}, exclude_none=True)
-        return {"rope_type": "longrope", **{k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}}
+        block = self.model_dump(exclude={"type", "theta"}, exclude_none=True)
+        return {"rope_type": "longrope", **{k: list(v) if isinstance(v, tuple) else v for k, v in block.items()}}
 
 
 AnyRope = Annotated[DefaultRope | Llama3Rope | YarnRope | LongRope, Field(discriminator="type")]
@@ -268,10 +268,10 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
 
 def _yarn_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Handles `mscale`, which has an effect only together with `mscale_all_dim`: the magnitude is the ratio of both."""
-    over, under = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
-    if fields.get("attention_factor") is None and over and under and fields["factor"] > 1:
-        grown = math.log(fields["factor"])
-        fields["attention_factor"] = (0.1 * over * grown + 1.0) / (0.1 * under * grown + 1.0)
+    mscale, mscale_all_dim = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
+    if fields.get("attention_factor") is None and mscale and mscale_all_dim and fields["factor"] > 1:
+        log_factor = math.log(fields["factor"])
+        fields["attention_factor"] = (0.1 * mscale * log_factor + 1.0) / (0.1 * mscale_all_dim * log_factor + 1.0)
     return fields
 
 
@@ -298,10 +298,10 @@ def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
 
 def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
     """Fields of config.json for transformers 4 and 5: one rope for full attention, one for sliding windows."""
-    one = rope_to_hf(rope)
+    shared = rope_to_hf(rope)
     local = {"rope_theta": local_theta, "rope_type": "default"}
-    parameters = {"full_attention": one["rope_parameters"], "sliding_attention": local}
-    return {**one, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
+    parameters = {"full_attention": shared["rope_parameters"], "sliding_attention": local}
+    return {**shared, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
 
 
 def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:

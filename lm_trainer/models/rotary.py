@@ -145,8 +145,11 @@ def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int 
     heads = hf.get("num_attention_heads") or 32
     key_value_heads, size = hf.get("num_key_value_heads", kv_heads), hf.get("head_dim", head_dim)
     # Unset if it follows from the other sizes, so a configuration without it describes the same model.
-    usual = size is None or size * heads == hf.get("hidden_size")
-    return {"num_kv_heads": heads if key_value_heads is None else key_value_heads, "head_dim": None if usual else size}
+    is_default = size is None or size * heads == hf.get("hidden_size")
+    return {
+        "num_kv_heads": heads if key_value_heads is None else key_value_heads,
+        "head_dim": None if is_default else size,
+    }
 
 
 def shared_to_hf(config: RotaryConfig) -> dict[str, Any]:

@@ -55,12 +55,12 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     if requested == "xla":
         return BackendChoice("xla", "asked for")
     available = [name for name, kernel in _KERNELS.items() if metadata.platform in kernel.platforms]
-    names = available if requested == "auto" else [requested]
-    reasons = {name: _REASONS[name](spec, metadata) for name in names}
+    candidates = available if requested == "auto" else [requested]
+    reasons = {name: _REASONS[name](spec, metadata) for name in candidates}
     supported = next((name for name, reason in reasons.items() if reason is None), None)
     reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items()) or _NO_KERNEL
     if requested == "auto" and metadata.devices > 1:
-        return _with_shared_positions(spec, metadata, supported, reason)
+        return _choose_for_shared_rows(spec, metadata, supported, reason)
     if supported is not None:
         return BackendChoice(supported, "asked for" if supported == requested else "can do all that the model asks for")
     # Never falls back silently: a kernel requested for training is used, or refused with an error.
@@ -69,8 +69,8 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     return BackendChoice("xla", reason)
 
 
-def _with_shared_positions(
-    spec: AttentionSpec, metadata: AttentionMetadata, kernel: str | None, why_no_kernel: str
+def _choose_for_shared_rows(
+    spec: AttentionSpec, metadata: AttentionMetadata, kernel: str | None, no_kernel_reason: str
 ) -> BackendChoice:
     # Bytes per row, so the size depends neither on the microbatch nor on the number of devices that share a batch.
     pairs = metadata.queries * metadata.keys
@@ -85,7 +85,7 @@ def _with_shared_positions(
         return BackendChoice("ring", size_note)
     if size > _MAX_PAIR_BYTES:
         size_note = f"{size_note}, but ring cannot be used: {obstacle}"
-    return BackendChoice(kernel or "xla", size_note if kernel else f"{why_no_kernel}; {size_note}")
+    return BackendChoice(kernel or "xla", size_note if kernel else f"{no_kernel_reason}; {size_note}")
 
 
 def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bool:

@@ -125,14 +125,14 @@ def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = N
         loss: a cross-entropy of the targets.
         block_size: as for `gauss_newton_bartlett`.
     """
-    dropped = with_key_of_dropout(loss)
+    loss_with_dropout_key = with_key_of_dropout(loss)
 
     def head(model: Decoder, stream: Stream, batch: Batch, key: jax.Array) -> LossSums:
         h_BSD = hidden_after_layers(model, stream, batch, jax.random.fold_in(key, _DROPOUT))
         targets_BS = _sample(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
-        return dropped.head(model, stream, batch._replace(targets=targets_BS), key)
+        return loss_with_dropout_key.head(model, stream, batch._replace(targets=targets_BS), key)
 
-    return replace(dropped, head=head)
+    return replace(loss_with_dropout_key, head=head)
 
 
 def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> tuple[Callable[[Any], jax.Array], Any]:
@@ -148,9 +148,9 @@ def _sample(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | 
     size = -(-h_ND.shape[0] // count)
     padded = jnp.pad(h_ND, [(0, count * size - h_ND.shape[0]), (0, 0)])
 
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def sample_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         h_CD, block_key = block
         return jax.random.categorical(block_key, model.logits(h_CD[None])[0]).astype(jnp.int32)
 
-    drawn = jax.lax.map(one, (padded.reshape(count, size, -1), jax.random.split(key, count)))
-    return drawn.reshape(-1)[: h_ND.shape[0]].reshape(h_BSD.shape[:-1])
+    sampled = jax.lax.map(sample_block, (padded.reshape(count, size, -1), jax.random.split(key, count)))
+    return sampled.reshape(-1)[: h_ND.shape[0]].reshape(h_BSD.shape[:-1])

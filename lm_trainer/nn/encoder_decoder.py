@@ -59,8 +59,8 @@ class Encoder(nnx.Module):
         self._check(features_BMP.shape)
         dropout_key, layers_key, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
         activation = ACTIVATIONS[self.spec.activation]
-        x_BMD = activation(self.conv1(_windows(features_BMP.astype(dtype), 1), key=adapters))
-        x_BFD = activation(self.conv2(_windows(x_BMD, 2), key=adapters))
+        x_BMD = activation(self.conv1(_conv_windows(features_BMP.astype(dtype), 1), key=adapters))
+        x_BFD = activation(self.conv2(_conv_windows(x_BMD, 2), key=adapters))
         x_BFD = (x_BFD.astype(jnp.float32) + read(self.positions, jnp.float32)[None]).astype(dtype)
         x_BFD = dropout(x_BFD, self.spec.dropout, dropout_key)
         x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, _unmasked_context(x_BFD), key=layers_key)
@@ -75,7 +75,7 @@ class Encoder(nnx.Module):
             )
 
 
-def _windows(x_BMC: jax.Array, stride: int) -> jax.Array:
+def _conv_windows(x_BMC: jax.Array, stride: int) -> jax.Array:
     """Gathers the frames read by each position of a convolution, [B, M / stride, 3, C]; the row is zero-padded.
 
     A convolution is then one product of two matrices, whose sums have the same order on every device.

@@ -65,14 +65,14 @@ class Linear(nnx.Module):
 
         The key is for dropout in an adapter, None disables it.
         """
-        lead = x.shape[: x.ndim - len(self.in_shape)]
+        leading_shape = x.shape[: x.ndim - len(self.in_shape)]
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
         w_IO = read(self.weight, x.dtype).reshape(math.prod(self.in_shape), -1)
         x_MI = x.reshape(-1, w_IO.shape[0])
         y_MO = self.matmul(x_MI, w_IO)
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
-        y = y_MO.reshape(*lead, *self.out_shape)
+        y = y_MO.reshape(*leading_shape, *self.out_shape)
         return y if self.bias is None else y + with_rank_of(read(self.bias, x.dtype), y)
 
 

@@ -114,13 +114,13 @@ def _selected_layers(
             if expert := next((n for n in (name, *aliases.get(name, ())) if config.matches(pattern, n)), None):
                 raise UserError(
                     f"adapter.target_modules: {pattern!r} names {expert}, but routed experts cannot have adapters; "
-                    f"name linear layers alone: {', '.join(_short_names(layers, aliases))}"
+                    f"name linear layers alone: {', '.join(_layer_names(layers, aliases))}"
                 )
         matched = {
             layer for layer in layers if _matches_layer(config, pattern, layer, aliases.get(f"{layer}.weight", ()))
         }
         if not matched:
-            names = _short_names(layers, aliases)
+            names = _layer_names(layers, aliases)
             near = difflib.get_close_matches(pattern, [*names, *(name.rsplit(".", 1)[-1] for name in names)], 1)
             raise UserError(
                 f"adapter.target_modules: {pattern!r} matches no linear layer of the blocks"
@@ -136,15 +136,15 @@ def _matches_layer(config: LoraConfig, pattern: str, layer: str, module_names: S
         return True
     matched = [name for name in module_names if config.matches(pattern, name)]
     if matched and len(matched) < len(module_names):
-        left = next(name for name in module_names if name not in matched)
+        missed = next(name for name in module_names if name not in matched)
         raise UserError(
-            f"adapter.target_modules: {pattern!r} matches {matched[0]} but not {left}; layers of one kind are adapted "
+            f"adapter.target_modules: {pattern!r} matches {matched[0]} but not {missed}; layers of one kind are adapted "
             f"together, so write '*' or a pattern for any number in place of the layer's"
         )
     return bool(matched)
 
 
-def _short_names(layers: Sequence[str], aliases: ModuleNames) -> list[str]:
+def _layer_names(layers: Sequence[str], aliases: ModuleNames) -> list[str]:
     """Shortest names of the linear layers that a list may contain, our names first."""
     own_names = [layer.split(".", 2)[-1] for layer in layers]
     alias_names = [

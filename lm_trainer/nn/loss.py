@@ -117,7 +117,7 @@ def hidden_nll(
     """Same as `token_nll`, from the result of `Decoder.hidden`."""
     settings = _Settings(block_size, model.spec.head.softcap, parts=batch_parts())
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
-    blocks, w_VD = _in_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
+    blocks, w_VD = _split_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
 
     def body(carry: tuple[()], block: Any) -> tuple[tuple[()], dict[str, jax.Array]]:
         h_CD, targets_C, _ = block
@@ -126,7 +126,7 @@ def hidden_nll(
         return carry, values | (softmax.top_tokens(targets_C, top) if top else {})
 
     stacked = _scan_blocks(body, (), blocks)[1]
-    per_position = {name: _out_of_blocks(x, h_ND.shape[0], settings.parts) for name, x in stacked.items()}
+    per_position = {name: _merge_blocks(x, h_ND.shape[0], settings.parts) for name, x in stacked.items()}
     per_position = {name: x.reshape(*h_BSD.shape[:2], *x.shape[1:]) for name, x in per_position.items()}
     weights_BS = jnp.asarray(batch.weights).astype(jnp.float32)
     metrics = {name: whole_on_one(x) for name, x in per_position.items()}
@@ -166,12 +166,12 @@ def _token_sums(
     logits are saved or recomputed; otherwise only the sums are computed. Products are in the dtype of `h_ND` and logits
     in float32; the gradient of `w_VD` is summed in float32 over the blocks.
     """
-    blocks = _in_blocks(h_ND, targets_N, weights_N, settings)
+    blocks = _split_blocks(h_ND, targets_N, weights_N, settings)
 
     def body(totals: TokenSums, block: Any) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
-        return _add(totals, softmax.of_tokens(settings.terms), weights_C), None
+        return _add_weighted(totals, softmax.of_tokens(settings.terms), weights_C), None
 
     return _scan_blocks(body, _zero_sums(settings.terms), blocks, w_VD)[0]
 
@@ -242,7 +242,7 @@ def _zero_sums(terms: LossTerms) -> TokenSums:
     return TokenSums(*(jnp.zeros((), jnp.float32) if is_requested else None for is_requested in requested))  # pyright: ignore[reportArgumentType]
 
 
-def _add(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) -> TokenSums:
+def _add_weighted(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) -> TokenSums:
     return jax.tree.map(lambda total, x_C: total + jnp.sum(weights_C * x_C), totals, tokens)
 
 
@@ -251,7 +251,7 @@ def _forward(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[TokenSums, tuple[jax.Array, jax.Array, jax.Array]]:
     # Cast once here, instead of in every block.
-    blocks, terms = _in_blocks(h_ND, targets_N, weights_N, settings), settings.terms
+    blocks, terms = _split_blocks(h_ND, targets_N, weights_N, settings), settings.terms
     cast_VD = w_VD.astype(h_ND.dtype)
 
     def body(carry: tuple[TokenSums, jax.Array], block: Any) -> tuple[Any, Any]:
@@ -267,13 +267,13 @@ def _forward(
         # Rounded to the compute dtype, so both products of the backward pass run in it.
         d_CV = (d_CV if softmax.slopes_CV is None else d_CV * softmax.slopes_CV).astype(h_CD.dtype)
         dw = dw + _head_gradient(d_CV, h_CD, settings.parts)
-        return (_add(totals, tokens, weights_C), dw), (d_CV @ cast_VD, loss_C)
+        return (_add_weighted(totals, tokens, weights_C), dw), (d_CV @ cast_VD, loss_C)
 
     shape = w_VD.shape if settings.parts == 1 else (settings.parts, *w_VD.shape)
     zero = (_zero_sums(terms), jnp.zeros(shape, jnp.float32))
     (totals, dw), (dh, loss) = _scan_blocks(body, zero, blocks, w_VD)
     dw_VD = dw if settings.parts == 1 else jnp.sum(dw, axis=0)
-    dh_ND, loss_N = (_out_of_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
+    dh_ND, loss_N = (_merge_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
     return totals, (dh_ND, dw_VD.astype(w_VD.dtype), loss_N)
 
 
@@ -298,7 +298,7 @@ def _backward(
 _token_sums.defvjp(_forward, _backward)
 
 
-def _in_blocks(
+def _split_blocks(
     h_ND: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Splits the tokens into [blocks, C, ...], padded with tokens of weight 0.
@@ -323,8 +323,8 @@ def _in_blocks(
     return split(h_ND), split(targets_N), split(weights_N)
 
 
-def _out_of_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
-    """Restores [N, ...] from [blocks, C, ...]: the inverse of `_in_blocks`."""
+def _merge_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
+    """Restores [N, ...] from [blocks, C, ...]: the inverse of `_split_blocks`."""
     if parts == 1:
         return x.reshape(-1, *x.shape[2:])[:n]
     x = jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
@@ -339,5 +339,5 @@ def _scan_blocks(body: Any, zero: Any, blocks: Any, *closed_over: jax.Array) -> 
     # Inside a shard_map, a loop requires its initial value to vary over devices like its result. A zero derived from
     # the inputs does, on every version of JAX, at no cost.
     inputs = [*jax.tree.leaves(blocks), *closed_over]
-    nothing = sum(jnp.where(False, a.reshape(-1)[0], 0).astype(jnp.float32) for a in inputs)
-    return jax.lax.scan(body, jax.tree.map(lambda a: a + nothing, zero), blocks)
+    zero_from_inputs = sum(jnp.where(False, a.reshape(-1)[0], 0).astype(jnp.float32) for a in inputs)
+    return jax.lax.scan(body, jax.tree.map(lambda a: a + zero_from_inputs, zero), blocks)

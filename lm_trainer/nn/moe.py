@@ -73,26 +73,26 @@ class Moe(nnx.Module):
         weights_MK, experts_MK = from_own_rows(lambda probs_ME: jax.lax.top_k(probs_ME, spec.top_k), (probs_ME,), ())
         if spec.renormalize:
             weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
-        y_MD = self._mixed(x_MD, experts_MK, weights_MK)
-        stats = _stats(spec, logits_ME, probs_ME, experts_MK, valid_BS.reshape(-1))
+        y_MD = self._mix_experts(x_MD, experts_MK, weights_MK)
+        stats = _router_stats(spec, logits_ME, probs_ME, experts_MK, valid_BS.reshape(-1))
         return y_MD.reshape(x_BSD.shape), stats
 
-    def _mixed(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+    def _mix_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Adds the results of each token's experts, by weight.
 
         If devices share the experts, each computes its local experts for the tokens of all devices, and receives the
         sums of its local tokens. Tokens are never dropped, and only tokens are communicated.
         """
         x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
-        if _dense(self.spec):
-            return reduce_scatter(self._by_all(x_MD, experts_MK, weights_MK), "expert", 0)
+        if _use_dense(self.spec):
+            return reduce_scatter(self._dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Sorted among the rows of all devices, every token would be sent to all of them.
         weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
-        y_MKD = from_own_rows(self._compute, (x_MD, experts_MK), weights)
+        y_MKD = from_own_rows(self._grouped_experts, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 
-    def _by_all(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+    def _dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Computes the experts of this device as one wide MLP, with weights of 0 for unselected experts."""
         dtype, count = x_MD.dtype, self.gate[...].shape[0]
         first = axis_index("expert") * count if axis_size("expert") > 1 else 0
@@ -108,7 +108,7 @@ class Moe(nnx.Module):
         down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
-    def _compute(
+    def _grouped_experts(
         self, x_MD: jax.Array, experts_MK: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
     ) -> jax.Array:
         """Computes each token's experts, [M, K, D]; zero for the experts of other devices.
@@ -127,13 +127,13 @@ class Moe(nnx.Module):
         counts_E = jnp.bincount(experts_A, length=count + shared)[:count].astype(jnp.int32)
         x_AD = _permute(jnp.repeat(x_MD, top_k, axis=0), order_A, inverse_A)
         # `ragged_dot` does not guarantee results for rows past the last group: they are zeroed before and after it.
-        mine_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
-        x_AD = jnp.where(mine_A1, x_AD, 0) if shared else x_AD
+        local_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
+        x_AD = jnp.where(local_A1, x_AD, 0) if shared else x_AD
         gate_AF = jax.lax.ragged_dot(x_AD, gate_EDF, counts_E)
         up_AF = jax.lax.ragged_dot(x_AD, up_EDF, counts_E)
         h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
         y_AD = jax.lax.ragged_dot(h_AF, down_EFD, counts_E)
-        y_AD = jnp.where(mine_A1, y_AD, 0) if shared else y_AD
+        y_AD = jnp.where(local_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
 
 
@@ -144,7 +144,7 @@ def _announce(platform: str) -> None:
     )
 
 
-def _dense(spec: MoeSpec) -> bool:
+def _use_dense(spec: MoeSpec) -> bool:
     """`spec.dense` with its default resolved.
 
     XLA has a grouped product only for TPUs. On other platforms its product computes every expert for every assignment,
@@ -175,19 +175,21 @@ def _permute_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Arr
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _stats(
+def _router_stats(
     spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, valid_M: jax.Array
 ) -> RouterStats:
     # Devices that share a microbatch report shares that add up: non-linear statistics are computed over the full
     # microbatch.
     valid_M1 = valid_M.astype(jnp.float32)[:, None]
     tokens = jnp.sum(valid_M1)
-    one = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
+    inverse_tokens = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
     # Counts have no gradient: the gradient of the balance flows through the probabilities (Fedus et al. 2021, section
     # 2.2).
     chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts)[None, None, :], axis=1)
-    load_E = one * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
-    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
+    load_E = inverse_tokens * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
+    balance = (
+        spec.num_experts * jnp.sum(load_E * inverse_tokens * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
+    )
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * valid_M1)
     overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
     return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)

@@ -71,7 +71,7 @@ class ChannelwiseConfig(QuantizationConfig):
     """One scale per row of the activations and per column of the weights."""
 
     @model_validator(mode="after")
-    def _qwix_is_there(self) -> ChannelwiseConfig:
+    def _qwix_is_installed(self) -> ChannelwiseConfig:
         if importlib.util.find_spec("qwix") is None:
             raise ValueError(
                 'quantization needs the package qwix; install it with pip install "lm_trainer[quantization]"'

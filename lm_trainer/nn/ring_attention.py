@@ -109,15 +109,14 @@ class _Ring:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), pair.query_block)
         return dropout(x_BKGQC, self.spec.scores.dropout, jax.random.fold_in(key, pair.key_block))
 
-    def over_pairs(self, owner: Any, per_query: Any, shared: Any, one: Callable[[Any, Any, _Pair], Any]) -> Any:
-        """Applies `one` to each block of this device's queries and the visible blocks of `owner`'s keys, in the order
-        of the row.
+    def over_pairs(self, owner: Any, per_query: Any, shared: Any, attend_pair: Callable[[Any, Any, _Pair], Any]) -> Any:
+        """Applies a function to each block of local queries and the visible blocks of `owner`'s keys, in row order.
 
         Args:
             owner: the device whose keys these are.
             per_query: arrays with an entry for each block of queries.
             shared: arrays shared by all blocks.
-            one: `one(entries, shared, pair)` returns updated values of both.
+            attend_pair: `attend_pair(entries, shared, pair)` returns updated values of both.
         """
         layout, device = self.layout, axis_index("context") if self.layout.devices > 1 else 0
 
@@ -134,7 +133,7 @@ class _Ring:
                         layout.size, local, query_block, owner * 2 * layout.blocks + local_key, local_key, block
                     )
                     entries, shared = state
-                    return one(entries, shared, pair)
+                    return attend_pair(entries, shared, pair)
 
                 low, high = layout.visible_blocks(query_block, first)
                 state = lax.fori_loop(low, high, keys, state)
@@ -186,7 +185,7 @@ def _forward(
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def visit(state: Any, kv: Any, owner: Any) -> Any:
-        def one(entries: Any, shared: Any, pair: _Pair) -> Any:
+        def attend_pair(entries: Any, shared: Any, pair: _Pair) -> Any:
             o_BKGQH, highest_BKGQ, sum_BKGQ = entries
             k_BKCH, v_BKCH = (_block_at(x, pair.local_key) for x in kv)
             _, scores_BKGQC = ring.scores(_block_at(q_LBKGQH, pair.local_query), k_BKCH, row, pair)
@@ -199,7 +198,7 @@ def _forward(
             o_BKGQH = shrink_BKGQ[..., None] * o_BKGQH + product("bkgqc,bkch->bkgqh", e_BKGQC, v_BKCH)
             return (o_BKGQH, higher_BKGQ, sum_BKGQ), shared
 
-        return ring.over_pairs(owner, state, (), one)[0]
+        return ring.over_pairs(owner, state, (), attend_pair)[0]
 
     shape = q_LBKGQH.shape[:-1]
     o_LBKGQH = jnp.zeros((*shape, v_LBKCH.shape[-1]), jnp.float32)
@@ -220,7 +219,7 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
     mean_LBKGQ = jnp.sum(do_LBKGQH.astype(jnp.float32) * o_LBKGQH.astype(jnp.float32), axis=-1)
 
     def gradients(dq_LBKGQH: jax.Array, kv: Any, owner: Any) -> Any:
-        def one(dq_BKGQH: jax.Array, d_kv: Any, pair: _Pair) -> Any:
+        def attend_pair(dq_BKGQH: jax.Array, d_kv: Any, pair: _Pair) -> Any:
             q_BKGQH, do_BKGQH, lse_BKGQ, mean_BKGQ = (
                 _block_at(x, pair.local_query) for x in (q_LBKGQH, do_LBKGQH, lse_LBKGQ, mean_LBKGQ)
             )
@@ -241,7 +240,7 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
             )
             return dq_BKGQH + product("bkgqc,bkch->bkgqh", ds_BKGQC, k_BKCH), d_kv
 
-        return ring.over_pairs(owner, dq_LBKGQH, _zeros(kv), one)
+        return ring.over_pairs(owner, dq_LBKGQH, _zeros(kv), attend_pair)
 
     def visit(state: Any, kv: Any, owner: Any, hop: int) -> Any:
         dq_LBKGQH, sums = state

@@ -82,10 +82,10 @@ class RingLayout(NamedTuple):
         All the way around; with a shorter window, some devices in each direction, since the two chunks of a device are
         adjacent to chunks of its neighbours on both sides.
         """
-        near = None if self.reach is None else -(-self.reach // self.blocks)
-        if near is None or 2 * near >= self.devices - 1:
+        neighbours = None if self.reach is None else -(-self.reach // self.blocks)
+        if neighbours is None or 2 * neighbours >= self.devices - 1:
             return [(1, 0, self.devices - 1)]
-        return [(1, 0, near), (-1, 1, near)] if near else [(1, 0, 0)]
+        return [(1, 0, neighbours), (-1, 1, neighbours)] if neighbours else [(1, 0, 0)]
 
     def computed_blocks(self, device: int) -> int:
         """Number of blocks of scores, with `size` queries and keys each, computed by a device for one head of a row."""
@@ -98,7 +98,7 @@ def to_zigzag(x_BS: jax.Array) -> jax.Array:
     routes = _routes_of_halves()
     if not routes:
         return x_BS
-    return _joined(
+    return _join_chunks(
         *(permute(half, "context", route) for half, route in zip(jnp.split(x_BS, 2, 1), routes, strict=True))
     )
 
@@ -108,11 +108,11 @@ def from_zigzag(x_BS: jax.Array) -> jax.Array:
     routes = [[(target, source) for source, target in route] for route in _routes_of_halves()]
     if not routes:
         return x_BS
-    halves = jnp.split(_joined(*jnp.split(x_BS, 2, 1)), 2, 1)
+    halves = jnp.split(_join_chunks(*jnp.split(x_BS, 2, 1)), 2, 1)
     return jnp.concatenate([permute(half, "context", route) for half, route in zip(halves, routes, strict=True)], 1)
 
 
-def _joined(even: jax.Array, odd: jax.Array) -> jax.Array:
+def _join_chunks(even: jax.Array, odd: jax.Array) -> jax.Array:
     """Joins a chunk with an even index and one with an odd index in local order: device i has chunk i first."""
     swap = axis_index("context") % 2 == 1
     return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], 1)

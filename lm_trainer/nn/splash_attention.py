@@ -72,12 +72,12 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
     if all(mesh.shape[axis] == 1 for axis in free):
         return run(q_BSNH, k_BSKH, v_BSKH, segments_BS)
 
-    def over(axes: tuple[str, ...], count: int) -> tuple[str, ...]:
+    def divisible_axes(axes: tuple[str, ...], count: int) -> tuple[str, ...]:
         axes = tuple(axis for axis in axes if axis in free)
         return axes if count % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
     # XLA cannot partition a kernel. If a mesh axis does not divide a dimension, each of its devices computes all of it.
-    rows, heads = over(BATCH_AXES, q_BSNH.shape[0]), over(("model",), k_BSKH.shape[2])
+    rows, heads = divisible_axes(BATCH_AXES, q_BSNH.shape[0]), divisible_axes(("model",), k_BSKH.shape[2])
     partition: Any = PartitionSpec(rows, None, heads)
     divided = jax.shard_map(
         run,
@@ -115,16 +115,16 @@ def _kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Calla
     shape, window = (length, length), spec.window
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     size = _block(length, spec.scores.block_size)
-    keys = _keys_of_one_pass(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
+    fused_block = _fused_backward_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
     # A single kernel for all gradients computes five products per block; two separate kernels, seven.
-    separate: dict[str, Any] = {} if keys else {"block_q_dq": size, "block_kv_dq": size}
+    separate: dict[str, Any] = {} if fused_block else {"block_q_dq": size, "block_kv_dq": size}
     sizes = splash.BlockSizes(
         block_q=size,
         block_kv=size,
         block_q_dkv=size,
-        block_kv_dkv=keys or size,
+        block_kv_dkv=fused_block or size,
         block_kv_dkv_compute=size,
-        use_fused_bwd_kernel=keys is not None,
+        use_fused_bwd_kernel=fused_block is not None,
         **separate,
     )
     kernel: Any = splash.make_splash_mha_single_device(
@@ -144,7 +144,7 @@ def _block(length: int, size: int | None) -> int:
     return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
 
 
-def _keys_of_one_pass(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
+def _fused_backward_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
     """Positions of a block of keys if one kernel computes all gradients; None if two kernels do.
 
     The single kernel writes a part of the gradient of all queries for each such block, so their number is limited, and

@@ -71,7 +71,7 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     Returns the stream, the cache, and the sums of router statistics over layers, None without routers.
     """
     slots = [blocks[str(j)] for j in range(len(blocks))]
-    apply = _apply if cache is not None else _rematerialised(spec.remat, in_loop=spec.scan)
+    apply = _apply if cache is not None else _with_remat(spec.remat, in_loop=spec.scan)
 
     def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
         layer = layer if first is None else first + layer
@@ -107,7 +107,7 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
         key: key of all layers; None disables dropout.
         remat: values that a derivative of this call recomputes, without an optimization barrier.
     """
-    apply = _rematerialised(remat, in_loop=True)
+    apply = _with_remat(remat, in_loop=True)
     layer_key = None if key is None else jax.random.fold_in(key, layer)
     x_BSD, _, stats = apply(block, (x_BSD, None, stats), context, layer, layer_key)
     return x_BSD, stats
@@ -138,15 +138,15 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
     full_slots = [
         jax.tree.map(lambda a: a[:iterations], block) if j < remainder else block for j, block in enumerate(slots)
     ]
-    scanned, grouped = (full_slots, jnp.arange(iterations)), 0
+    scanned, grouped_iterations = (full_slots, jnp.arange(iterations)), 0
     if groups and (size := iterations // groups):
         # Only the input of each group is saved; the group runs a second time, and then saves the inputs of its layers
         # (Chen et al. 2016, arXiv 1604.06174). A loop needs no barrier against common subexpression elimination.
-        grouped = groups * size
-        parts = jax.tree.map(lambda a: a[:grouped].reshape(groups, size, *a.shape[1:]), scanned)
+        grouped_iterations = groups * size
+        parts = jax.tree.map(lambda a: a[:grouped_iterations].reshape(groups, size, *a.shape[1:]), scanned)
         carry, _ = jax.lax.scan(jax.checkpoint(lambda c, x: jax.lax.scan(body, c, x), prevent_cse=False), carry, parts)
-    if grouped < iterations:
-        carry, _ = jax.lax.scan(body, carry, jax.tree.map(lambda a: a[grouped:], scanned))
+    if grouped_iterations < iterations:
+        carry, _ = jax.lax.scan(body, carry, jax.tree.map(lambda a: a[grouped_iterations:], scanned))
     for j in range(remainder):
         carry = run(carry, jax.tree.map(lambda a: a[iterations], slots[j]), iterations * period + j)
     return carry
@@ -160,7 +160,7 @@ def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Arra
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
-def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
+def _with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none" and not gathers():
         return _apply
     # A separate function if parameters are gathered: JAX would reuse a trace of `_apply` without gathering.

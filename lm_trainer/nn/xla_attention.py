@@ -25,20 +25,22 @@ def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array |
     """Computes softmax(q k^T + bias) v, [B, S, N, H] with the H of `v_BTKH` and its dtype; `key` is for dropout."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
     scores, queries = spec.scores, q_BSNH.shape[1]
-    plain = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
+    attention_fn = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
     if scores.block_size is not None and scores.block_size < queries:
-        return _in_query_blocks(plain, scores.block_size, inputs, key)
+        return _in_query_blocks(attention_fn, scores.block_size, inputs, key)
     attends_to_itself = segments_BS is not None and queries == k_BTKH.shape[1]
     if not attends_to_itself or queries <= _MIN_BLOCK_QUERIES:
-        return plain(q_BSNH, k_BTKH, v_BTKH, bias_BNST, key=key)
-    return _causal(plain, spec.window, inputs, key)
+        return attention_fn(q_BSNH, k_BTKH, v_BTKH, bias_BNST, key=key)
+    return _causal_blocks(attention_fn, spec.window, inputs, key)
 
 
 AttentionFn = Callable[..., jax.Array]
 """`dot_product_attention` with its options."""
 
 
-def _causal(plain: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
+def _causal_blocks(
+    attention_fn: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None
+) -> jax.Array:
     """Processes blocks of queries, each with only the keys visible to at least one of its queries; the bias masks the
     others.
     """
@@ -51,12 +53,12 @@ def _causal(plain: AttentionFn, window: int | None, inputs: AttentionInputs, key
             queries = slice(first, min(first + size, length))
             keys = slice(max(0, first - window + 1) if window else 0, queries.stop)
             arrays = q_BSNH[:, queries], k_BTKH[:, keys], v_BTKH[:, keys], bias_BNST[:, :, queries, keys]
-            yield plain(*arrays, key=None if key is None else jax.random.fold_in(key, index))
+            yield attention_fn(*arrays, key=None if key is None else jax.random.fold_in(key, index))
 
     return jnp.concatenate(list(blocks()), axis=1)
 
 
-def _in_query_blocks(plain: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
+def _in_query_blocks(attention_fn: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
     """Computes the scores of `size` queries at a time, recomputed for gradients; results equal the unblocked ones."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
@@ -68,13 +70,13 @@ def _in_query_blocks(plain: AttentionFn, size: int, inputs: AttentionInputs, key
         return jnp.moveaxis(parts, axis, 0)
 
     @jax.checkpoint
-    def one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def attend_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         index, q_BCNH, bias_BNCT = block
         block_key = None if key is None else jax.random.fold_in(key, index)
-        return plain(q_BCNH, k_BTKH, v_BTKH, bias_BNCT, key=block_key)
+        return attention_fn(q_BCNH, k_BTKH, v_BTKH, bias_BNCT, key=block_key)
 
     # Queries that pad the last block have a bias of 0 to keep their softmax finite; they are removed at the end.
-    o_LBCNH = jax.lax.map(one, (jnp.arange(count), split(q_BSNH, 1), split(bias_BNST, 2)))
+    o_LBCNH = jax.lax.map(attend_block, (jnp.arange(count), split(q_BSNH, 1), split(bias_BNST, 2)))
     o_BLCNH = jnp.moveaxis(o_LBCNH, 0, 1)
     return o_BLCNH.reshape(q_BSNH.shape[0], count * size, *o_BLCNH.shape[3:])[:, :length]
 
@@ -92,7 +94,7 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     """Computes softmax(softcap(q k^T) + bias) v; scores in the dtype of q, softmax in float32. Differentiable in q, k
     and v.
     """
-    scores_BNST = _per_group("bkch,bkth->bkct", _heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
+    scores_BNST = _grouped_product("bkch,bkth->bkct", _heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
     if softcap is not None:
         scores_BNST = softcap * jnp.tanh(scores_BNST * (1.0 / softcap))
     scores_BNST = scores_BNST + bias_BNST
@@ -104,7 +106,7 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     r_BNS1 = 1.0 / jnp.sum(e_BNST, axis=-1, keepdims=True)
     # After the sum, which dropout of the probabilities would not change either.
     e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTKH.dtype)
-    o_BNSH = _per_group("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
+    o_BNSH = _grouped_product("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
     return _heads_first(o_BNSH)
 
 
@@ -113,7 +115,7 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2)
 
 
-def _per_group(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
+def _grouped_product(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
     """Multiplies each head with the matrix of its group, [B, N, S, ...]: one product for all heads of a group."""
     rows, heads, queries, size = x_BNSX.shape
     x_BKCX = x_BNSX.reshape(rows, y_BTKH.shape[2], -1, size)
