@@ -64,7 +64,7 @@ def filter_logits(
 
 
 def _nucleus_threshold(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Array:
-    """Smallest number, in the order of `_sortable_bits`, above which the probabilities sum to less than `top_p`; [B, 1].
+    """Smallest number, ordered by `_sortable_bits`, above which the probabilities sum to less than `top_p`; [B, 1].
 
     Uses bisection: 32 sums; on a CPU, sorting a vocabulary takes longer than running a small model.
     """

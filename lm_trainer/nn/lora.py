@@ -136,9 +136,9 @@ def _matches_layer(config: LoraConfig, pattern: str, layer: str, module_names: S
         return True
     matched = [name for name in module_names if config.matches(pattern, name)]
     if matched and len(matched) < len(module_names):
-        missed = next(name for name in module_names if name not in matched)
+        other = next(name for name in module_names if name not in matched)
         raise UserError(
-            f"adapter.target_modules: {pattern!r} matches {matched[0]} but not {missed}; layers of one kind are adapted "
+            f"adapter.target_modules: {pattern!r} matches {matched[0]} but not {other}; layers of one kind are adapted "
             f"together, so write '*' or a pattern for any number in place of the layer's"
         )
     return bool(matched)
