@@ -88,7 +88,7 @@ class Generation(NamedTuple):
     """A call of `generate`, ready to run in its two parts."""
 
     program: _Program
-    params: Any
+    params: dict[str, Any]
     tokens_BT: np.ndarray
     lengths_B: np.ndarray
     inputs: _Inputs
@@ -174,7 +174,7 @@ class Generation(NamedTuple):
 class _Program(NamedTuple):
     """Static arguments: another value of any of them compiles another program."""
 
-    graphdef: Any
+    graphdef: nnx.GraphDef[Decoder]
     capacity: int
     """Capacity of the cache in tokens."""
     buffer: int
@@ -234,7 +234,9 @@ def _check_prompts(prompts: Sequence[Sequence[int]], *, context: int, vocab_size
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[KvCache, jax.Array]:
+def _prefill(
+    program: _Program, params: dict[str, Any], tokens_BT: jax.Array, lengths_B: jax.Array
+) -> tuple[KvCache, jax.Array]:
     """Computes the cache after the prompts, and the logits [B, V] after each prompt's last token."""
     model: Decoder = nnx.merge(program.graphdef, params)
     rows, width = tokens_BT.shape
@@ -247,7 +249,12 @@ def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: ja
 
 
 def _decode_until(
-    program: _Program, params: Any, loop: _Loop, lengths_B: jax.Array, inputs: _Inputs, until: jax.Array | int
+    program: _Program,
+    params: dict[str, Any],
+    loop: _Loop,
+    lengths_B: jax.Array,
+    inputs: _Inputs,
+    until: jax.Array | int,
 ) -> _Loop:
     """Decodes up to the step `until`, or until all rows are done."""
     model: Decoder = nnx.merge(program.graphdef, params)

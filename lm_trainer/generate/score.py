@@ -123,9 +123,9 @@ def _bucket_length(length: int) -> int:
 
 
 class _Engine(NamedTuple):
-    graphdef: Any
-    params: Any
-    dtype: Any
+    graphdef: nnx.GraphDef[Decoder]
+    params: dict[str, Any]
+    dtype: np.dtype
 
     def score_separately(self, contexts: Sequence[Context], width: int) -> list[Score]:
         """Scores contexts with one continuation each, both read together."""
@@ -173,8 +173,8 @@ class _Engine(NamedTuple):
 class _Program(NamedTuple):
     """Static arguments."""
 
-    graphdef: Any
-    dtype: Any
+    graphdef: nnx.GraphDef[Decoder]
+    dtype: np.dtype
     capacity: int
     """Capacity of the cache in positions."""
 
@@ -191,7 +191,7 @@ def _pad_rows(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score_full(
-    program: _Program, params: Any, tokens_BT: jax.Array, targets_BT: jax.Array
+    program: _Program, params: dict[str, Any], tokens_BT: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Log probabilities of the targets, and whether they are the most likely tokens, [B, T] each."""
     model: Decoder = nnx.merge(program.graphdef, params)
@@ -200,7 +200,9 @@ def _score_full(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[KvCache, jax.Array]:
+def _prefill(
+    program: _Program, params: dict[str, Any], tokens_BT: jax.Array, lengths_B: jax.Array
+) -> tuple[KvCache, jax.Array]:
     """Computes the cache after the contexts, and the logits [B, V] after each one's last token."""
     model: Decoder = nnx.merge(program.graphdef, params)
     cache = model.init_cache(tokens_BT.shape[0], program.capacity, dtype=program.dtype)
@@ -211,7 +213,7 @@ def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: ja
 @functools.partial(jax.jit, static_argnums=0)
 def _continue_from_cache(
     program: _Program,
-    params: Any,
+    params: dict[str, Any],
     cache: KvCache,
     logits_BV: jax.Array,
     lengths_B: jax.Array,

@@ -91,7 +91,7 @@ def detect_languages(
 class _Program(NamedTuple):
     """Static arguments: another value of any of them compiles another program."""
 
-    graphdef: Any
+    graphdef: nnx.GraphDef[EncoderDecoder]
     capacity: int
     """Capacity of the cache in tokens."""
     max_new_tokens: int
@@ -153,14 +153,14 @@ class _Loop(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _encode(program: _Program, params: Any, features_BMP: jax.Array) -> EncodedCache:
+def _encode(program: _Program, params: dict[str, Any], features_BMP: jax.Array) -> EncodedCache:
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     return model.encode(features_BMP, program.capacity, dtype=program.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(
-    program: _Program, params: Any, cache: EncodedCache, tokens_BT: jax.Array
+    program: _Program, params: dict[str, Any], cache: EncodedCache, tokens_BT: jax.Array
 ) -> tuple[EncodedCache, jax.Array]:
     """Computes the cache after tokens from the first position on, and the logits [B, V] after the last token."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
@@ -170,7 +170,7 @@ def _prefill(
 
 
 def _detect_language(
-    program: _Program, params: Any, cache: EncodedCache, inputs: _Inputs, languages_L: np.ndarray
+    program: _Program, params: dict[str, Any], cache: EncodedCache, inputs: _Inputs, languages_L: np.ndarray
 ) -> np.ndarray:
     """Most likely language token after the first token, int32 [B]."""
     starts_B1 = jnp.full((cache.self_attention.k.shape[1], 1), inputs.start_id, jnp.int32)
@@ -191,7 +191,7 @@ def _mask_forbidden(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decode_greedily(
-    program: _Program, params: Any, cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
+    program: _Program, params: dict[str, Any], cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
     """Decodes greedily: returns the new tokens, int32 [B, G], and the number of valid ones in each row, int32 [B]."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
@@ -222,7 +222,7 @@ def _decode_greedily(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decode_by_beams(
-    program: _Program, params: Any, cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
+    program: _Program, params: dict[str, Any], cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
     """Same as `_decode_greedily`, with beam search."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
     from lm_trainer.export.huggingface import TextModel
     from lm_trainer.generate.engine import Continuation
+    from lm_trainer.nn.decoder import Decoder
 
 MAX_PROMPT_BYTES = 16 * 2**20
 CHUNK = 4
@@ -157,7 +158,7 @@ def stream_text(
 
 def stream_tokens(
     generate_stream: Any,
-    model: Any,
+    model: Decoder,
     tokenizer: Tokenizer,
     ids: Sequence[int],
     settings: GenerateSettings,

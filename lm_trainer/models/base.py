@@ -67,7 +67,7 @@ class CheckpointPolicy(Config):
 
     @field_validator("offload_block_internals", mode="before")
     @classmethod
-    def _all_or_none(cls, value: Any) -> Any:
+    def _all_or_none(cls, value: object) -> object:
         return (get_args(BlockInternal) if value else ()) if isinstance(value, bool) else value
 
     @model_validator(mode="after")

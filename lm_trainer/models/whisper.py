@@ -18,6 +18,7 @@ from lm_trainer.nn.spec import (
     EncoderSpec,
     MlpSpec,
     NormSpec,
+    ScoreSpec,
 )
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class WhisperConfig(DecoderConfig):
             remat_groups=self.remat_groups,
         )
 
-    def _unmasked(self) -> Any:
+    def _unmasked(self) -> ScoreSpec:
         return replace(self.scores(dropout=self.attn_pdrop), backend="xla")
 
     def _attention(self, heads: int) -> AttentionSpec:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.typing import DTypeLike
@@ -28,7 +28,7 @@ RESIDUAL = "attention_kernel"
 _second_derivative = jax.make_user_context(False)
 
 
-def differentiated_twice() -> AbstractContextManager[Any]:
+def differentiated_twice() -> AbstractContextManager[None]:
     """Makes models traced in this thread choose attention with a differentiable gradient."""
     return _second_derivative(True)
 

@@ -63,6 +63,9 @@ def _head_matmul(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
     return jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
 
 
+HeadKey = jax.Array | tuple[jax.Array, jax.Array] | None
+
+
 class DropoutKeys(NamedTuple):
     """Keys of dropout; None disables it."""
 
@@ -70,7 +73,7 @@ class DropoutKeys(NamedTuple):
     """For `Decoder.embed_input`."""
     blocks: jax.Array | None = None
     """For the layers; each folds its index into the key."""
-    head: Any = None
+    head: HeadKey = None
     """For `Decoder.head_input`; some models use several."""
 
 
@@ -179,7 +182,7 @@ class Decoder(nnx.Module):
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
         return dropout(x_BSD, self.spec.embedding.dropout, key)
 
-    def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: Any) -> jax.Array:
+    def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
         """Computes the inputs of the head from the stream after the last layer."""
         del tokens_BS, segments_BS, key
         return self.final_norm(x_BSD)

@@ -70,12 +70,12 @@ def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"
     log_p.bind(x, entry=entry)
 
 
-def listening() -> AbstractContextManager[Any]:
+def listening() -> AbstractContextManager[None]:
     """Makes calls of `log` add their equations to programs traced in this context."""
     return _listener("")
 
 
-def refusing(reason: str) -> AbstractContextManager[Any]:
+def refusing(reason: str) -> AbstractContextManager[None]:
     """Refuses calls of `log` with this reason in programs traced in this context; a step would lose their values."""
     return _listener(reason)
 

@@ -93,7 +93,7 @@ def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
     return merged
 
 
-def _dotted(path: Iterable[Any]) -> str:
+def _dotted(path: Iterable[object]) -> str:
     return ".".join(map(str, path))
 
 

@@ -6,7 +6,8 @@ Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D h
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.parallel.collectives import batch_parts, group_sum, whole_on_one
+
+Carry = TypeVar("Carry")
+Out = TypeVar("Out")
+_Block = tuple[jax.Array, jax.Array, jax.Array]
+"""Hidden states [C, D], targets [C] and weights [C] of a block, or of all blocks with a leading axis."""
 
 
 class LossTerms(NamedTuple):
@@ -83,7 +89,7 @@ def hidden_loss(
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
     settings = _Settings(block_size, model.spec.head.softcap, terms, batch_parts())
-    sums_of_terms: Any = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
+    sums_of_terms: TokenSums = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
     loss, *other_terms = sums_of_terms
     weight = jnp.sum(weights_N)
     sums = zip(TokenSums._fields[1:], other_terms, strict=True)
@@ -119,7 +125,7 @@ def hidden_nll(
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
     blocks, w_VD = _split_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
 
-    def body(carry: tuple[()], block: Any) -> tuple[tuple[()], dict[str, jax.Array]]:
+    def body(carry: tuple[()], block: _Block) -> tuple[tuple[()], dict[str, jax.Array]]:
         h_CD, targets_C, _ = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
         values = {"nll": softmax.of_tokens(CROSS_ENTROPY).nll}
@@ -142,7 +148,7 @@ def weighted_nll(
     softcap: float | None = None,
 ) -> jax.Array:
     """sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; `softcap` as in `HeadSpec`."""
-    sums: Any = _token_sums(h_ND, w_VD, targets_N, weights_N, _Settings(block_size, softcap))
+    sums: TokenSums = _token_sums(h_ND, w_VD, targets_N, weights_N, _Settings(block_size, softcap))
     return sums.nll
 
 
@@ -168,7 +174,7 @@ def _token_sums(
     """
     blocks = _split_blocks(h_ND, targets_N, weights_N, settings)
 
-    def body(totals: TokenSums, block: Any) -> tuple[TokenSums, None]:
+    def body(totals: TokenSums, block: _Block) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
         return _add_weighted(totals, softmax.of_tokens(settings.terms), weights_C), None
@@ -254,7 +260,9 @@ def _forward(
     blocks, terms = _split_blocks(h_ND, targets_N, weights_N, settings), settings.terms
     cast_VD = w_VD.astype(h_ND.dtype)
 
-    def body(carry: tuple[TokenSums, jax.Array], block: Any) -> tuple[Any, Any]:
+    def body(
+        carry: tuple[TokenSums, jax.Array], block: _Block
+    ) -> tuple[tuple[TokenSums, jax.Array], tuple[jax.Array, jax.Array]]:
         totals, dw = carry
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, cast_VD, targets_C, settings.softcap)
@@ -331,7 +339,9 @@ def _merge_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
     return x.reshape(parts, -1, *x.shape[3:])[:, : n // parts].reshape(n, *x.shape[3:])
 
 
-def _scan_blocks(body: Any, zero: Any, blocks: Any, *closed_over: jax.Array) -> Any:
+def _scan_blocks(
+    body: Callable[[Carry, _Block], tuple[Carry, Out]], zero: Carry, blocks: _Block, *closed_over: jax.Array
+) -> tuple[Carry, Out]:
     """`lax.scan`, without a loop for a single block; `closed_over` are arrays read by `body` other than `blocks`."""
     if jax.tree.leaves(blocks)[0].shape[0] == 1:
         carry, out = body(zero, jax.tree.map(lambda a: a[0], blocks))

@@ -20,6 +20,7 @@ from lm_trainer.core.errors import UserError
 if TYPE_CHECKING:
     import jax
     from flax import nnx
+    from jax.typing import DTypeLike
 
     from lm_trainer.nn.linear import MatmulFn
 
@@ -79,7 +80,7 @@ class ChannelwiseConfig(QuantizationConfig):
         return self
 
     @abstractmethod
-    def dtypes(self) -> tuple[Any, Any]:
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
         """Dtypes of operands and of incoming gradients (None: not quantized)."""
 
     def matmul(self) -> MatmulFn:
@@ -91,7 +92,7 @@ class Int8Config(ChannelwiseConfig):
 
     type: Literal["int8"] = "int8"
 
-    def dtypes(self) -> tuple[Any, Any]:
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
         import jax.numpy as jnp
 
         return jnp.int8, jnp.int8 if self.backward else None
@@ -102,7 +103,7 @@ class Fp8Config(ChannelwiseConfig):
 
     type: Literal["fp8"] = "fp8"
 
-    def dtypes(self) -> tuple[Any, Any]:
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
         import jax.numpy as jnp
 
         return jnp.float8_e4m3fn, jnp.float8_e5m2 if self.backward else None
@@ -155,7 +156,7 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
         linear.set_matmul(matmul)
 
 
-def quantized_matmul(dtype: Any, gradient_dtype: Any) -> MatmulFn:
+def quantized_matmul(dtype: DTypeLike, gradient_dtype: DTypeLike | None) -> MatmulFn:
     """`matmul(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
 
     Each row of x and each column of w is divided by its largest absolute value. The gradient ignores the rounding

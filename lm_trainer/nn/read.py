@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 PARAM_NAME = "param_name"
@@ -51,7 +51,7 @@ def read(param: nnx.Param, dtype: DTypeLike | None = None) -> jax.Array:
     return reader(name, values, values.dtype if dtype is None else dtype)
 
 
-def saves_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+def saves_all_but_gathered(primitive: Primitive, *_: object, **__: object) -> bool:
     """A policy of `jax.checkpoint`: saves every result except gathered parameters, which the gradient gathers a second
     time.
     """

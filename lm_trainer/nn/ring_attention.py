@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,14 @@ from jax import lax
 from lm_trainer.nn.attention_kernel import MASK_VALUE
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.positions import alibi_slopes
-from lm_trainer.nn.ring_layout import RingLayout
+from lm_trainer.nn.ring_layout import Index, RingLayout
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.collectives import axis_index, axis_size, rotate
+
+Entries = TypeVar("Entries")
+Shared = TypeVar("Shared")
+State = TypeVar("State")
+KeysAndValues = tuple[jax.Array, ...]
 
 
 class RowMetadata(NamedTuple):
@@ -109,7 +114,13 @@ class _Ring:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), pair.query_block)
         return dropout(x_BKGQC, self.spec.scores.dropout, jax.random.fold_in(key, pair.key_block))
 
-    def over_pairs(self, owner: Any, per_query: Any, shared: Any, attend_pair: Callable[[Any, Any, _Pair], Any]) -> Any:
+    def over_pairs(
+        self,
+        owner: Index,
+        per_query: Entries,
+        shared: Shared,
+        attend_pair: Callable[[Entries, Shared, _Pair], tuple[Entries, Shared]],
+    ) -> tuple[Entries, Shared]:
         """Applies a function to each block of local queries and the visible blocks of `owner`'s keys, in row order.
 
         Args:
@@ -120,14 +131,16 @@ class _Ring:
         """
         layout, device = self.layout, axis_index("context") if self.layout.devices > 1 else 0
 
-        def queries(local: jax.Array, state: Any) -> Any:
+        def queries(local: jax.Array, state: tuple[Entries, Shared]) -> tuple[Entries, Shared]:
             per_query, shared = state
             query_block = layout.block(device, local)
             state = jax.tree.map(lambda x: _block_at(x, local), per_query), shared
             for half in (0, 1):
                 first = layout.chunk(owner, half) * layout.blocks
 
-                def keys(block: jax.Array, state: Any, half: int = half, first: Any = first) -> Any:
+                def keys(
+                    block: jax.Array, state: tuple[Entries, Shared], half: int = half, first: Index = first
+                ) -> tuple[Entries, Shared]:
                     local_key = half * layout.blocks + block - first
                     pair = _Pair(
                         layout.size, local, query_block, owner * 2 * layout.blocks + local_key, local_key, block
@@ -149,11 +162,11 @@ class _Pair(NamedTuple):
     size: int
     local_query: jax.Array
     """Index among this device's blocks."""
-    query_block: jax.Array
+    query_block: Index
     """Index in the row."""
-    gathered_key: jax.Array
+    gathered_key: Index
     """Index among the blocks of all devices in order."""
-    local_key: jax.Array
+    local_key: Index
     """Index on the device whose keys these are."""
     key_block: jax.Array
 
@@ -172,20 +185,34 @@ class _Pair(NamedTuple):
         return (distances_1QC >= 0) if window is None else (distances_1QC >= 0) & (distances_1QC < window)
 
 
+_Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Weighted values, maximum score and sum of exponentials of each query so far."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: _Ring, q_LBKGQH: jax.Array, k_LBKCH: jax.Array, v_LBKCH: jax.Array, row: RowMetadata, key_data: Any
+    ring: _Ring,
+    q_LBKGQH: jax.Array,
+    k_LBKCH: jax.Array,
+    v_LBKCH: jax.Array,
+    row: RowMetadata,
+    key_data: jax.Array | None,
 ) -> jax.Array:
     return _forward(ring, q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data)[0]
 
 
 def _forward(
-    ring: _Ring, q_LBKGQH: jax.Array, k_LBKCH: jax.Array, v_LBKCH: jax.Array, row: RowMetadata, key_data: Any
+    ring: _Ring,
+    q_LBKGQH: jax.Array,
+    k_LBKCH: jax.Array,
+    v_LBKCH: jax.Array,
+    row: RowMetadata,
+    key_data: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def visit(state: Any, kv: Any, owner: Any) -> Any:
-        def attend_pair(entries: Any, shared: Any, pair: _Pair) -> Any:
+    def visit(state: _Softmax, kv: KeysAndValues, owner: Index) -> _Softmax:
+        def attend_pair(entries: _Softmax, shared: tuple[()], pair: _Pair) -> tuple[_Softmax, tuple[()]]:
             o_BKGQH, highest_BKGQ, sum_BKGQ = entries
             k_BKCH, v_BKCH = (_block_at(x, pair.local_key) for x in kv)
             _, scores_BKGQC = ring.scores(_block_at(q_LBKGQH, pair.local_query), k_BKCH, row, pair)
@@ -218,8 +245,8 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     mean_LBKGQ = jnp.sum(do_LBKGQH.astype(jnp.float32) * o_LBKGQH.astype(jnp.float32), axis=-1)
 
-    def gradients(dq_LBKGQH: jax.Array, kv: Any, owner: Any) -> Any:
-        def attend_pair(dq_BKGQH: jax.Array, d_kv: Any, pair: _Pair) -> Any:
+    def gradients(dq_LBKGQH: jax.Array, kv: KeysAndValues, owner: Index) -> tuple[jax.Array, KeysAndValues]:
+        def attend_pair(dq_BKGQH: jax.Array, d_kv: KeysAndValues, pair: _Pair) -> tuple[jax.Array, KeysAndValues]:
             q_BKGQH, do_BKGQH, lse_BKGQ, mean_BKGQ = (
                 _block_at(x, pair.local_query) for x in (q_LBKGQH, do_LBKGQH, lse_LBKGQ, mean_LBKGQ)
             )
@@ -242,7 +269,9 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
 
         return ring.over_pairs(owner, dq_LBKGQH, _zeros(kv), attend_pair)
 
-    def visit(state: Any, kv: Any, owner: Any, hop: int) -> Any:
+    def visit(
+        state: tuple[jax.Array, KeysAndValues], kv: KeysAndValues, owner: Index, hop: int
+    ) -> tuple[jax.Array, KeysAndValues]:
         dq_LBKGQH, sums = state
         # Sent on before this device's terms are computed, to overlap communication and computation.
         arrived = rotate(sums, "context", hop)
@@ -264,11 +293,16 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
 _attend.defvjp(_forward, _backward)
 
 
-def _run_route(visit: Callable[[Any, Any, Any], Any], state: Any, local_kv: Any, route: tuple[int, int, int]) -> Any:
+def _run_route(
+    visit: Callable[[State, KeysAndValues, Index], State],
+    state: State,
+    local_kv: KeysAndValues,
+    route: tuple[int, int, int],
+) -> State:
     """Calls `visit(state, keys and values, their device)` at each stop of a route of `RingLayout.routes`."""
     hop, first, last = route
 
-    def step(carry: Any, hops: jax.Array) -> tuple[Any, None]:
+    def step(carry: tuple[State, KeysAndValues], hops: jax.Array) -> tuple[tuple[State, KeysAndValues], None]:
         state, kv = carry
         # Receives the next block while this one is used.
         arriving = rotate(kv, "context", hop)
@@ -279,19 +313,19 @@ def _run_route(visit: Callable[[Any, Any, Any], Any], state: Any, local_kv: Any,
     return visit(state, kv, _owner(last, hop))
 
 
-def _owner(hops: Any, hop: int) -> Any:
+def _owner(hops: Index, hop: int) -> Index:
     """Device whose keys are local after `hops` hops of `hop` devices each."""
     devices = axis_size("context")
     return 0 if devices == 1 else (axis_index("context") - hops * hop) % devices
 
 
-def _zeros(kv: Any) -> Any:
+def _zeros(kv: KeysAndValues) -> KeysAndValues:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kv)
 
 
-def _block_at(x_L: jax.Array, index: jax.Array) -> jax.Array:
+def _block_at(x_L: jax.Array, index: Index) -> jax.Array:
     return lax.dynamic_index_in_dim(x_L, index, keepdims=False)
 
 
-def _update_block(x_L: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+def _update_block(x_L: jax.Array, new: jax.Array, index: Index) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x_L, new, index, 0)

@@ -7,7 +7,7 @@ Shape letters: B rows, S positions of this device.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from lm_trainer.nn.attention_kernel import AttentionMetadata, first_reason
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.parallel.collectives import axis_index, axis_size, permute
 
+Index = int | jax.Array
+"""Index of a device or a block: an int, or a traced int32 scalar."""
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 512, 64
 
 
@@ -61,16 +63,16 @@ class RingLayout(NamedTuple):
         size = _block_size(chunk, spec.scores.block_size)
         return cls(devices, chunk // size, size, None if spec.window is None else -(-(spec.window - 1) // size))
 
-    def chunk(self, device: Any, half: Any) -> Any:
+    def chunk(self, device: Index, half: Index) -> Index:
         """Index of the first (0) or second (1) chunk of a device."""
         return device + half * (2 * self.devices - 1 - 2 * device)
 
-    def block(self, device: Any, local: Any) -> Any:
+    def block(self, device: Index, local: Index) -> Index:
         """Index in the row of a device's local block."""
         half = local // self.blocks
         return self.chunk(device, half) * self.blocks + local % self.blocks
 
-    def visible_blocks(self, query_block: Any, first: Any) -> tuple[Any, Any]:
+    def visible_blocks(self, query_block: Index, first: Index) -> tuple[Index, Index]:
         """Range [low, high) of blocks, in the chunk that begins with block `first`, visible to a block of queries."""
         low = first if self.reach is None else jnp.clip(query_block - self.reach, first, first + self.blocks)
         return low, jnp.clip(query_block + 1, first, first + self.blocks)

@@ -6,7 +6,7 @@ width of an MLP, or of all senses together.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.nn.attention import cache_bias, causal_bias
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.decoder import Decoder, DropoutKeys
+from lm_trainer.nn.decoder import Decoder, DropoutKeys, HeadKey
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
 from lm_trainer.nn.mlp import Mlp
@@ -82,7 +82,7 @@ class SenseDecoder(Decoder):
         embed_key, blocks_key, _ = super().dropout_keys(backbone_key)
         return DropoutKeys(embed_key, blocks_key, (senses_key, weights_key))
 
-    def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: Any) -> jax.Array:
+    def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
         """Same as for `Decoder`; `key` is a pair: for the senses, and for their weights."""
         senses_key, weights_key = (None, None) if key is None else key
         h_BSD = super().head_input(x_BSD, tokens_BS, segments_BS, key=None)

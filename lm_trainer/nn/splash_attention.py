@@ -78,7 +78,7 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
 
     # XLA cannot partition a kernel. If a mesh axis does not divide a dimension, each of its devices computes all of it.
     rows, heads = divisible_axes(BATCH_AXES, q_BSNH.shape[0]), divisible_axes(("model",), k_BSKH.shape[2])
-    partition: Any = PartitionSpec(rows, None, heads)
+    partition = PartitionSpec(rows, None, heads)
     divided = jax.shard_map(
         run,
         mesh=mesh,

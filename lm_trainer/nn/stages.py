@@ -108,14 +108,17 @@ def staged_token_nll(
 ) -> StagedLoss:
     """`lm_trainer.nn.loss.token_nll` in stages, for decoders of `spec`; the other arguments are the same."""
 
-    def head(model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch) -> Any:
+    def head(model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch) -> LossSums:
         del stats
         return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
 
     return _decoder_stages(spec, dtype, head)
 
 
-def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: Callable[..., Any]) -> StagedLoss:
+_HeadFn = Callable[[Decoder, jax.Array, RouterStats | None, Batch], LossSums]
+
+
+def _decoder_stages(spec: DecoderSpec, dtype: DTypeLike, head: _HeadFn) -> StagedLoss:
     """Makes a loss in stages from `head(model, hidden states, router statistics, batch)`, applied after the layers."""
 
     def layout(batch: Batch) -> tuple[bool, Callable[[Any], jax.Array]]:
