@@ -1,1 +1,1 @@
-"""Models in and out of the Hugging Face world: directories on disk, and the hub."""
+"""Import and export of Hugging Face models: local directories and the hub."""

@@ -1,4 +1,4 @@
-"""An adapter as a directory that PEFT loads: adapter_config.json, its tensors, tokenizer and card."""
+"""Export of an adapter as a directory for PEFT: adapter_config.json, its tensors, tokenizer and card."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterModel:
-    """A trained adapter, without the model that it is for."""
+    """A trained adapter, without its base model."""
 
     config: DecoderConfig
-    """The configuration of that model."""
+    """Configuration of the base model."""
     vocab_size: int
     """Rows of its embedding."""
     adapter: LoraConfig
     params: Mapping[str, np.ndarray]
-    """Those of the adapter, by dotted name."""
+    """Parameters of the adapter, by dotted name."""
     base: str
-    """Path or name of that model."""
+    """Path or name of the base model."""
     tokenizer: Tokenizer
     name: str
-    """For people: the title of the card."""
+    """Display name: the title of the card."""
     facts: TrainingFacts = field(default_factory=TrainingFacts)
 
 
 def write_adapter(out: StoragePath, model: AdapterModel, options: ExportOptions) -> None:
-    """Writes the adapter to `out`, which is complete afterwards, or as it was before if this raises.
+    """Writes the adapter to `out`. Afterwards `out` is complete; if this raises, it is unchanged.
 
     Raises:
-        UserError: when `transformers` does not have the family, or `out` may not be replaced.
-        MachineError: when the file system refuses.
+        UserError: if `transformers` does not have the family, or `out` may not be replaced.
+        MachineError: if the file system refuses.
     """
     config, tensors = adapter_to_peft(
         model.config, model.adapter, model.params, vocab_size=model.vocab_size, base=model.base

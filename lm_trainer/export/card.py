@@ -1,4 +1,4 @@
-"""The model card (README.md) that goes with exported weights."""
+"""Model card (README.md) for exported weights."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A name or a path may hold anything: it must neither format nor break the table.
+# A name or a path may contain any characters: they must neither format text nor break the table.
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """Facts about the training; None is left out of the card."""
+    """Facts about the training; None is omitted from the card."""
 
     step: int | None = None
     tokens: int | None = None
     train_loss: float | None = None
     validation_losses: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the validation set."""
+    """By name of the validation set."""
 
 
 def model_card(
     name: str, *, hf_config: Mapping[str, Any], parameters: int, facts: TrainingFacts, hub_name: str | None
 ) -> str:
-    """Writes Markdown with a YAML header as the hub reads it.
+    """Writes Markdown with a YAML header for the hub.
 
-    It holds nothing from the configuration of the run (paths, project names): only the shape of the model and `facts`.
+    The card contains no part of the run's configuration (paths, project names): only the shape of the model and
+    `facts`.
 
     Args:
         name: the title; may be any text, and is escaped.
         hf_config: the content of config.json.
         parameters: the number of parameters, shared ones counted once.
-        facts: about the training.
-        hub_name: `ORG/NAME` of the model on the hub, None when it stays local.
+        facts: facts about the training.
+        hub_name: `ORG/NAME` of the model on the hub, None for local models.
     """
     from huggingface_hub import ModelCardData
 
@@ -63,15 +64,15 @@ def model_card(
 def adapter_card(
     name: str, *, base: str, rank: int, parameters: int, facts: TrainingFacts, hub_name: str | None
 ) -> str:
-    """Writes a card as `model_card`, for a low-rank adapter in PEFT's format.
+    """Writes a card like `model_card`, for a low-rank adapter in PEFT's format.
 
     Args:
         name: the title; may be any text, and is escaped.
-        base: path or name of the model that it was trained on.
-        rank: of each pair of matrices.
+        base: path or name of the base model.
+        rank: rank of each pair of matrices.
         parameters: the number of parameters of the adapter.
-        facts: about the training.
-        hub_name: `ORG/NAME` of the adapter on the hub, None when it stays local.
+        facts: facts about the training.
+        hub_name: `ORG/NAME` of the adapter on the hub, None for local adapters.
     """
     from huggingface_hub import ModelCardData
 
@@ -186,11 +187,11 @@ training data, errors and biases included, and has not been reviewed.
 """
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions")
-"""Names of the longest text in config.json."""
+"""Keys of the maximum sequence length in config.json."""
 
 
 def escape(text: str) -> str:
-    """Escapes a text to Markdown that shows it literally, on one line, whatever it holds."""
+    """Escapes a text to Markdown that shows it literally, on one line."""
     return _MARKDOWN.sub(r"\\\1", html.escape(_CONTROL.sub(" ", text), quote=False))
 
 

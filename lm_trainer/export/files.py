@@ -1,4 +1,4 @@
-"""Files of a published model, and what becomes of each of them between import and export."""
+"""Files of a published model, and how import and export treat each of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 from lm_trainer.data.tokenizer.files import CARRIED_FILES, CONFIG_FILE, TOKENIZER_FILE
 
 Treatment = Literal["written", "merged", "carried"]
-"""`written`: made from the model. `merged`: every field of the source stays, but for what the user has changed.
-`carried`: the bytes of the source."""
+"""`written`: generated from the model. `merged`: all fields of the source are kept, except for the user's changes.
+`carried`: a byte-for-byte copy of the source."""
 
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 
 PROCESSOR_FILES = ("processor_config.json", "video_preprocessor_config.json", "audio_tokenizer_config.json")
-"""Settings of what prepares sounds and pictures for a model, beside preprocessor_config.json."""
+"""Settings of audio and image preprocessing, in addition to preprocessor_config.json."""
 
 FILES: Mapping[str, Treatment] = {
     "README.md": "written",
@@ -29,7 +29,7 @@ FILES: Mapping[str, Treatment] = {
     CONFIG_FILE: "merged",
     **dict.fromkeys((TOKENIZER_FILE, *CARRIED_FILES, *PROCESSOR_FILES), "carried"),
 }
-"""Patterns of the paths that the directory of a model may hold; nothing else is read, exported or pushed."""
+"""Patterns of paths allowed in a model directory; other files are not read, exported or pushed."""
 
 DOWNLOADED = (*(name for name in FILES if name != "README.md"), "*.safetensors", "*.safetensors.index.json")
-"""Patterns of what is fetched of a model on the hub. Its weights may have any name, which an index tells."""
+"""Patterns of files to download from the hub. Weights may have any name; the index lists them."""

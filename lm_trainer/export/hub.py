@@ -1,6 +1,6 @@
-"""The Hugging Face hub: pushing an exported directory and fetching somebody's model.
+"""The Hugging Face hub: pushes exported directories and downloads models.
 
-The token comes from the environment variable `HF_TOKEN` alone and is never printed, stored or taken from a
+The token is read only from the environment variable `HF_TOKEN`, and is never printed, stored or taken from a
 configuration. `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meanings.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 TOKEN_VARIABLE = "HF_TOKEN"
-# Deleted by a push unless it uploads them again; other files of the repository stay.
+# Deleted by a push unless it uploads them; other files of the repository stay.
 _STALE = ["*.safetensors", "*.safetensors.index.json"]
 
 
@@ -35,10 +35,10 @@ class Pushed(NamedTuple):
 
 
 def check_push(name: str) -> None:
-    """Finds reasons for `push` to fail without asking the network, so that nothing is exported in vain.
+    """Checks for reasons why `push` would fail, without network access, to avoid a useless export.
 
     Raises:
-        UserError: for a malformed name, a missing token, or when the hub is switched off.
+        UserError: for a malformed name, a missing token, or if the hub is switched off.
     """
     _check_name(name)
     if "/" not in name:
@@ -52,26 +52,26 @@ def check_push(name: str) -> None:
 
 
 def prepare_push(name: str) -> str:
-    """Makes a private repository, or checks that the existing one is private and may be written; uploads nothing.
+    """Creates a private repository, or checks that the existing one is private and writable; uploads no files.
 
     Args:
-        name: `ORG/NAME`, or the name alone for the account of the token.
+        name: `ORG/NAME`, or only the name for the account of the token.
 
     Returns:
         `ORG/NAME`.
 
     Raises:
         UserError: as `push`.
-        MachineError: when the hub cannot be reached.
+        MachineError: if the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
     if "/" not in name:
         check_push(f"user/{name}")
-        with _explained(name):
+        with _hub_errors(name):
             name = f"{HfApi(token=_token()).whoami()['name']}/{name}"
     check_push(name)
-    with _explained(name):
+    with _hub_errors(name):
         _open_repository(HfApi(token=_token()), name, public=False)
     return name
 
@@ -81,18 +81,18 @@ def push(
 ) -> Pushed:
     """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 
-    Creates the repository if need be, private unless `public`. Weights of an earlier push that are not part of this
-    one are deleted, so that no stale shard stays behind.
+    Creates the repository if necessary, private unless `public`. Deletes weights of an earlier push that are not part
+    of this one, to leave no stale shard.
 
     Raises:
-        UserError: when the hub refuses, or when the repository exists and is public without `public` being said.
-        MachineError: when the hub, or the bucket that the export lies in, cannot be reached.
+        UserError: if the hub refuses, or if the repository exists and is public and `public` is not set.
+        MachineError: if the hub, or the bucket with the export, cannot be reached.
     """
     from huggingface_hub import HfApi
 
     check_push(name)
     api = HfApi(token=_token())
-    with exported_copy(directory) as copy, _explained(name):
+    with exported_copy(directory) as copy, _hub_errors(name):
         private = _open_repository(api, name, public=public)
         api.upload_folder(
             repo_id=name,
@@ -105,9 +105,9 @@ def push(
 
 
 def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
-    """Makes the repository if need be; returns True if it is private."""
+    """Creates the repository if necessary; returns True if it is private."""
     api.create_repo(name, private=not public, exist_ok=True)
-    # An existing repository keeps its visibility whatever create_repo was asked for.
+    # An existing repository keeps its visibility, regardless of the arguments of create_repo.
     private = bool(api.repo_info(name).private)
     if not private and not public:
         raise UserError(
@@ -117,28 +117,28 @@ def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local copy of the model `name` from the hub: the files of `DOWNLOADED`, nothing else.
+    """Downloads the model `name` from the hub, only the files of `DOWNLOADED`, and returns the local copy.
 
-    Without `weights` it has config.json alone.
+    Without `weights`, downloads only config.json.
 
     Raises:
         UserError: for a malformed name, or a model or revision that does not exist or may not be read.
-        MachineError: when the hub cannot be reached.
+        MachineError: if the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
     _check_name(name)
     _check_online()
-    with _explained(name):
-        # Never pickles or code: only files that are read without running them.
-        wanted = list(DOWNLOADED) if weights else [CONFIG]
-        # False, not None: None would take the token of a login, of which the user has said nothing here.
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, token=_token() or False))
+    with _hub_errors(name):
+        # Never pickles or code: only files that are read without executing them.
+        patterns = list(DOWNLOADED) if weights else [CONFIG]
+        # False, not None: None would use the token of a login, without the user's request.
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, token=_token() or False))
 
 
 def _token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
-    # The HTTP client would print the whole header, token included, when it refuses such a value.
+    # The HTTP client would print the full header, including the token, when it refuses such a value.
     if not re.fullmatch(r"[!-~]*", token):
         raise UserError(f"{TOKEN_VARIABLE} in the environment holds characters that no token has; set it anew")
     return token
@@ -155,24 +155,25 @@ def _check_name(name: str) -> None:
 
 
 def _check_online() -> None:
-    # Found by the client at its import, which reads the variable in all its spellings.
+    # Read by the client at its import, which accepts all spellings of the variable.
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         raise UserError("the hub is switched off: HF_HUB_OFFLINE is set in the environment; unset it")
-    if (why := why_no_hub()) is not None:
-        raise MachineError(f"the Hugging Face hub is needed, and {why}")
+    if (reason := why_no_hub()) is not None:
+        raise MachineError(f"the Hugging Face hub is needed, and {reason}")
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Turns the failures of the hub's client into messages that name the remedy and hide the token."""
+def _hub_errors(name: str) -> Iterator[None]:
+    """Turns failures of the hub's client into messages that name the remedy and hide the token."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
     except Exception as error:
-        # Its bases are what the client's HTTP library raises (which one that is depends on its version) and OSError.
+        # Its bases are the exceptions of the client's HTTP library (which one depends on the client's version) and
+        # OSError.
         if not isinstance(error, HfHubHTTPError.__bases__):
             raise
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0

@@ -1,4 +1,4 @@
-"""Hugging Face model directories: safetensors, config.json, tokenizer and card, written and read."""
+"""Hugging Face model directories: writes and reads safetensors, config.json, tokenizer and card."""
 
 from __future__ import annotations
 
@@ -36,63 +36,65 @@ DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model outside of a run, with everything that is needed to use it."""
+    """A model outside of a run, with everything needed to use it."""
 
     config: DecoderConfig
     vocab_size: int
-    """Rows of the embedding; the tokenizer may have added tokens beyond them."""
+    """Rows of the embedding; the tokenizer may have added tokens past them."""
     params: Mapping[str, Any]
-    """Nested dicts of arrays, as `nnx.to_pure_dict` gives them: NumPy's, or such as several devices have parts of."""
+    """Nested dicts of arrays, as returned by `nnx.to_pure_dict`: NumPy arrays, or arrays sharded over several
+    devices."""
     tokenizer: HfTokenizer
     name: str
-    """For people: the title of the card."""
+    """Display name: the title of the card."""
     facts: TrainingFacts = field(default_factory=TrainingFacts)
     settings: HfSettings | None = None
-    """Those of the published model that it comes from; None: it comes from none."""
+    """Settings of the published model that it was imported from, or None."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that each end a text, that of the tokenizer first."""
+        """Tokens that end a text, the tokenizer's first."""
         return all_ends(self.tokenizer, self.settings)
 
     def build(self, devices: Sequence[Any] | None = None) -> Decoder:
-        """The module with these parameters, cut over devices of this process (None: all) unless they are on some."""
-        # Traced, so that no random weights are ever made.
+        """Builds the module with these parameters, sharded over devices of this process (None: all) unless already
+        placed.
+        """
+        # Traced, so random weights are never computed.
         definition = ModelDef.trace(lambda: self.config.build(self.vocab_size, rngs=nnx.Rngs(0)))
         return definition.merge(shard_for_inference(definition, dict(self.params), devices))
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export; the defaults lose nothing and overwrite nothing."""
+    """Options of an export; the defaults lose no precision and overwrite no files."""
 
     dtype: str = "f32"
-    """A key of `DTYPES`; a narrower one than the parameters' rounds to the nearest."""
+    """A key of `DTYPES`; a narrower dtype than the parameters' rounds to nearest."""
     max_shard_size: int = 5 * 10**9
-    """Bytes; larger models are written as several files with an index."""
+    """Bytes; larger models are split into several files with an index."""
     overwrite: bool = False
-    """Replace an earlier export at the same place."""
+    """Replace an earlier export at the same path."""
     hub_name: str | None = None
     """`ORG/NAME` on the hub, for the snippet in the card."""
     context: int | None = None
-    """Tokens that config.json says the model reads. None: as many as its source says, or the rows of the run are
-    long."""
+    """Context length in config.json, in tokens. None: the source's, or the row length of the run if that is longer."""
 
 
 def write_hf(out: StoragePath, model: TextModel, options: ExportOptions) -> None:
-    """Writes the model to `out`, which is complete afterwards, or as it was before if this raises.
+    """Writes the model to `out`. Afterwards `out` is complete; if this raises, it is unchanged.
 
-    Tensors are copied off the devices one after another; the host holds those of one file at a time.
+    Tensors are copied off the devices one by one; the host holds the tensors of one file at a time.
 
     Raises:
-        UserError: when the format has no place for something the model has, or `out` may not be replaced.
-        MachineError: when the file system refuses.
+        UserError: if the format cannot express a part of the model, or `out` may not be replaced.
+        MachineError: if the file system refuses.
     """
     dtype = DTYPES[options.dtype]
     tensors = hf.file_params(model.config, model.params)
     settings = _exported_settings(model, options)
     parameters = sum(tensor.size for tensor in tensors.values())
-    # All that may be refused comes before the first file is written.
+    # All checks that may fail come before the first file is written.
     card = model_card(
         model.name, hf_config=settings.config, parameters=parameters, facts=model.facts, hub_name=options.hub_name
     )
@@ -104,12 +106,12 @@ def write_hf(out: StoragePath, model: TextModel, options: ExportOptions) -> None
 
 
 def check_exportable(config: DecoderConfig) -> None:
-    """Raises `UserError` where the format has no place for something that a model of this configuration has."""
+    """Raises `UserError` if the format cannot express a part of a model with this configuration."""
     hf.check_writable(config)
 
 
 def all_ends(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int, ...]:
-    """The tokens that each end a text: that of the tokenizer, and those of the model's settings."""
+    """Lists the tokens that end a text: the tokenizer's, and the ones in the model's settings."""
     return tuple(dict.fromkeys((tokenizer.eos_id, *(settings.end_ids if settings else ()))))
 
 
@@ -118,31 +120,31 @@ def _exported_settings(model: TextModel, options: ExportOptions) -> HfSettings:
     if context is not None and not any_length(config, model.vocab_size):
         raise UserError(f"--context {context}: the model has a parameter for each position; leave it away")
     longest = config if context is None else config.model_copy(update={"seq_len": context})
-    settings = made = HfSettings.made_for(longest, model.vocab_size, model.tokenizer)
+    settings = defaults = HfSettings.made_for(longest, model.vocab_size, model.tokenizer)
     if model.settings is not None:
         settings = model.settings.for_model(config, model.vocab_size, model.tokenizer, context=context)
     # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
-    written = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
-    return replace(settings, config={**settings.config, **written, "architectures": made.config["architectures"]})
+    dtypes = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
+    return replace(settings, config={**settings.config, **dtypes, "architectures": defaults.config["architectures"]})
 
 
 def is_hf_directory(path: Path) -> bool:
-    """Returns True if `path` looks like a Hugging Face model or an adapter; `read_hf` finds out if it is sound."""
+    """Returns True if `path` looks like a Hugging Face model or an adapter; only `read_hf` checks if it is valid."""
     return (path / CONFIG).is_file() or is_adapter_directory(path)
 
 
 def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None = None) -> TextModel:
-    """Reads a model that `write_hf`, transformers or anybody else wrote. Runs nothing that the directory holds.
+    """Reads a model written by `write_hf`, transformers or other programs. Never executes code from the directory.
 
     Args:
-        directory: with config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json; or with an
-            adapter of PEFT, which is merged into the model that it names.
-        tokenizer: another directory to take the tokenizer from.
-        name: the name of the model; None: that of the directory.
+        directory: has config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json; or an adapter
+            of PEFT, which is merged into its base model.
+        tokenizer: another directory with the tokenizer.
+        name: the name of the model; None: the name of the directory.
 
     Raises:
-        UserError: for a family or setting that is not supported, code in the directory, damaged or missing files,
-            tensors that do not fit the configuration, or a tokenizer that does not fit the model.
+        UserError: for an unsupported family or setting, code in the directory, damaged or missing files, tensors that
+            do not fit the configuration, or a tokenizer that does not fit the model.
     """
     from lm_trainer.data.tokenizer import load_tokenizer
     from lm_trainer.data.tokenizer.compare import has_rows_for
@@ -158,7 +160,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
             f"{home / 'tokenizer.json'}: has {loaded.vocab_size} tokens, but the model in {directory} only knows "
             f"{vocab_size}; it is the tokenizer of another model"
         )
-    # The headers are checked in full before the first tensor is read.
+    # All headers are checked before the first tensor is read.
     weights = Weights(base) if base is directory else AdaptedWeights(directory, base)
     with blame(directory):
         hf.plan_reading(config, vocab_size, *weights.headers())
@@ -168,15 +170,15 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
 
 
 def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
-    """The first two of `read_hf_settings`."""
+    """Returns the first two results of `read_hf_settings`."""
     return read_hf_settings(directory)[:2]
 
 
 def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
-    """Reads what is beside the weights: the configuration of the model, the size of its vocabulary, and all settings.
+    """Reads everything except the weights: model configuration, vocabulary size, and all settings.
 
     Raises:
-        UserError: for a family or setting that is not supported, code in the directory, or a damaged or missing file.
+        UserError: for an unsupported family or setting, code in the directory, or a damaged or missing file.
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
@@ -193,17 +195,17 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
         _check_unquantized(raw)
         config, vocab_size = hf.config_from_hf(raw)
     with blame(directory):
-        config = _with_own_head(config, vocab_size, directory)
+        config = _untie_distinct_head(config, vocab_size, directory)
     settings = HfSettings.read(directory)
     if (directory / GENERATION).is_file():
         config = config.with_generation(settings.generation)
     return config, vocab_size, settings
 
 
-def _with_own_head(config: DecoderConfig, vocab_size: int, directory: Path) -> DecoderConfig:
-    """The configuration, without shared weights where the files have a head that differs from the embedding.
+def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path) -> DecoderConfig:
+    """Returns the configuration, with untied weights if the files have a head that differs from the embedding.
 
-    So does transformers since version 5, whatever `tie_word_embeddings` says.
+    transformers does the same since version 5, for any value of `tie_word_embeddings`.
     """
     family = config.hf_family()
     if not getattr(config, "tie_word_embeddings", False) or not any(directory.glob("*.safetensors")):
@@ -212,7 +214,7 @@ def _with_own_head(config: DecoderConfig, vocab_size: int, directory: Path) -> D
     head = {file_name(family, second) for second in family.tied} & weights.keys()
     if not head:
         return config
-    # As it is in the files, which may lack the prefix that the head's family gives to all other names.
+    # Names as in the files, which may lack the prefix of the model with a head.
     copies = hf.plan_reading(config, vocab_size, *weights.headers()).repeated
     if all(weights.are_equal(copy, first) for copy, first in copies.items()):
         return config
@@ -220,7 +222,7 @@ def _with_own_head(config: DecoderConfig, vocab_size: int, directory: Path) -> D
 
 
 def _check_unquantized(raw: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a config.json whose weights are quantized, with the method that it names."""
+    """Raises `UserError` for a config.json with quantized weights, naming the method."""
     block = raw.get("quantization_config")
     if not block:
         return
@@ -235,7 +237,7 @@ def _check_unquantized(raw: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def blame(path: Path) -> Iterator[None]:
-    """Puts the name of the file or directory before an error of its content."""
+    """Prefixes errors of a file's or directory's content with its name."""
     try:
         yield
     except UserError as error:

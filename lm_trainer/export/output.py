@@ -18,18 +18,18 @@ from lm_trainer.core.file_lock import try_lock
 from lm_trainer.core.files import local_path
 
 COMPLETE = "_COMPLETE.json"
-"""The object that is written last into a directory of a bucket, with the names and sizes of all others."""
+"""The object written last into a directory of a bucket, with the names and sizes of all others."""
 
 
 def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> None:
-    """Checks that `complete_directory` may place its result at `out`; changes nothing.
+    """Checks that `complete_directory` may write its result to `out`; changes no files.
 
     Raises:
-        UserError: when `out` is a URL or a file, or holds files and `overwrite` is not set, or holds a file whose name
-            matches none of the patterns in `replaceable`: a file of somebody else is never deleted.
+        UserError: if `out` is a URL or a file, or contains files and `overwrite` is not set, or contains a file whose
+            name matches none of the patterns in `replaceable`: unrelated files are never deleted.
     """
     if isinstance(out, Bucket):
-        # Without its last object it is what a writer that was killed has left.
+        # Without its last object, the directory was left by a killed writer.
         names = iter(out.list())
         _check_free(out, names, overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
         return
@@ -42,7 +42,7 @@ def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[s
 
 
 def _names_below(directory: Path) -> Iterator[str]:
-    """Yields the path of every file below a directory, and of every directory that is empty, relative to it."""
+    """Yields the relative path of every file and every empty directory below a directory."""
     for folder, folders, files in os.walk(directory):
         # Links to directories are listed, and not followed.
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -66,38 +66,38 @@ def _check_free(out: StoragePath, names: Iterator[str], *, overwrite: bool, repl
 def complete_directory(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
     """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
 
-    The leftovers of a killed writer are removed by the next one for the same `out`. In a bucket an object with the list
-    of all others is written last, so that a directory without it is not complete.
+    The next writer for the same `out` removes the leftovers of a killed one. In a bucket, an object with the list of
+    all others is written last, so a directory without it is incomplete.
 
     Raises:
-        UserError: as `check_output`, or when somebody else is writing `out` at this moment.
-        MachineError: when the file system refuses.
+        UserError: as `check_output`, or if another process is currently writing `out`.
+        MachineError: if the file system refuses.
     """
     if isinstance(out, Bucket):
         with _uploaded(out, overwrite=overwrite, replaceable=replaceable) as draft:
             yield draft
         return
-    # Checked as it was written: made absolute, a URL looks like any other directory.
+    # Checked in its original form: made absolute, a URL looks like any other directory.
     out = Path(os.path.abspath(local_path(out)))
     check_output(out, overwrite=overwrite, replaceable=replaceable)
-    # Beside `out`, because a rename is atomic only within one file system.
+    # In the same directory as `out`, because a rename is atomic only within one file system.
     draft = out.parent / f".{out.name}.incomplete"
     if draft.is_symlink():
         raise UserError(f"{draft}: is a link, and what it leads to would be emptied; remove it")
     with _machine_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir(exist_ok=True)
-    with _locked(draft, out):
+    with _draft_lock(draft, out):
         try:
             with _machine_errors(out):
-                _empty(draft)
+                _clear_directory(draft)
                 yield draft
-                # On the disk before the rename, so that a power cut cannot leave a complete directory of empty files.
+                # Flushed to disk before the rename, so a power cut cannot leave a complete directory of empty files.
                 for path in (*draft.rglob("*"), draft):
                     _sync(path)
-                # Again: writing a large model takes long enough for somebody to put a file there.
+                # Checked a second time: a file may have been added while a large model was written.
                 check_output(out, overwrite=overwrite, replaceable=replaceable)
-                _place(draft, out)
+                _replace(draft, out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -109,7 +109,7 @@ def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> 
         draft = Path(directory)
         yield draft
         check_output(out, overwrite=overwrite, replaceable=replaceable)
-        # From here until its last object is there again, it is not complete.
+        # From here until its last object is written, the directory is incomplete.
         out.delete(COMPLETE)
         sizes = {str(path.relative_to(draft)): path.stat().st_size for path in draft.rglob("*") if path.is_file()}
         out.delete(*(name for name in out.list() if name not in sizes))
@@ -118,27 +118,27 @@ def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> 
 
 
 def is_export(bucket: Bucket) -> bool:
-    """Returns True if a directory of a bucket is complete as `complete_directory` left it."""
+    """Returns True if a directory of a bucket is complete, with the last object of `complete_directory`."""
     return bucket.read(COMPLETE) is not None
 
 
 def exported_files(bucket: Bucket) -> dict[str, int]:
-    """The files of such a directory, and the bytes of each.
+    """Lists the files of such a directory, with their sizes in bytes.
 
     Raises:
-        UserError: when one of them is gone, or their list is damaged.
+        UserError: if one of them is gone, or their list is damaged.
     """
-    files, there = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
+    files, names = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
     if not isinstance(files, Mapping) or not all(isinstance(size, int) and size >= 0 for size in files.values()):
         raise UserError(f"{bucket}/{COMPLETE} is damaged: it names no files and their sizes; export the model again")
-    if gone := sorted(set(files) - there):
-        raise UserError(f"{bucket}: {gone[0]} is gone; export the model again")
+    if missing := sorted(set(files) - names):
+        raise UserError(f"{bucket}: {missing[0]} is gone; export the model again")
     return dict(files)
 
 
 @contextlib.contextmanager
 def exported_copy(out: StoragePath) -> Iterator[Path]:
-    """Hands out a local directory with the files of an export, for a while: `out` itself, where it is local."""
+    """Provides a temporary local directory with the files of an export: `out` itself if it is local."""
     if isinstance(out, Path):
         yield out
         return
@@ -149,11 +149,11 @@ def exported_copy(out: StoragePath) -> Iterator[Path]:
         yield Path(copy)
 
 
-def _place(draft: Path, out: Path) -> None:
+def _replace(draft: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         draft.rename(out)
     else:
-        # Renamed before anything is deleted: a kill in between leaves the old model whole, if under another name.
+        # Renamed before files are deleted: a kill in between leaves the old model intact, under another name.
         old = out.parent / f".{out.name}.replaced"
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
@@ -162,7 +162,7 @@ def _place(draft: Path, out: Path) -> None:
     _sync(out.parent)
 
 
-def _empty(directory: Path) -> None:
+def _clear_directory(directory: Path) -> None:
     for path in directory.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -171,7 +171,7 @@ def _empty(directory: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Waits until a file, or the list of names in a directory, is on the disk."""
+    """Waits until a file, or the list of names in a directory, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -180,12 +180,12 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(draft: Path, out: Path) -> Iterator[None]:
-    """Holds a lock on the draft, which ends with the process, however it ends."""
+def _draft_lock(draft: Path, out: Path) -> Iterator[None]:
+    """Holds a lock on the draft, which ends with the process."""
     with _machine_errors(out):
         handle = os.open(draft, os.O_RDONLY)
     try:
-        # On a file system without locks, two writers at once are the user's own affair.
+        # On a file system without locks, the user must avoid concurrent writers.
         with contextlib.suppress(OSError):
             if not try_lock(handle):
                 raise UserError(f"{out}: is being written by another process; wait for it to end")

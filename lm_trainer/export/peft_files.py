@@ -1,4 +1,4 @@
-"""A directory that PEFT wrote, read as the model that it stands for: its adapter merged into its base.
+"""Reads a directory written by PEFT as a model: the adapter merged into its base.
 
 Shape letters: R rank, I inputs, O outputs.
 """
@@ -25,22 +25,22 @@ _COMPUTED = frozenset(
     {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
     | {"fan_in_fan_out"}
 )
-"""Settings of PEFT's LoraConfig that the product is computed by; ranks are those of the tensors."""
+"""Settings of PEFT's LoraConfig that the product depends on; ranks are taken from the tensors."""
 _WITHOUT_EFFECT = frozenset(
-    # Of the program that reads or trains the adapter.
+    # Settings of the program that reads or trains the adapter.
     {"task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "lora_dropout", "megatron_core"}
-    # VeLoRA changes the backward pass alone.
+    # VeLoRA changes only the backward pass.
     | {"revision", "velora_config"}
-    # Layers that have an adapter: those of which there are tensors.
+    # Layers with an adapter: the ones with tensors.
     | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
     # Adapters of the embedding or the head are refused as tensors.
     | {"ensure_weight_tying"}
-    # Details of a setting in `_ONLY`, without which they count for nothing.
+    # Details of a setting in `_ONLY`, without effect on their own.
     | {"eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size"}
 )
-"""Settings that change nothing of what a trained adapter adds."""
+"""Settings without effect on the contribution of a trained adapter."""
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    # The others change the weights of the base when an adapter is made, and again when it is loaded.
+    # Other values change the weights of the base when an adapter is made, and when it is loaded.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
     "bias": ("none",),
     "modules_to_save": (),
@@ -57,25 +57,25 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "arrow_config": (),
     "kasa_config": (),
 }
-"""Settings with the values, beside null, false and what is empty, with which an adapter is a sum of products alone."""
+"""Settings, with the values (and null, false and empty ones) for which an adapter is purely a sum of products."""
 KNOWN_SETTINGS = _COMPUTED | _WITHOUT_EFFECT | _ONLY.keys()
 
 
 def is_adapter_directory(path: Path) -> bool:
-    """Returns True if `path` looks like an adapter of PEFT and holds no model of its own."""
+    """Returns True if `path` looks like an adapter of PEFT and contains no complete model."""
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
 def adapter_base(directory: Path) -> Path:
-    """The directory of the model that an adapter is for, as its adapter_config.json names it.
+    """Directory of the base model named in an adapter_config.json.
 
     Raises:
-        UserError: when it is not on this machine.
+        UserError: if it is not on this machine.
     """
     name = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{directory / ADAPTER_CONFIG}: base_model_name_or_path is missing: of which model?")
-    # As it was written, and for those who move both together.
+    # As written, and relative to the adapter for users who move both together.
     for path in (Path(name), directory / name):
         if (path / "config.json").is_file():
             return path
@@ -89,7 +89,7 @@ class _Adapter(NamedTuple):
     """The adapter of a linear layer."""
 
     module: str
-    """The name of the layer in PEFT."""
+    """Name of the layer in PEFT."""
     a: StoredTensor
     """[R, I]."""
     b: StoredTensor
@@ -103,19 +103,19 @@ class AdaptedWeights(Weights):
     of rank-stabilised LoRA.
 
     Raises:
-        UserError: at opening, for a kind of adapter that is no such sum, and one that does not fit the base.
+        UserError: at opening, for an adapter that is not such a sum, or does not fit the base.
     """
 
     def __init__(self, directory: Path, base: Path):
         super().__init__(base)
         file = directory / ADAPTER_CONFIG
-        self._config = _checked(read_json(file), file)
+        self._config = _check_config(read_json(file), file)
         try:
-            found = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
+            stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
-        # A module of PEFT, and the tensor of the base that it adapts, may differ in their prefix.
-        pairs = _pairs(found, directory)
+        # A module of PEFT and the tensor that it adapts may differ in their prefix.
+        pairs = _pairs(stored_tensors, directory)
         self._pairs = {self._target(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()}
         for name, (_, a, b) in self._pairs.items():
             shape = self.stored[name].shape
@@ -137,11 +137,11 @@ class AdaptedWeights(Weights):
 
     @property
     def _by_inputs(self) -> bool:
-        """True of weights that have inputs before outputs, as GPT-2's."""
+        """True for weights with inputs before outputs, such as GPT-2's."""
         return bool(self._config.get("fan_in_fan_out"))
 
     def _target(self, name: str, directory: Path) -> str:
-        # Some bases are saved without the prefix that their heads give to all names.
+        # Some bases are saved without the prefix of the model with a head.
         for candidate in (f"{name}.weight", f"{name.partition('.')[2]}.weight"):
             if candidate in self.stored:
                 return candidate
@@ -149,26 +149,29 @@ class AdaptedWeights(Weights):
 
     def _scale(self, module: str, rank: int) -> float:
         patterns = self._config.get("alpha_pattern") or {}
-        found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-        alpha = next(found, self._config.get("lora_alpha", rank))
+        alphas = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        alpha = next(alphas, self._config.get("lora_alpha", rank))
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-def _checked(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not read; merge it with PEFT, or use LORA")
     for key, value in config.items():
         if value and (key not in KNOWN_SETTINGS or (key in _ONLY and value not in _ONLY[key])):
-            known = "" if key in KNOWN_SETTINGS else ", and what it means is not known here"
-            raise UserError(f"{file}: {key}: {value!r} is not read{known}; merge it with PEFT (`merge_and_unload`)")
+            note = "" if key in KNOWN_SETTINGS else ", and what it means is not known here"
+            raise UserError(f"{file}: {key}: {value!r} is not read{note}; merge it with PEFT (`merge_and_unload`)")
     return config
 
 
-def _pairs(found: dict[str, StoredTensor], directory: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+def _pairs(stored_tensors: dict[str, StoredTensor], directory: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Module -> A [R, I] and B [O, R]."""
     file = directory / _ADAPTER_WEIGHTS
-    modules = [name.removesuffix(_A) for name in found if name.endswith(_A)]
-    known = {f"{module}{end}" for module in modules for end in (_A, _B)}
-    if strange := sorted(found.keys() ^ known):
-        raise UserError(f"{file}: {strange[0]} is not half of a pair of matrices {_A} and {_B}; merge it with PEFT")
-    return {module.removeprefix(_PREFIX): (found[f"{module}{_A}"], found[f"{module}{_B}"]) for module in modules}
+    modules = [name.removesuffix(_A) for name in stored_tensors if name.endswith(_A)]
+    paired_names = {f"{module}{end}" for module in modules for end in (_A, _B)}
+    if unpaired := sorted(stored_tensors.keys() ^ paired_names):
+        raise UserError(f"{file}: {unpaired[0]} is not half of a pair of matrices {_A} and {_B}; merge it with PEFT")
+    return {
+        module.removeprefix(_PREFIX): (stored_tensors[f"{module}{_A}"], stored_tensors[f"{module}{_B}"])
+        for module in modules
+    }

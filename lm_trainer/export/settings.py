@@ -1,4 +1,4 @@
-"""Settings that a published model has beside its weights: one value, carried unchanged from import to export."""
+"""Settings of a published model other than its weights: one value, carried unchanged from import to export."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HfSettings:
-    """The settings of a published model, to the field."""
+    """The settings of a published model, with all fields."""
 
     config: Mapping[str, Any]
     """config.json."""
     generation: Mapping[str, Any]
-    """generation_config.json, or the fields of it that config.json has, where there is none."""
+    """generation_config.json, or without it, the generation fields of config.json."""
     preprocessor: Mapping[str, Any] | None = None
     """preprocessor_config.json."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Further files by name, unread."""
+    """Further files by name, not interpreted."""
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Reads the files of a directory that `write`, transformers or anybody else wrote.
+        """Reads the files of a directory written by `write`, transformers or other programs.
 
         Raises:
-            UserError: as `read_carried`, for a damaged file, and for a token that ends texts which is no id.
+            UserError: as `read_carried`, for a damaged file, and for an end token that is not an id.
         """
         config = read_json(directory / CONFIG)
-        own, sound = directory / GENERATION, directory / PREPROCESSOR
-        generation = read_json(own) if own.is_file() else generation_of_config(config)
-        if not all(isinstance(end, int) for end in _listed(generation.get("eos_token_id"))):
+        generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
+        generation = read_json(generation_file) if generation_file.is_file() else generation_of_config(config)
+        if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):
             raise UserError(
-                f"{own if own.is_file() else directory / CONFIG}: eos_token_id={generation['eos_token_id']!r} is no id "
-                f"and no list of ids"
+                f"{generation_file if generation_file.is_file() else directory / CONFIG}: "
+                f"eos_token_id={generation['eos_token_id']!r} is no id and no list of ids"
             )
-        preprocessor = read_json(sound) if sound.is_file() else None
+        preprocessor = read_json(preprocessor_file) if preprocessor_file.is_file() else None
         return cls(config, generation, preprocessor, read_carried(directory, PROCESSOR_FILES))
 
     @classmethod
     def made_for(cls, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer) -> Self:
-        """Makes the settings of a model that has none from elsewhere.
+        """Makes default settings for a model without imported ones.
 
         Raises:
-            UserError: for a setting that the format has no place for.
+            UserError: for a setting that the format cannot express.
         """
         config = hf.config_to_hf(model, vocab_size=vocab_size, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
@@ -67,59 +67,63 @@ class HfSettings:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that each end a text."""
-        return tuple(_listed(self.generation.get("eos_token_id")))
+        """Tokens that end a text."""
+        return tuple(_as_list(self.generation.get("eos_token_id")))
 
     def with_end(self, token: int) -> Self:
-        """The settings for a model whose texts another token ends as well."""
+        """Returns settings for a model with an additional end token."""
 
         def extended(fields: Mapping[str, Any]) -> dict[str, Any]:
-            ends = _listed(fields.get("eos_token_id"))
+            ends = _as_list(fields.get("eos_token_id"))
             return dict(fields) if token in ends else {**fields, "eos_token_id": [*ends, token] if ends else token}
 
         return replace(self, config=extended(self.config), generation=extended(self.generation))
 
-    def for_tokenizer(self, tokenizer: HfTokenizer, own: Path) -> Self:
-        """The settings for a tokenizer that ends documents by another token than the model's own.
+    def for_tokenizer(self, tokenizer: HfTokenizer, model_directory: Path) -> Self:
+        """Returns settings for a tokenizer whose end-of-document token may differ from the model's.
 
         Args:
-            tokenizer: the one that is used.
-            own: directory of the model's own; where it names no such token, that of `tokenizer` counts as another one.
+            tokenizer: the tokenizer in use.
+            model_directory: directory of the model; if it names no end token, the tokenizer's counts as different.
         """
-        named = read_json(own / CONFIG_FILE) if (own / CONFIG_FILE).is_file() else {}
-        same = token_text(named.get("eos_token")) == tokenizer.named_tokens()["eos_token"]
-        return self if same else self.with_end(tokenizer.eos_id)
+        named = read_json(model_directory / CONFIG_FILE) if (model_directory / CONFIG_FILE).is_file() else {}
+        same_end = token_text(named.get("eos_token")) == tokenizer.named_tokens()["eos_token"]
+        return self if same_end else self.with_end(tokenizer.eos_id)
 
     def for_model(
         self, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer, *, context: int | None = None
     ) -> Self:
-        """The settings with what a user has changed of the model: what equals the source keeps the source's form.
+        """Updates the settings with the user's changes to the model; unchanged values keep the source's form.
 
         Args:
-            model: as it is now.
+            model: the current configuration.
             vocab_size: rows of its embedding.
-            tokenizer: the one that is used.
-            context: tokens that the model is said to read. None: as many as in the source, or more where the rows of
-                training are longer.
+            tokenizer: the tokenizer in use.
+            context: context length in tokens. None: the source's, or the row length of training if that is longer.
 
         Raises:
-            UserError: for a setting that the format has no place for.
+            UserError: for a setting that the format cannot express.
         """
-        theirs, rows = hf.config_from_hf(self.config)
-        theirs = theirs.with_generation(self.generation)
-        # What the model section does not say of generation is no wish for a change.
+        source, rows = hf.config_from_hf(self.config)
+        source = source.with_generation(self.generation)
+        # Generation settings that the model section lacks were not changed by the user.
         model = model.with_generation({**self.generation, **getattr(model, "generation_config", {})})
         if any_length(model, vocab_size):
-            model = model.model_copy(update={"seq_len": context or max(model.seq_len, theirs.seq_len)})
-        before, after = self.made_for(theirs, rows, tokenizer), self.made_for(model, vocab_size, tokenizer)
-        same_family = type(model) is type(theirs)
+            model = model.model_copy(update={"seq_len": context or max(model.seq_len, source.seq_len)})
+        source_defaults, model_defaults = (
+            self.made_for(source, rows, tokenizer),
+            self.made_for(model, vocab_size, tokenizer),
+        )
+        same_family = type(model) is type(source)
         return replace(
             self,
-            config=_merged(self.config, before.config, after.config) if same_family else after.config,
-            generation=_merged(self.generation, before.generation, after.generation),
-            preprocessor=after.preprocessor
+            config=_merged(self.config, source_defaults.config, model_defaults.config)
+            if same_family
+            else model_defaults.config,
+            generation=_merged(self.generation, source_defaults.generation, model_defaults.generation),
+            preprocessor=model_defaults.preprocessor
             if self.preprocessor is None
-            else _merged(self.preprocessor, before.preprocessor or {}, after.preprocessor or {}),
+            else _merged(self.preprocessor, source_defaults.preprocessor or {}, model_defaults.preprocessor or {}),
         )
 
     def write(self, directory: Path) -> None:
@@ -129,28 +133,30 @@ class HfSettings:
         if self.preprocessor is not None:
             texts[PREPROCESSOR] = self.preprocessor
         for name, fields in texts.items():
-            # Sorted, so that equal content gives equal bytes. Unlike `write_json`, it takes the infinities of a source.
+            # Sorted, so equal content gives equal bytes. Unlike `write_json`, it allows the infinities of a source.
             text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
             (directory / name).write_text(text + "\n", encoding="utf-8")
         for name, content in self.files.items():
             (directory / name).write_bytes(content)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _merged(theirs: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """`theirs` with the fields that differ between `before` and `after`, which describe one thing in one form.
+def _merged(
+    source: Mapping[str, Any], before_change: Mapping[str, Any], after_change: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`source` with the fields that differ between `before_change` and `after_change`, two settings of the same form.
 
-    A token that `after` does not name stays.
+    A token not named in `after_change` stays.
     """
     absent = object()
     changed = {
         key
-        for key in before.keys() | after.keys()
-        if before.get(key, absent) != after.get(key, absent)
-        and not (key.endswith("_token_id") and after.get(key) is None)
+        for key in before_change.keys() | after_change.keys()
+        if before_change.get(key, absent) != after_change.get(key, absent)
+        and not (key.endswith("_token_id") and after_change.get(key) is None)
     }
-    kept = {key: value for key, value in theirs.items() if key not in changed}
-    return {**kept, **{key: after[key] for key in changed if key in after}}
+    unchanged = {key: value for key, value in source.items() if key not in changed}
+    return {**unchanged, **{key: after_change[key] for key in changed if key in after_change}}

@@ -1,4 +1,4 @@
-"""One safetensors file: its header, and any region of its tensors, read on demand."""
+"""A safetensors file: reads its header, and regions of its tensors on demand."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ _CHECKED_AT_ONCE = 1 << 16
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a file; nothing of it is in memory."""
+    """A tensor of a file; its data is not in memory."""
 
     name: str
     file: Path
     dtype: str
-    """As safetensors names it: `F32`, `BF16`, ..."""
+    """Dtype name in safetensors: `F32`, `BF16`, ..."""
     shape: tuple[int, ...]
     offset: int
-    """The place of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype for NumPy.
+        """The NumPy dtype.
 
         Raises:
-            UserError: for a dtype that no parameter can take over exactly.
+            UserError: for a dtype that no parameter can represent exactly.
         """
         if self.dtype == "F64":
             raise UserError(f"{self.file}: {self.name} is float64, which float32 cannot hold; save it as float32")
@@ -66,11 +66,11 @@ class StoredTensor(NamedTuple):
         return _DTYPES[self.dtype]
 
     def read(self, region: Region = ()) -> np.ndarray:
-        """Copies a region, by default all, in the dtype of the file; no more of the file stays in memory.
+        """Copies a region, by default everything, in the dtype of the file; no other part of the file stays in memory.
 
         Raises:
             UserError: as `numpy_dtype`; for NaN and infinite values.
-            MachineError: when the file cannot be read any more.
+            MachineError: if the file has become unreadable.
         """
         dtype = self.numpy_dtype
         # An empty file region cannot be mapped.
@@ -80,7 +80,7 @@ class StoredTensor(NamedTuple):
             mapped = np.memmap(self.file, dtype, "r", self.offset, self.shape)
         except (OSError, ValueError) as error:
             raise MachineError(f"{self.file}: cannot be read any more ({error})") from None
-        # An array of its own: the pages of the file that were touched are given back with the map.
+        # A copy: the file's pages in memory are released with the map.
         values = np.array(mapped[region])
         if not is_finite(values):
             raise UserError(f"{self.file}: {self.name} holds NaN or infinite values; use a sound copy of it")
@@ -88,13 +88,13 @@ class StoredTensor(NamedTuple):
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Tells if no value is NaN or infinite; takes memory for a block of values, not for as many as there are."""
+    """True if no value is NaN or infinite; needs memory for a single block of values."""
     mask = _EXPONENTS.get(values.dtype)
     if mask is None:
         return True
-    # An array of the file's own layout is flattened without a copy, a region with gaps was copied when it was read.
+    # An array in the file's layout is flattened without a copy; a region with gaps was copied when it was read.
     bits_N = values.reshape(-1).view(mask.dtype)
-    # NaN and infinity are the values whose exponent is all ones. A block fits into the cache of a core.
+    # NaN and infinity are the values with an exponent of all ones. A block fits into the cache of a core.
     return all(
         (np.bitwise_and(bits_N[start : start + _CHECKED_AT_ONCE], mask) != mask).all()
         for start in range(0, len(bits_N), _CHECKED_AT_ONCE)
@@ -105,14 +105,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Reads the header of a safetensors file: its tensors by name.
 
     Raises:
-        FileNotFoundError: when there is no such file.
-        UserError: when the file is damaged: cut short, not safetensors, tensors that overlap, leave gaps or are listed
-            twice.
+        FileNotFoundError: if the file does not exist.
+        UserError: if the file is damaged: truncated, not safetensors, or with tensors that overlap, leave gaps or are
+            listed twice.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        # The package checks all of the header against the size of the file.
+        # The package checks the full header against the size of the file.
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
@@ -130,10 +130,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds a JSON object, in which Python would silently let the last of equal keys win."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Builds a JSON object and refuses duplicate keys, of which Python would silently use the last."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{twice!r} is listed twice")
-    return found
+    return entries

@@ -1,6 +1,6 @@
 """Safetensors files on disk: written in shards with an index, read one tensor at a time.
 
-Nothing here unpickles or runs what a file says, and a name inside a file never leads out of its directory.
+Never unpickles or executes content of a file, and a name inside a file never leads out of its directory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lm_trainer.export.tensor_file import StoredTensor, read_header
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 * 2**20
-"""A configuration or an index above this size is refused unread."""
+"""A configuration or an index above this size is refused without reading it."""
 
 _COMPARED_BYTES = 64 << 20
-"""Bytes of each tensor that are held while two are compared, as float32."""
+"""Maximum size, as float32, of the part of each tensor held while two are compared."""
 _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -33,10 +33,10 @@ _WIDENED = frozenset({"F32", "F16", "BF16"})
 
 
 def parse_size(text: str) -> int:
-    """Reads a size such as `5GB` or `500MB` as bytes, in powers of 1000 as the hub counts them.
+    """Parses a size such as `5GB` or `500MB` to bytes, in powers of 1000 as on the hub.
 
     Raises:
-        UserError: for anything else, and for a size below one byte.
+        UserError: for any other text, and for a size below one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     size = int(float(match[1]) * _SIZE_UNITS[match[2].upper()]) if match else 0
@@ -48,12 +48,12 @@ def parse_size(text: str) -> int:
 def write_weights(directory: Path, tensors: Mapping[str, Any], *, dtype: np.dtype, max_shard_size: int) -> None:
     """Writes `tensors`, cast to `dtype`, as one safetensors file, or as shards and an index above `max_shard_size`.
 
-    Rounds to the nearest even when `dtype` is narrower. A tensor is never split: one that is larger than
-    `max_shard_size` bytes is a shard of its own. Holds one shard in memory at a time besides `tensors`: arrays, or what
-    `np.asarray` makes arrays of, with a `size`.
+    Rounds to nearest even if `dtype` is narrower. A tensor is never split: if it is larger than `max_shard_size` bytes,
+    it gets its own shard. Holds one shard in memory at a time, in addition to `tensors`: arrays, or objects with a
+    `size` that `np.asarray` converts to arrays.
 
     Raises:
-        MachineError: when the file system refuses (a full disk, lost permissions).
+        MachineError: if the file system refuses (a full disk, lost permissions).
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -61,7 +61,7 @@ def write_weights(directory: Path, tensors: Mapping[str, Any], *, dtype: np.dtyp
         dict(tensors),
         get_storage_size=lambda tensor: tensor.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
-        # Arrays that share memory are written one by one; the format has no aliases.
+        # Arrays that share memory are written separately; the format has no aliases.
         get_storage_id=lambda _: None,
         max_shard_size=max_shard_size,
     )
@@ -76,7 +76,7 @@ def write_file(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype) -> No
     """Writes `tensors`, cast to `dtype`, as one safetensors file.
 
     Raises:
-        MachineError: when the file system refuses.
+        MachineError: if the file system refuses.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -84,31 +84,31 @@ def write_file(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype) -> No
     try:
         path.touch()
         mode = path.stat().st_mode
-        # safetensors writes the memory of an array as if it were C-contiguous: a transposed view would come out wrong.
+        # safetensors writes the memory of an array as if it were C-contiguous: a transposed view would be corrupted.
         ordered = {name: np.asarray(x, dtype=dtype, order="C") for name, x in tensors.items()}
         # transformers refuses a file that does not name its framework.
         save_file(ordered, path, metadata={"format": "pt"})
-        # safetensors makes files that only the owner can read, whatever the umask says.
+        # safetensors makes files readable only by the owner, for any umask.
         path.chmod(mode & 0o777)
     except (SafetensorError, OSError) as error:
         raise MachineError(f"{path}: cannot be written ({error})") from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes a JSON object with sorted keys, so that equal content gives equal bytes."""
+    """Writes a JSON object with sorted keys, so equal content gives equal bytes."""
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object from a file that somebody else wrote.
+    """Reads a JSON object from an untrusted file.
 
     Raises:
-        UserError: when the file is missing, too large, a link out of its directory, or no JSON object.
+        UserError: if the file is missing, too large, a link out of its directory, or no JSON object.
     """
     path_inside(path.parent, path.name, path.parent)
     try:
-        # Before it is read: a file of somebody else may be of any size.
+        # Checked before reading: an untrusted file may be of any size.
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise UserError(f"{path}: {size} bytes are too many for this file; at most {MAX_JSON_BYTES} are read")
@@ -129,24 +129,24 @@ def read_json(path: Path) -> dict[str, Any]:
 class Weights(Mapping[str, np.ndarray]):
     """The tensors of a directory by name, each read from its file on demand.
 
-    Floating-point tensors come as float32, which is exact for float16 and bfloat16; other dtypes come as they are.
-    `dtypes` has the names of the safetensors dtypes that occur (`F32`, `BF16`, ...).
+    Floating-point tensors are converted to float32, which is exact for float16 and bfloat16; other dtypes are
+    unchanged. `dtypes` has the names of the safetensors dtypes that occur (`F32`, `BF16`, ...).
 
     Raises:
-        UserError: at opening, for a directory without safetensors, an index that leads outside, or a file whose header
-            is damaged; at reading, for a dtype that cannot be read exactly.
+        UserError: at opening, for a directory without safetensors, an index that leads outside, or a file with a
+            damaged header; at reading, for a dtype that cannot be read exactly.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.stored: dict[str, StoredTensor] = {}
-        """The headers of the files; nothing else is read yet."""
+        """Headers of the files; no data is read yet."""
         files = _read_headers(directory)
         for tensors in files.values():
             for name, tensor in tensors.items():
                 if name in self.stored:
-                    here, there = tensor.file.name, self.stored[name].file.name
-                    raise UserError(f"{directory}: tensor {name!r} is both in {there} and in {here}")
+                    second_file, first_file = tensor.file.name, self.stored[name].file.name
+                    raise UserError(f"{directory}: tensor {name!r} is both in {first_file} and in {second_file}")
                 self.stored[name] = tensor
         self.files = tuple(sorted(files))
         self.dtypes = frozenset(tensor.dtype for tensor in self.stored.values())
@@ -163,7 +163,7 @@ class Weights(Mapping[str, np.ndarray]):
         return len(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from the header alone."""
+        """The shape of a tensor, read from the header."""
         return self.stored[name].shape
 
     def are_equal(self, one: str, other: str) -> bool:
@@ -171,8 +171,8 @@ class Weights(Mapping[str, np.ndarray]):
         shape = self.shape(one)
         if self.shape(other) != shape:
             return False
-        length, *others = shape or (1,)
-        rows = max(1, _COMPARED_BYTES // (4 * max(1, int(np.prod(others)))))
+        length, *other_dims = shape or (1,)
+        rows = max(1, _COMPARED_BYTES // (4 * max(1, int(np.prod(other_dims)))))
         regions = [(slice(start, min(start + rows, length)),) for start in range(0, length, rows)]
         first, second = self.stored[one], self.stored[other]
         return all(np.array_equal(first.read(region), second.read(region)) for region in regions)
@@ -188,13 +188,13 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
     if index.exists():
-        placed = _weight_map(index)
-        files = {name: _header(directory, name, source=index) for name in sorted(set(placed.values()))}
-        _check_index(index, placed, files)
+        weight_map = _read_weight_map(index)
+        files = {name: _header(directory, name, source=index) for name in sorted(set(weight_map.values()))}
+        _check_index(index, weight_map, files)
         return files
     if single.exists():
         return {SINGLE_FILE: _header(directory, SINGLE_FILE, source=directory)}
-    # Named, because a directory with nothing but pickles is the commonest case.
+    # Mentioned, because a directory with only pickles is the most common case.
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -204,25 +204,25 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
     raise UserError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; expected a directory with safetensors weights")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    placed = read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: expected a `weight_map` from tensor names to file names")
-    for tensor, name in placed.items():
+    for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
             raise UserError(
                 f"{index}: {tensor} is placed in {name!r}; a shard's name has letters, digits, '_', '.' and '-' only "
                 f"and ends with .safetensors"
             )
-    return placed
+    return weight_map
 
 
-def _check_index(index: Path, placed: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
-    for tensor, name in placed.items():
+def _check_index(index: Path, weight_map: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
+    for tensor, name in weight_map.items():
         if tensor not in files[name]:
             raise UserError(f"{index}: {tensor} should be in {name}, which does not hold it")
     for name, tensors in files.items():
-        if unlisted := sorted(tensors.keys() - placed.keys()):
+        if unlisted := sorted(tensors.keys() - weight_map.keys()):
             raise UserError(f"{index}: {name} holds {unlisted[0]}, which the index does not list")
 
 

@@ -1,1 +1,1 @@
-"""Text from a trained model."""
+"""Text generation with trained models."""

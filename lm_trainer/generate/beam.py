@@ -1,4 +1,4 @@
-"""Beam search: of several texts that grow side by side, the one whose tokens are likeliest together.
+"""Beam search: extends several candidate texts in parallel, and returns the one with the highest total probability.
 
 Shape letters: B rows, N beams of a row, R = B * N, K candidates of a row, V vocabulary, G new tokens.
 """
@@ -12,48 +12,48 @@ import jax
 import jax.numpy as jnp
 
 _NEVER = -1e9
-"""Score of what is not there; finite, so that such beams stay in order."""
+"""Score of absent entries; finite, to keep such beams in order."""
 
 Advance = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
-"""(carry, step, came_R, next_R) -> carry and log-probabilities [R, V] after one more token of each beam: beam r goes on
-from what was beam `came_R[r]`, with the token `next_R[r]`."""
+"""(carry, step, parents_R, next_R) -> carry and log-probabilities [R, V] after one more token of each beam: beam r
+continues beam `parents_R[r]` with the token `next_R[r]`."""
 
 
 class _Beams(NamedTuple):
-    """A search after some steps."""
+    """State of a search after some steps."""
 
     step: jax.Array
-    going: jax.Array
-    """bool: a step more may change a result."""
+    running: jax.Array
+    """bool: another step may change a result."""
     carry: Any
     log_probs_RV: jax.Array
-    """Those of the next token."""
+    """Log-probabilities of the next token."""
     tokens_BNG: jax.Array
-    """Texts that grow."""
+    """Unfinished texts."""
     scores_BN: jax.Array
-    """Sums of log-probabilities, the best first."""
-    ended: _Ended
+    """Sums of log-probabilities, in descending order."""
+    finished: _Finished
     open_B: jax.Array
-    """bool: a text that grows may become better than one that ended."""
+    """bool: an unfinished text may still become better than a finished one."""
 
 
-class _Ended(NamedTuple):
-    """The best texts that ended."""
+class _Finished(NamedTuple):
+    """The best finished texts."""
 
     tokens_BNG: jax.Array
     counts_BN: jax.Array
-    """Their tokens."""
+    """Number of tokens of each."""
     scores_BN: jax.Array
-    """Sums of log-probabilities over the length to the power of the penalty, the best first."""
-    there_BN: jax.Array
-    """bool: it is one."""
+    """Sums of log-probabilities over length ** penalty, in descending order."""
+    valid_BN: jax.Array
+    """bool: the entry holds a text."""
 
 
 class _Candidates(NamedTuple):
-    """The best continuations of a row, twice as many as beams: each beam may end, and as many still go on."""
+    """The best continuations of a row, twice as many as beams: each beam may end, and as many still continue."""
 
-    came_BK: jax.Array
-    """The beam that each continues."""
+    parents_BK: jax.Array
+    """The beam that each one continues."""
     next_BK: jax.Array
     tokens_BKG: jax.Array
     scores_BK: jax.Array
@@ -66,86 +66,93 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
     advance: Advance,
     *,
     beams: int,
-    room: int,
+    max_new_tokens: int,
     eos_id: jax.Array,
     length_penalty: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Searches the likeliest text of each row, as `generate(num_beams=...)` of transformers does with its defaults.
+    """Finds the most likely text of each row, like `generate(num_beams=...)` of transformers with its defaults.
 
-    A row is done when it has `beams` texts that ended, and none that grows is, for its length so far, better than the
-    worst of them (`early_stopping=False`). To be called under `jax.jit`.
+    A row is done if it has `beams` finished texts, and no unfinished text is better, for its current length, than the
+    worst of them (`early_stopping=False`). Call it under `jax.jit`.
 
     Args:
-        carry: what `advance` needs of the tokens so far, a tree of arrays.
-        log_probs_RV: of the first token, float32; those of the beams of a row are equal.
-        advance: takes a step.
-        beams: of each row.
-        room: tokens after which a text ends in any case.
-        eos_id: the token that ends it, int32 scalar.
+        carry: state of `advance` after the tokens so far, a tree of arrays.
+        log_probs_RV: log-probabilities of the first token, float32; identical for the beams of a row.
+        advance: performs a step.
+        beams: number of beams per row.
+        max_new_tokens: maximum length of a text.
+        eos_id: the token that ends a text, int32 scalar.
         length_penalty: float32 scalar; above 0 favours long texts, below 0 short ones.
 
     Returns:
-        tokens, int32 [B, room], and how many of them count, int32 [B].
+        tokens, int32 [B, max_new_tokens], and the number of valid ones, int32 [B].
     """
     rows = log_probs_RV.shape[0] // beams
-    tokens_BNG = jnp.zeros((rows, beams, room), jnp.int32)
+    tokens_BNG = jnp.zeros((rows, beams, max_new_tokens), jnp.int32)
     never_BN, zeros_BN = jnp.full((rows, beams), _NEVER, jnp.float32), jnp.zeros((rows, beams), jnp.int32)
-    ended = _Ended(tokens_BNG, zeros_BN, never_BN, zeros_BN > 0)
-    # All beams begin as one text, of which one goes on.
+    finished = _Finished(tokens_BNG, zeros_BN, never_BN, zeros_BN > 0)
+    # All beams start from the same text, so only one of them is extended at first.
     scores_BN = never_BN.at[:, 0].set(0.0)
     start = _Beams(
-        jnp.int32(0), jnp.bool_(True), carry, log_probs_RV, tokens_BNG, scores_BN, ended, jnp.ones(rows, bool)
+        jnp.int32(0), jnp.bool_(True), carry, log_probs_RV, tokens_BNG, scores_BN, finished, jnp.ones(rows, bool)
     )
 
     def body(state: _Beams) -> _Beams:
-        found = _candidates(state, eos_id, room)
-        growing_BN, kept_BN = jax.lax.top_k(found.scores_BK + _NEVER * found.ends_BK, beams)
-        ended = _with_new(state.ended, found, state.step + 1, state.open_B, length_penalty)
-        open_B = state.open_B & _may_improve(growing_BN, ended, state.step + 1, length_penalty)
-        came_BN, next_BN = _taken(found.came_BK, kept_BN), _taken(found.next_BK, kept_BN)
-        came_R = (came_BN + beams * jnp.arange(rows)[:, None]).reshape(-1)
-        carry, log_probs_RV = advance(state.carry, state.step, came_R, next_BN.reshape(-1))
-        going = jnp.any(open_B) & ~jnp.all(found.ends_BK)
-        tokens_BNG = _taken(found.tokens_BKG, kept_BN)
-        return _Beams(state.step + 1, going, carry, log_probs_RV, tokens_BNG, growing_BN, ended, open_B)
+        candidates = _candidates(state, eos_id, max_new_tokens)
+        unfinished_BN, selected_BN = jax.lax.top_k(candidates.scores_BK + _NEVER * candidates.ends_BK, beams)
+        finished = _merge_finished(state.finished, candidates, state.step + 1, state.open_B, length_penalty)
+        open_B = state.open_B & _may_improve(unfinished_BN, finished, state.step + 1, length_penalty)
+        parents_BN, next_BN = (
+            _gather_entries(candidates.parents_BK, selected_BN),
+            _gather_entries(candidates.next_BK, selected_BN),
+        )
+        parents_R = (parents_BN + beams * jnp.arange(rows)[:, None]).reshape(-1)
+        carry, log_probs_RV = advance(state.carry, state.step, parents_R, next_BN.reshape(-1))
+        running = jnp.any(open_B) & ~jnp.all(candidates.ends_BK)
+        tokens_BNG = _gather_entries(candidates.tokens_BKG, selected_BN)
+        return _Beams(state.step + 1, running, carry, log_probs_RV, tokens_BNG, unfinished_BN, finished, open_B)
 
-    best = jax.lax.while_loop(lambda state: state.going, body, start).ended
+    best = jax.lax.while_loop(lambda state: state.running, body, start).finished
     return best.tokens_BNG[:, 0], best.counts_BN[:, 0]
 
 
-def _candidates(state: _Beams, eos_id: jax.Array, room: int) -> _Candidates:
+def _candidates(state: _Beams, eos_id: jax.Array, max_new_tokens: int) -> _Candidates:
     rows, beams = state.scores_BN.shape
     vocab_size = state.log_probs_RV.shape[-1]
     sums_BNV = state.log_probs_RV.reshape(rows, beams, vocab_size) + state.scores_BN[:, :, None]
-    scores_BK, at_BK = jax.lax.top_k(sums_BNV.reshape(rows, -1), 2 * beams)
-    came_BK, next_BK = at_BK // vocab_size, at_BK % vocab_size
-    tokens_BKG = _taken(state.tokens_BNG, came_BK).at[:, :, state.step].set(next_BK)
-    return _Candidates(came_BK, next_BK, tokens_BKG, scores_BK, (next_BK == eos_id) | (state.step + 1 == room))
+    scores_BK, indices_BK = jax.lax.top_k(sums_BNV.reshape(rows, -1), 2 * beams)
+    parents_BK, next_BK = indices_BK // vocab_size, indices_BK % vocab_size
+    tokens_BKG = _gather_entries(state.tokens_BNG, parents_BK).at[:, :, state.step].set(next_BK)
+    return _Candidates(
+        parents_BK, next_BK, tokens_BKG, scores_BK, (next_BK == eos_id) | (state.step + 1 == max_new_tokens)
+    )
 
 
-def _with_new(
-    ended: _Ended, found: _Candidates, length: jax.Array, open_B: jax.Array, length_penalty: jax.Array
-) -> _Ended:
-    """The best of the texts that ended before and of those that end here; a row that is done takes no more."""
-    beams, count = ended.scores_BN.shape[1], found.scores_BK.shape[1]
-    # The others are there so that enough texts go on.
-    new_BK = found.ends_BK & (jnp.arange(count) < beams)[None]
-    scores_BK = found.scores_BK / length.astype(jnp.float32) ** length_penalty
+def _merge_finished(
+    finished: _Finished, candidates: _Candidates, length: jax.Array, open_B: jax.Array, length_penalty: jax.Array
+) -> _Finished:
+    """Merges newly finished texts into the finished ones, and keeps the best; rows that are done do not change."""
+    beams, count = finished.scores_BN.shape[1], candidates.scores_BK.shape[1]
+    # The other candidates only ensure that enough texts continue.
+    new_BK = candidates.ends_BK & (jnp.arange(count) < beams)[None]
+    scores_BK = candidates.scores_BK / length.astype(jnp.float32) ** length_penalty
     scores_BK = scores_BK + _NEVER * ~open_B[:, None] + _NEVER * ~new_BK
     lengths_BK = jnp.broadcast_to(length, new_BK.shape)
-    new = _Ended(found.tokens_BKG, lengths_BK, scores_BK, new_BK)
-    every = _Ended(*(jnp.concatenate(pair, axis=1) for pair in zip(ended, new, strict=True)))
-    _, best_BN = jax.lax.top_k(every.scores_BN, beams)
-    return _Ended(*(_taken(x, best_BN) for x in every))
+    newly_finished = _Finished(candidates.tokens_BKG, lengths_BK, scores_BK, new_BK)
+    merged = _Finished(*(jnp.concatenate(pair, axis=1) for pair in zip(finished, newly_finished, strict=True)))
+    _, best_BN = jax.lax.top_k(merged.scores_BN, beams)
+    return _Finished(*(_gather_entries(x, best_BN) for x in merged))
 
 
-def _may_improve(growing_BN: jax.Array, ended: _Ended, length: jax.Array, length_penalty: jax.Array) -> jax.Array:
-    """Tells whether the best text that grows would be better, if it ended at its length, than the worst that ended."""
-    best_B1 = growing_BN[:, :1] / length.astype(jnp.float32) ** length_penalty
-    worst_BN = jnp.where(ended.there_BN, ended.scores_BN.min(axis=1, keepdims=True), _NEVER)
+def _may_improve(
+    unfinished_BN: jax.Array, finished: _Finished, length: jax.Array, length_penalty: jax.Array
+) -> jax.Array:
+    """True if the best unfinished text, ended at its current length, would beat the worst finished one."""
+    best_B1 = unfinished_BN[:, :1] / length.astype(jnp.float32) ** length_penalty
+    worst_BN = jnp.where(finished.valid_BN, finished.scores_BN.min(axis=1, keepdims=True), _NEVER)
     return jnp.any(best_B1 > worst_BN, axis=1)
 
 
-def _taken(x: jax.Array, at_BN: jax.Array) -> jax.Array:
-    """The entries of each row of `x`, [B, K, ...], at some places."""
-    return jnp.take_along_axis(x, at_BN.reshape(*at_BN.shape, *(1,) * (x.ndim - 2)), axis=1)
+def _gather_entries(x: jax.Array, indices_BN: jax.Array) -> jax.Array:
+    """Gathers entries of each row of `x`, [B, K, ...], by index."""
+    return jnp.take_along_axis(x, indices_BN.reshape(*indices_BN.shape, *(1,) * (x.ndim - 2)), axis=1)

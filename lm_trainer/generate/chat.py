@@ -1,4 +1,4 @@
-"""Conversation with a model by the chat template of its tokenizer."""
+"""Conversation with a model, using the chat template of its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Chat:
     """A conversation.
 
     Args:
-        model: writes the answers.
-        tokenizer: has a chat template.
-        context: tokens that the model reads at most.
-        sampling: the choice of tokens, and those that end an answer beside that of the template.
+        model: generates the answers.
+        tokenizer: must have a chat template.
+        context: maximum context length of the model, in tokens.
+        sampling: sampling settings, with extra tokens that end an answer in addition to the template's.
         system: instructions at the beginning.
 
     Raises:
-        UserError: if there is no chat template, or it does not take the instructions.
+        UserError: if there is no chat template, or it rejects the instructions.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Chat:
         self._template = compile_template(tokenizer)
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._start)
-        self._sampling = replace(sampling, eos_id=(*sampling.end_ids, tokenizer.eos_id, *self._ends_of_turns()))
+        self._sampling = replace(sampling, eos_id=(*sampling.end_ids, tokenizer.eos_id, *self._turn_end_ids()))
 
     def reset(self) -> None:
-        """Begins anew, with the same instructions."""
+        """Starts a new conversation with the same instructions."""
         self.messages = list(self._start)
 
     def answer(self, text: str) -> Iterator[str]:
-        """Yields the answer to what the user says, piece by piece; both are then a part of the conversation.
+        """Yields the answer to the user's message, piece by piece, and adds both to the conversation.
 
         Raises:
-            UserError: if the conversation does not fit into the model's context any more; it is as before then.
+            UserError: if the conversation no longer fits into the model's context; it then stays unchanged.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._ids(messages)
@@ -62,15 +62,15 @@ class Chat:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, but the model reads {self._context}; begin anew with /reset"
             )
-        said: list[str] = []
+        answer_pieces: list[str] = []
         pieces = stream_tokens(generate_stream, self._model, self._tokenizer, ids, self._sampling, stop=())
         try:
             for piece in pieces:
-                said.append(piece)
+                answer_pieces.append(piece)
                 yield piece
         finally:
-            # An answer that is broken off is what the model has said.
-            self.messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+            # An interrupted answer is stored as far as it was generated.
+            self.messages = [*messages, {"role": "assistant", "content": "".join(answer_pieces)}]
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         try:
@@ -81,16 +81,16 @@ class Chat:
         bos = self._tokenizer.bos_id
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
-    def _ends_of_turns(self) -> list[int]:
-        """The special token that the template writes behind an answer, if it does: some models end turns by another
-        one than documents.
+    def _turn_end_ids(self) -> list[int]:
+        """Special token that the template writes after an answer, if any: some models end turns with a different token
+        than documents.
         """
         messages: list[Any] = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _MARK}]
         try:
             text = self._template.render([*self._start, *messages]).text
         except UnusableRow as error:
             raise UserError(str(error)) from None
-        after = text.rpartition(_MARK)[2].lstrip()
+        suffix = text.rpartition(_MARK)[2].lstrip()
         special = self._tokenizer.special_tokens()
-        found = [name for name in special if name and after.startswith(name)]
-        return [special[max(found, key=len)]] if found else []
+        end_tokens = [name for name in special if name and suffix.startswith(name)]
+        return [special[max(end_tokens, key=len)]] if end_tokens else []

@@ -1,4 +1,4 @@
-"""Generation with a key-value cache: one compiled program reads the prompts, another decodes the rest.
+"""Generation with a KV cache: one compiled program reads the prompts, another decodes the continuations.
 
 Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G new tokens, E tokens that end a text.
 """
@@ -20,26 +20,26 @@ from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 
 _ROUND = 32
-"""Lengths are rounded up to multiples of this, so that similar calls share one compiled program."""
+"""Lengths are rounded up to multiples of this, so similar calls share one compiled program."""
 
 Stop = Callable[[int, Sequence[int]], bool]
-"""`stop(row, new tokens)`: true where a continuation has come to an end, such as a text in it."""
+"""`stop(row, new tokens)`: true if a continuation is complete, for example because it contains a stop text."""
 
 
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> list[list[int]]:
-    """Continues every prompt and returns the new tokens alone.
+    """Continues every prompt and returns only the new tokens.
 
-    A continuation ends with a token of `eos_id` (which is part of it), after `max_new_tokens`, or where prompt and
-    continuation together fill the model's context. Prompts of different lengths are processed together without
-    influence on one another; the draws of row i depend on (`seed`, i) alone.
+    A continuation ends with a token of `eos_id` (which is included), after `max_new_tokens`, or where prompt and
+    continuation together fill the model's context. Prompts of different lengths are batched without influencing each
+    other; the samples of row i depend only on (`seed`, i).
 
     Args:
-        model: with its parameters.
+        model: the model with its parameters.
         prompts: token ids, at least one each.
-        settings: the end of a continuation, and the choice of its tokens.
+        settings: end conditions and sampling settings.
 
     Raises:
-        UserError: for an empty prompt, one that is longer than the context, or a token that the model lacks.
+        UserError: for an empty prompt, a prompt longer than the context, or a token outside the vocabulary.
     """
     if not prompts or settings.max_new_tokens < 1:
         return [[] for _ in prompts]
@@ -53,7 +53,7 @@ class Continuation(NamedTuple):
 
     tokens: list[int]
     log_probs: list[float]
-    """Log p of each, before the logits are filtered; empty unless `GenerateSettings.log_probs` asks for them."""
+    """Log p of each token, before the logits are filtered; empty unless `GenerateSettings.log_probs` is set."""
 
 
 def generate_stream(
@@ -64,14 +64,15 @@ def generate_stream(
     stop: Stop = lambda *_: False,
     chunk: int = 8,
 ) -> Iterator[list[Continuation]]:
-    """Continues every prompt as `generate` does, with the same tokens, and yields what there is after every few tokens.
+    """Continues every prompt like `generate`, with the same tokens, and yields the continuations after every few
+    tokens.
 
     Args:
-        model: as for `generate`, as are `prompts` and `settings`.
-        prompts: there is at least one.
-        settings: the end of a continuation, and the choice of its tokens.
-        stop: asked for every row after each chunk.
-        chunk: tokens of each row between two looks.
+        model: as for `generate`, like `prompts` and `settings`.
+        prompts: at least one.
+        settings: end conditions and sampling settings.
+        stop: called for every row after each chunk.
+        chunk: tokens of each row between two calls of `stop`.
 
     Yields:
         The continuation of every row.
@@ -84,33 +85,33 @@ def generate_stream(
 
 
 class Generation(NamedTuple):
-    """A call of `generate`, ready to be run in its two parts."""
+    """A call of `generate`, ready to run in its two parts."""
 
     program: _Program
-    params: Any
+    params: dict[str, Any]
     tokens_BT: np.ndarray
     lengths_B: np.ndarray
     inputs: _Inputs
 
     @classmethod
     def prepare(cls, model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> Generation:
-        """Checks and pads the prompts, of which there is at least one; arguments and errors as for `generate`."""
+        """Checks and pads the prompts, at least one; arguments and errors as for `generate`."""
         context = model.spec.num_positions
         _check_prompts(prompts, context=context, vocab_size=model.spec.vocab_size)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-        width = _rounded(int(lengths_B.max()), context)
-        # Padded on the right: positions of prompt and continuation then follow one another without a gap, and the
-        # padding is overwritten in the cache before any query can see it.
+        width = _round_up(int(lengths_B.max()), context)
+        # Padded on the right: the positions of prompt and continuation are then consecutive, and padding in the cache
+        # is overwritten before any query can see it.
         tokens_BT = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(tokens_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         graphdef, state = nnx.split(model, nnx.Param)
-        # The shortest prompt leaves the most room.
-        room = min(settings.max_new_tokens, context - int(lengths_B.min()))
+        # The shortest prompt allows the longest continuation.
+        max_new = min(settings.max_new_tokens, context - int(lengths_B.min()))
         program = _Program(
             graphdef=graphdef,
-            capacity=_rounded(min(int(lengths_B.max()) + room, context), context),
-            buffer=_rounded(room, context),
+            capacity=_round_up(min(int(lengths_B.max()) + max_new, context), context),
+            buffer=_round_up(max_new, context),
             greedy=settings.temperature == 0,
             top_k=settings.top_k,
             nucleus=settings.top_p < 1,
@@ -120,12 +121,12 @@ class Generation(NamedTuple):
         )
         inputs = _Inputs(
             key=jax.random.key(settings.seed),
-            # A greedy program does not read it.
+            # Unused by a greedy program.
             temperature=jnp.float32(settings.temperature or 1.0),
             top_p=jnp.float32(settings.top_p),
             penalty=jnp.float32(settings.repetition_penalty),
             end_ids_E=jnp.asarray(settings.end_ids, jnp.int32),
-            limits_B=jnp.asarray(np.minimum(room, context - lengths_B)),
+            limits_B=jnp.asarray(np.minimum(max_new, context - lengths_B)),
         )
         return cls(program, nnx.to_pure_dict(state), tokens_BT, lengths_B, inputs)
 
@@ -134,7 +135,7 @@ class Generation(NamedTuple):
         return _prefill(self.program, self.params, self.tokens_BT, self.lengths_B)
 
     def decode(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the new tokens, int32 [B, G], and how many of them count in each row, int32 [B]."""
+        """Computes the new tokens, int32 [B, G], and the number of valid ones in each row, int32 [B]."""
         loop = self._start(cache, logits_BV)
         done = _decode(self.program, self.params, loop, self.lengths_B, self.inputs, self.program.buffer)
         return done.tokens_BG, done.counts_B
@@ -142,7 +143,7 @@ class Generation(NamedTuple):
     def decode_in_chunks(
         self, cache: KvCache, logits_BV: jax.Array, *, chunk: int, stop: Stop
     ) -> Iterator[list[Continuation]]:
-        """As `decode`, with what there is after every `chunk` tokens."""
+        """Same as `decode`, but yields the continuations after every `chunk` tokens."""
         loop = self._start(cache, logits_BV)
         while not bool(np.all(loop.done_B)):
             until = int(loop.step) + chunk
@@ -164,8 +165,8 @@ class Generation(NamedTuple):
         log_probs_BG = jnp.zeros((rows, self.program.buffer if self.program.log_probs else 0), jnp.float32)
         seen_BV = np.zeros((rows, vocab_size if self.program.penalized else 0), bool)
         if self.program.penalized:
-            for seen, tokens, length in zip(seen_BV, self.tokens_BT, self.lengths_B, strict=True):
-                seen[tokens[:length]] = True
+            for seen_row, tokens, length in zip(seen_BV, self.tokens_BT, self.lengths_B, strict=True):
+                seen_row[tokens[:length]] = True
         counts_B, done_B = jnp.zeros(rows, jnp.int32), self.inputs.limits_B < 1
         return _Loop(jnp.int32(0), tokens_BG, log_probs_BG, counts_B, cache, logits_BV, jnp.asarray(seen_BV), done_B)
 
@@ -173,23 +174,23 @@ class Generation(NamedTuple):
 class _Program(NamedTuple):
     """Static arguments: another value of any of them compiles another program."""
 
-    graphdef: Any
+    graphdef: nnx.GraphDef[Decoder]
     capacity: int
-    """Tokens that the cache has room for."""
+    """Capacity of the cache in tokens."""
     buffer: int
-    """Tokens that a continuation has room for, the G of the shapes."""
+    """Capacity of a continuation in tokens, the G of the shapes."""
     greedy: bool
     top_k: int
     nucleus: bool
-    """True if `top_p` cuts tokens off."""
+    """True if `top_p` removes tokens."""
     log_probs: bool
     penalized: bool
-    """True if tokens that were seen become less likely."""
+    """True if the repetition penalty is active."""
     dtype: np.dtype
 
 
 class _Inputs(NamedTuple):
-    """Dynamic arguments: they change without compiling again."""
+    """Dynamic arguments: they change without recompilation."""
 
     key: jax.Array
     temperature: jax.Array
@@ -197,29 +198,29 @@ class _Inputs(NamedTuple):
     penalty: jax.Array
     end_ids_E: jax.Array
     limits_B: jax.Array
-    """New tokens that each row may have."""
+    """Maximum number of new tokens of each row."""
 
 
 class _Loop(NamedTuple):
-    """Decoding after some steps."""
+    """State of decoding after some steps."""
 
     step: jax.Array
     tokens_BG: jax.Array
     log_probs_BG: jax.Array
-    """float32: log p of each new token, before the logits are filtered; [B, 0] unless they are asked for."""
+    """float32: log p of each new token, before the logits are filtered; [B, 0] unless requested."""
     counts_B: jax.Array
-    """New tokens that count in each row."""
+    """Number of valid new tokens in each row."""
     cache: KvCache
     logits_BV: jax.Array
     """Logits of the next token."""
     seen_BV: jax.Array
-    """bool: the token is in the prompt or among the new tokens; [B, 0] unless that matters."""
+    """bool: the token occurs in the prompt or among the new tokens; [B, 0] without a repetition penalty."""
     done_B: jax.Array
 
 
-def _rounded(count: int, most: int) -> int:
-    """Rounds up to a multiple of `_ROUND`, but not above `most`."""
-    return min(-(-count // _ROUND) * _ROUND, most)
+def _round_up(count: int, limit: int) -> int:
+    """Rounds up to a multiple of `_ROUND`, but not above `limit`."""
+    return min(-(-count // _ROUND) * _ROUND, limit)
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], *, context: int, vocab_size: int) -> None:
@@ -233,24 +234,31 @@ def _check_prompts(prompts: Sequence[Sequence[int]], *, context: int, vocab_size
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[KvCache, jax.Array]:
-    """The cache after the prompts, and the logits [B, V] after each prompt's last token."""
+def _prefill(
+    program: _Program, params: dict[str, Any], tokens_BT: jax.Array, lengths_B: jax.Array
+) -> tuple[KvCache, jax.Array]:
+    """Computes the cache after the prompts, and the logits [B, V] after each prompt's last token."""
     model: Decoder = nnx.merge(program.graphdef, params)
     rows, width = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     cache = model.init_cache(rows, program.capacity, dtype=program.dtype)
     h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache)
-    # Logits of these alone: those of all positions would take V / D times the memory.
+    # Only the logits of the last positions: logits of all positions would take V / D times the memory.
     last_BD = h_BTD[jnp.arange(rows), lengths_B - 1]
     return cache, model.logits(last_BD)
 
 
 def _decode_until(
-    program: _Program, params: Any, loop: _Loop, lengths_B: jax.Array, inputs: _Inputs, until: jax.Array | int
+    program: _Program,
+    params: dict[str, Any],
+    loop: _Loop,
+    lengths_B: jax.Array,
+    inputs: _Inputs,
+    until: jax.Array | int,
 ) -> _Loop:
     """Decodes up to the step `until`, or until all rows are done."""
     model: Decoder = nnx.merge(program.graphdef, params)
-    # A key for each row, so that its draws do not depend on how many rows there are.
+    # One key per row, so its samples do not depend on the number of rows.
     row_keys = jax.vmap(functools.partial(jax.random.fold_in, inputs.key))(jnp.arange(loop.logits_BV.shape[0]))
 
     def choose(step: jax.Array, logits_BV: jax.Array) -> jax.Array:
@@ -276,7 +284,7 @@ def _decode_until(
             log_p_BV = jax.nn.log_softmax(loop.logits_BV.astype(jnp.float32), axis=-1)
             of_next_B1 = jnp.take_along_axis(log_p_BV, next_B[:, None], axis=-1)
             log_probs_BG = jax.lax.dynamic_update_slice(log_probs_BG, of_next_B1, (0, loop.step))
-        # A row that is done goes on computing, since all share one program; its tokens do not count.
+        # Rows that are done continue to compute, since all rows share one program; their tokens are ignored.
         counts_B = loop.counts_B + ~loop.done_B
         done_B = (
             loop.done_B | jnp.any(next_B[:, None] == inputs.end_ids_E[None], axis=-1) | (counts_B >= inputs.limits_B)
@@ -288,5 +296,5 @@ def _decode_until(
 
 
 _decode = functools.partial(jax.jit, static_argnums=0)(_decode_until)
-# Between chunks nobody else has the cache, which then need not be copied.
+# Between chunks this is the only reference to the cache, so it can be donated instead of copied.
 _decode_chunk = functools.partial(jax.jit, static_argnums=0, donate_argnums=2)(_decode_until)

@@ -1,6 +1,6 @@
 """Log probabilities of continuations.
 
-A context that has several continuations is read once, and each of them goes on from its key-value cache.
+A context with several continuations is read once, and each continuation starts from its KV cache.
 
 Shape letters: B rows, T positions of a context or of a continuation, V vocabulary, D hidden dimension.
 """
@@ -22,73 +22,75 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 
-_LOGITS = 1 << 26
-"""Logits that are there at a time, in numbers."""
+_MAX_LOGITS = 1 << 26
+"""Maximum number of logits computed at a time."""
 
 
 class Context(NamedTuple):
-    """A context with its continuations; neither is empty, and each pair fits into the model's context and one more."""
+    """A context with its continuations, all non-empty. A pair has at most one token more than the model's context."""
 
     tokens: Sequence[int]
     continuations: Sequence[Sequence[int]]
 
 
 class Score(NamedTuple):
-    """A continuation's score."""
+    """Score of a continuation."""
 
     log_prob: float
     """Sum of log p of its tokens, in nats."""
     is_greedy: bool
-    """True if each of its tokens is the likeliest one."""
+    """True if each of its tokens is the most likely one."""
 
 
 def score(
     model: Decoder, contexts: Sequence[Context], *, dtype: DTypeLike = jnp.float32, tokens_at_once: int = 4096
 ) -> Iterator[tuple[int, list[Score]]]:
-    """Yields the number of each context with the scores of its continuations, batch by batch.
+    """Yields the index of each context with the scores of its continuations, batch by batch.
 
     Args:
-        model: with its parameters.
-        contexts: what is asked.
-        dtype: of the computation.
-        tokens_at_once: positions of a batch, about.
+        model: the model with its parameters.
+        contexts: contexts and continuations to score.
+        dtype: compute dtype.
+        tokens_at_once: approximate number of positions of a batch.
 
     Raises:
-        UserError: for a token that the model has no row for.
+        UserError: for a token outside the model's vocabulary.
     """
     _check_ids(contexts, model.spec.vocab_size)
     graphdef, state = nnx.split(model, nnx.Param)
-    engine, most = _Engine(graphdef, nnx.to_pure_dict(state), jnp.dtype(dtype)), model.spec.num_positions
-    shared = [i for i, each in enumerate(contexts) if _is_shared(each, most)]
-    for batch, width in _batches(shared, [len(contexts[i].tokens) for i in shared], tokens_at_once, most):
-        yield from zip(batch, engine.shared([contexts[i] for i in batch], width), strict=True)
-    apart = [
+    engine, max_positions = _Engine(graphdef, nnx.to_pure_dict(state), jnp.dtype(dtype)), model.spec.num_positions
+    shared = [i for i, context in enumerate(contexts) if _is_shared(context, max_positions)]
+    for batch, width in _batches(shared, [len(contexts[i].tokens) for i in shared], tokens_at_once, max_positions):
+        yield from zip(batch, engine.score_shared([contexts[i] for i in batch], width), strict=True)
+    separate = [
         (i, Context(contexts[i].tokens, [tokens]))
         for i in sorted({*range(len(contexts))} - {*shared})
         for tokens in contexts[i].continuations
     ]
     scores: dict[int, Score] = {}
-    for batch, width in _batches(range(len(apart)), [_length(each) for _, each in apart], tokens_at_once, most):
-        scores |= zip(batch, engine.whole([apart[at][1] for at in batch], width), strict=True)
-    for i, group in itertools.groupby(range(len(apart)), key=lambda at: apart[at][0]):
-        yield i, [scores[at] for at in group]
+    for batch, width in _batches(
+        range(len(separate)), [_length(context) for _, context in separate], tokens_at_once, max_positions
+    ):
+        scores |= zip(batch, engine.score_separately([separate[index][1] for index in batch], width), strict=True)
+    for i, group in itertools.groupby(range(len(separate)), key=lambda index: separate[index][0]):
+        yield i, [scores[index] for index in group]
 
 
 def _check_ids(contexts: Sequence[Context], vocab_size: int) -> None:
-    for tokens in itertools.chain.from_iterable((each.tokens, *each.continuations) for each in contexts):
+    for tokens in itertools.chain.from_iterable((context.tokens, *context.continuations) for context in contexts):
         if max(tokens) >= vocab_size:
             raise UserError(f"a text has the token {max(tokens)}, but the model knows 0 to {vocab_size - 1}")
 
 
-def _is_shared(context: Context, most: int) -> bool:
-    """Tells whether a context is read once for all of its continuations."""
+def _is_shared(context: Context, max_positions: int) -> bool:
+    """True if a context is read once for all of its continuations."""
     longest = max(map(len, context.continuations))
-    # Beside a short context, going on from a cache costs more than it saves. Filled up, continuations must stay within
-    # the model's positions, behind which nothing is a number.
+    # For a short context, continuing from a cache costs more than it saves. Padded continuations must stay within the
+    # model's positions, because positions past them give NaN.
     return (
         len(context.continuations) > 1
         and len(context.tokens) >= longest
-        and len(context.tokens) + _width(longest) - 1 <= most
+        and len(context.tokens) + _bucket_length(longest) - 1 <= max_positions
     )
 
 
@@ -98,20 +100,20 @@ def _length(context: Context) -> int:
 
 
 def _batches(
-    numbers: Sequence[int], lengths: Sequence[int], tokens_at_once: int, most: int
+    indices: Sequence[int], lengths: Sequence[int], tokens_at_once: int, max_width: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Batches of like lengths, the longest first, with the width of each."""
-    order = sorted(range(len(numbers)), key=lambda at: -lengths[at])
+    """Yields batches of similar lengths, the longest first, with the width of each."""
+    order = sorted(range(len(indices)), key=lambda index: -lengths[index])
     while order:
-        width = min(_width(lengths[order[0]]), most)
-        # A power of two, which needs no rows of padding.
+        width = min(_bucket_length(lengths[order[0]]), max_width)
+        # A power of two, which needs no padding rows.
         rows = 1 << (max(tokens_at_once // width, 1).bit_length() - 1)
-        yield [numbers[at] for at in order[:rows]], width
+        yield [indices[index] for index in order[:rows]], width
         order = order[rows:]
 
 
-def _width(length: int) -> int:
-    """The length rounded up to one of few, so that few programs are compiled: 1, 4, 8, 16, 24, 32, 48, 64, 96, ..."""
+def _bucket_length(length: int) -> int:
+    """Rounds the length up to 1, 4, 8, 16, 24, 32, 48, 64, 96, ..., to limit the number of compiled programs."""
     if length <= 1:
         return 1
     step = 4
@@ -121,42 +123,45 @@ def _width(length: int) -> int:
 
 
 class _Engine(NamedTuple):
-    graphdef: Any
-    params: Any
-    dtype: Any
+    graphdef: nnx.GraphDef[Decoder]
+    params: dict[str, Any]
+    dtype: np.dtype
 
-    def whole(self, contexts: Sequence[Context], width: int) -> list[Score]:
-        """Scores of contexts with one continuation each, read together with them."""
-        rows = [[*each.tokens, *each.continuations[0]] for each in contexts]
-        tokens_BT, targets_BT = _padded([row[:-1] for row in rows], width), _padded([row[1:] for row in rows], width)
-        found = _whole(self._program(), self.params, tokens_BT, targets_BT)
-        log_probs_BT, greedy_BT = jax.device_get(found)
-        starts = [len(each.tokens) - 1 for each in contexts]
+    def score_separately(self, contexts: Sequence[Context], width: int) -> list[Score]:
+        """Scores contexts with one continuation each, both read together."""
+        rows = [[*context.tokens, *context.continuations[0]] for context in contexts]
+        tokens_BT, targets_BT = (
+            _pad_rows([row[:-1] for row in rows], width),
+            _pad_rows([row[1:] for row in rows], width),
+        )
+        results = _score_full(self._program(), self.params, tokens_BT, targets_BT)
+        log_probs_BT, greedy_BT = jax.device_get(results)
+        starts = [len(context.tokens) - 1 for context in contexts]
         ends = [len(row) - 1 for row in rows]
         return [
             Score(float(np.sum(log_probs_BT[i, start:end], dtype=np.float64)), bool(np.all(greedy_BT[i, start:end])))
             for i, (start, end) in enumerate(zip(starts, ends, strict=True))
         ]
 
-    def shared(self, contexts: Sequence[Context], width: int) -> list[list[Score]]:
-        """Scores of contexts with several continuations each."""
-        longest = max(len(tokens) for each in contexts for tokens in each.continuations)
-        room = _width(longest)
-        tokens_BT = _padded([each.tokens for each in contexts], width)
-        # Rows of padding have a token as well, for there to be a last one.
+    def score_shared(self, contexts: Sequence[Context], width: int) -> list[list[Score]]:
+        """Scores contexts with several continuations each."""
+        longest = max(len(tokens) for context in contexts for tokens in context.continuations)
+        continuation_width = _bucket_length(longest)
+        tokens_BT = _pad_rows([context.tokens for context in contexts], width)
+        # Padding rows have one token as well, so they have a last token.
         lengths_B = np.ones(len(tokens_BT), np.int32)
-        lengths_B[: len(contexts)] = [len(each.tokens) for each in contexts]
-        cache, logits_BV = _read(self._program(width + room), self.params, tokens_BT, lengths_B)
+        lengths_B[: len(contexts)] = [len(context.tokens) for context in contexts]
+        cache, logits_BV = _prefill(self._program(width + continuation_width), self.params, tokens_BT, lengths_B)
         scores: list[list[Score]] = [[] for _ in contexts]
-        for choice in range(max(len(each.continuations) for each in contexts)):
-            # A row that has no such continuation computes with another one.
-            asked = [each.continuations[min(choice, len(each.continuations) - 1)] for each in contexts]
-            continuations_BT = _padded(asked, room)
-            found = _go_on(self._program(), self.params, cache, logits_BV, lengths_B, continuations_BT)
-            log_probs_BT, greedy_BT = jax.device_get(found)
-            for i, each in enumerate(contexts):
-                if choice < len(each.continuations):
-                    count = len(each.continuations[choice])
+        for choice in range(max(len(context.continuations) for context in contexts)):
+            # A row without such a continuation repeats another one.
+            selected = [context.continuations[min(choice, len(context.continuations) - 1)] for context in contexts]
+            continuations_BT = _pad_rows(selected, continuation_width)
+            results = _continue_from_cache(self._program(), self.params, cache, logits_BV, lengths_B, continuations_BT)
+            log_probs_BT, greedy_BT = jax.device_get(results)
+            for i, context in enumerate(contexts):
+                if choice < len(context.continuations):
+                    count = len(context.continuations[choice])
                     total = float(np.sum(log_probs_BT[i, :count], dtype=np.float64))
                     scores[i].append(Score(total, bool(np.all(greedy_BT[i, :count]))))
         return scores
@@ -168,31 +173,37 @@ class _Engine(NamedTuple):
 class _Program(NamedTuple):
     """Static arguments."""
 
-    graphdef: Any
-    dtype: Any
+    graphdef: nnx.GraphDef[Decoder]
+    dtype: np.dtype
     capacity: int
-    """Positions that a cache has room for."""
+    """Capacity of the cache in positions."""
 
 
-def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
-    """The rows filled up with zeros to the width, and rows of zeros up to a power of two of them: one of few shapes."""
+def _pad_rows(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    """Pads rows with zeros to the width, and their number to a power of two with rows of zeros, to limit compiled
+    shapes.
+    """
     tokens_BT = np.zeros((1 << (len(rows) - 1).bit_length(), width), np.int32)
-    for at, row in enumerate(rows):
-        tokens_BT[at, : len(row)] = row
+    for index, row in enumerate(rows):
+        tokens_BT[index, : len(row)] = row
     return tokens_BT
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _whole(program: _Program, params: Any, tokens_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log probabilities of the targets, and where they are the likeliest tokens, [B, T] each."""
+def _score_full(
+    program: _Program, params: dict[str, Any], tokens_BT: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log probabilities of the targets, and whether they are the most likely tokens, [B, T] each."""
     model: Decoder = nnx.merge(program.graphdef, params)
     h_BTD = model.hidden(tokens_BT, _positions(tokens_BT), jnp.zeros_like(tokens_BT), dtype=program.dtype)
-    return _targets(model, h_BTD, targets_BT)
+    return _score_hidden(model, h_BTD, targets_BT)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _read(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[KvCache, jax.Array]:
-    """The cache after the contexts, and the logits [B, V] after each one's last token."""
+def _prefill(
+    program: _Program, params: dict[str, Any], tokens_BT: jax.Array, lengths_B: jax.Array
+) -> tuple[KvCache, jax.Array]:
+    """Computes the cache after the contexts, and the logits [B, V] after each one's last token."""
     model: Decoder = nnx.merge(program.graphdef, params)
     cache = model.init_cache(tokens_BT.shape[0], program.capacity, dtype=program.dtype)
     h_BTD, cache = model.decode_hidden(tokens_BT, _positions(tokens_BT), cache)
@@ -200,23 +211,23 @@ def _read(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: jax.A
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _go_on(
+def _continue_from_cache(
     program: _Program,
-    params: Any,
+    params: dict[str, Any],
     cache: KvCache,
     logits_BV: jax.Array,
     lengths_B: jax.Array,
     continuations_BT: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_whole`, of continuations of what the cache has read."""
+    """Same as `_score_full`, for continuations of the cached contexts."""
     model: Decoder = nnx.merge(program.graphdef, params)
-    first = _of_logits(logits_BV, continuations_BT[:, 0])
+    first = _score_logits(logits_BV, continuations_BT[:, 0])
     if continuations_BT.shape[1] == 1:
         return first[0][:, None], first[1][:, None]
     inputs_BT = continuations_BT[:, :-1]
     h_BTD, _ = model.decode_hidden(inputs_BT, lengths_B[:, None] + _positions(inputs_BT), cache)
-    rest = _targets(model, h_BTD, continuations_BT[:, 1:])
-    log_probs_BT, greedy_BT = (jnp.concatenate([a[:, None], b], axis=1) for a, b in zip(first, rest, strict=True))
+    remaining = _score_hidden(model, h_BTD, continuations_BT[:, 1:])
+    log_probs_BT, greedy_BT = (jnp.concatenate([a[:, None], b], axis=1) for a, b in zip(first, remaining, strict=True))
     return log_probs_BT, greedy_BT
 
 
@@ -224,21 +235,21 @@ def _positions(tokens_BT: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
 
 
-def _targets(model: Decoder, h_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `_whole`, from hidden states; no more than `_LOGITS` logits are there at a time."""
+def _score_hidden(model: Decoder, h_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Same as `_score_full`, from hidden states; computes at most `_MAX_LOGITS` logits at a time."""
     h_ND, targets_N = h_BTD.reshape(-1, h_BTD.shape[-1]), targets_BT.reshape(-1)
-    size = min(max(_LOGITS // model.spec.vocab_size, 1), len(targets_N))
-    missing = -len(targets_N) % size
+    size = min(max(_MAX_LOGITS // model.spec.vocab_size, 1), len(targets_N))
+    padding = -len(targets_N) % size
     blocks = (
-        jnp.pad(h_ND, ((0, missing), (0, 0))).reshape(-1, size, h_ND.shape[-1]),
-        jnp.pad(targets_N, (0, missing)).reshape(-1, size),
+        jnp.pad(h_ND, ((0, padding), (0, 0))).reshape(-1, size, h_ND.shape[-1]),
+        jnp.pad(targets_N, (0, padding)).reshape(-1, size),
     )
-    found = jax.lax.map(lambda block: _of_logits(model.logits(block[0]), block[1]), blocks)
-    log_probs_BT, greedy_BT = (x.reshape(-1)[: len(targets_N)].reshape(targets_BT.shape) for x in found)
+    results = jax.lax.map(lambda block: _score_logits(model.logits(block[0]), block[1]), blocks)
+    log_probs_BT, greedy_BT = (x.reshape(-1)[: len(targets_N)].reshape(targets_BT.shape) for x in results)
     return log_probs_BT, greedy_BT
 
 
-def _of_logits(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _score_logits(logits_NV: jax.Array, targets_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     chosen_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=-1)[:, 0]
     log_probs_N = chosen_N - jax.nn.logsumexp(logits_NV, axis=-1)
     return log_probs_N, jnp.argmax(logits_NV, axis=-1) == targets_N

@@ -1,7 +1,6 @@
-"""Texts of what a model hears, token by token, with cached keys and values of the encoder.
+"""Transcription of audio features, token by token, with cached keys and values of the encoder.
 
-Shape letters: B rows, M frames, P features of a frame, T prompt positions, V vocabulary, G new tokens, R = B
-* beams.
+Shape letters: B rows, M frames, P features of a frame, T prompt positions, V vocabulary, G new tokens, R = B * beams.
 """
 
 from __future__ import annotations
@@ -35,74 +34,75 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
     beams: int = 1,
     dtype: DTypeLike = jnp.float32,
 ) -> list[list[int]]:
-    """Writes what each row of features says, by the likeliest tokens, and returns the new tokens alone.
+    """Transcribes each row of features with the most likely tokens, and returns only the new tokens.
 
-    A text ends with `rules.eos_id` (which is part of it), after `max_new_tokens`, or where prompt and text fill the
-    decoder's context. The tokens are those of `generate` in transformers for one window.
+    A text ends with `rules.eos_id` (which is included), after `max_new_tokens`, or where prompt and text fill the
+    decoder's context. The tokens equal the result of `generate` in transformers for one window.
 
     Args:
-        model: with its parameters.
-        features_BMP: float32, as the model was trained with.
+        model: the model with its parameters.
+        features_BMP: float32, in the form the model was trained with.
         rules: special tokens.
-        prompt: tokens that every text begins with; None: as `language`, `task` and `timestamps` say.
-        language: such as `en`; None: as the rules say, or heard, for each row by itself.
-        task: `transcribe` or `translate`; None: as the rules say.
-        timestamps: writes timestamps.
-        max_new_tokens: None: as many as there is room for.
-        beams: texts that grow side by side, of which the likeliest is returned (`search_beams`); 1: each token is the
-            likeliest after those before it.
-        dtype: of the computation and of the cache.
+        prompt: tokens at the beginning of every text; None: chosen from `language`, `task` and `timestamps`.
+        language: such as `en`; None: set by the rules, or detected separately for each row.
+        task: `transcribe` or `translate`; None: set by the rules.
+        timestamps: also generates timestamps.
+        max_new_tokens: None: as many as the context allows.
+        beams: number of beams; the most likely text is returned (`search_beams`). 1: greedy decoding.
+        dtype: dtype of the computation and of the cache.
 
     Raises:
-        UserError: for features of another shape, for what the rules have no token for, for tokens that the
-            vocabulary lacks, and for rules of beam search that are unknown.
+        UserError: for features of another shape, for a language, task or timestamps without a token in the rules, for
+            tokens outside the vocabulary, and for unsupported rules of beam search.
     """
     rules.check_beams(beams)
-    begin = list(prompt) if prompt is not None else rules.prompt(language, task, timestamps=timestamps)
-    room = model.spec.num_positions - len(begin)
-    room = room if max_new_tokens is None else min(room, max_new_tokens)
-    if room < 1 or not len(features_BMP):
+    prompt_ids = list(prompt) if prompt is not None else rules.prompt(language, task, timestamps=timestamps)
+    limit = model.spec.num_positions - len(prompt_ids)
+    limit = limit if max_new_tokens is None else min(limit, max_new_tokens)
+    if limit < 1 or not len(features_BMP):
         return [[] for _ in features_BMP]
     inputs = _Inputs.of(rules, model.spec.vocab_size)
     graphdef, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
-    program = _Program(graphdef, len(begin) + room, room, timestamps, beams, jnp.dtype(dtype))
-    cache = _listen(program, params, jnp.asarray(features_BMP))
-    heard_B = np.zeros(len(features_BMP), np.int32)
-    if None in begin:
-        heard_B = _hear_language(program, params, cache, inputs, np.array(sorted(rules.languages.values()), np.int32))
-    columns = [heard_B if token is None else np.full_like(heard_B, token) for token in begin]
-    write = _write if beams == 1 else _write_by_beams
-    tokens_BG, counts_B = jax.device_get(write(program, params, cache, jnp.stack(columns, axis=1), inputs))
+    program = _Program(graphdef, len(prompt_ids) + limit, limit, timestamps, beams, jnp.dtype(dtype))
+    cache = _encode(program, params, jnp.asarray(features_BMP))
+    languages_B = np.zeros(len(features_BMP), np.int32)
+    if None in prompt_ids:
+        languages_B = _detect_language(
+            program, params, cache, inputs, np.array(sorted(rules.languages.values()), np.int32)
+        )
+    columns = [languages_B if token is None else np.full_like(languages_B, token) for token in prompt_ids]
+    decode = _decode_greedily if beams == 1 else _decode_by_beams
+    tokens_BG, counts_B = jax.device_get(decode(program, params, cache, jnp.stack(columns, axis=1), inputs))
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 
 
-def heard_languages(
+def detect_languages(
     model: EncoderDecoder, features_BMP: np.ndarray, rules: SpeechRules, dtype: DTypeLike = jnp.float32
 ) -> list[int]:
-    """The token of the likeliest language of each row; arguments as of `write_heard`."""
+    """Detects the most likely language of each row, returning its token; arguments as for `write_heard`."""
     graphdef, state = nnx.split(model, nnx.Param)
     params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, 1, jnp.dtype(dtype))
-    cache, inputs = _listen(program, params, jnp.asarray(features_BMP)), _Inputs.of(rules, model.spec.vocab_size)
+    cache, inputs = _encode(program, params, jnp.asarray(features_BMP)), _Inputs.of(rules, model.spec.vocab_size)
     languages_L = np.array(sorted(rules.languages.values()), np.int32)
-    return _hear_language(program, params, cache, inputs, languages_L).tolist()
+    return _detect_language(program, params, cache, inputs, languages_L).tolist()
 
 
 class _Program(NamedTuple):
     """Static arguments: another value of any of them compiles another program."""
 
-    graphdef: Any
+    graphdef: nnx.GraphDef[EncoderDecoder]
     capacity: int
-    """Tokens that the cache has room for."""
-    room: int
-    """New tokens, the G of the shapes."""
+    """Capacity of the cache in tokens."""
+    max_new_tokens: int
+    """Maximum number of new tokens, the G of the shapes."""
     timestamps: bool
     beams: int
     dtype: np.dtype
 
 
 class _Inputs(NamedTuple):
-    """Dynamic arguments: they change without compiling again."""
+    """Dynamic arguments: they change without recompilation."""
 
     start_id: jax.Array
     eos_id: jax.Array
@@ -111,34 +111,40 @@ class _Inputs(NamedTuple):
     suppressed_V: jax.Array
     """bool."""
     begin_suppressed_V: jax.Array
-    """bool: those of the first token."""
+    """bool: suppressed as the first token."""
     length_penalty: jax.Array
 
     @classmethod
     def of(cls, rules: SpeechRules, vocab_size: int) -> _Inputs:
-        """Those of some rules; raises `UserError` for tokens that the vocabulary lacks."""
-        every = (rules.start_id, rules.eos_id, *rules.suppressed, *rules.begin_suppressed, *rules.languages.values())
-        if unknown := sorted(token for token in every if not 0 <= token < vocab_size):
+        """Makes the inputs from rules; raises `UserError` for tokens outside the vocabulary."""
+        all_tokens = (
+            rules.start_id,
+            rules.eos_id,
+            *rules.suppressed,
+            *rules.begin_suppressed,
+            *rules.languages.values(),
+        )
+        if unknown := sorted(token for token in all_tokens if not 0 <= token < vocab_size):
             raise UserError(
                 f"model.generation_config names the token {unknown[0]}, but the model knows 0 to {vocab_size - 1}"
             )
         first = vocab_size if rules.no_timestamps_id is None else rules.no_timestamps_id + 1
         latest = vocab_size if rules.max_initial_timestamp is None else first + rules.max_initial_timestamp
-        never, not_first = np.zeros((2, vocab_size), bool)
-        never[list(rules.suppressed)] = True
-        not_first[[*rules.suppressed, *rules.begin_suppressed]] = True
+        suppressed, begin_suppressed = np.zeros((2, vocab_size), bool)
+        suppressed[list(rules.suppressed)] = True
+        begin_suppressed[[*rules.suppressed, *rules.begin_suppressed]] = True
         start, end, first, latest = map(jnp.int32, (rules.start_id, rules.eos_id, first, latest))
         penalty = jnp.float32(rules.length_penalty)
-        return cls(start, end, first, latest, jnp.asarray(never), jnp.asarray(not_first), penalty)
+        return cls(start, end, first, latest, jnp.asarray(suppressed), jnp.asarray(begin_suppressed), penalty)
 
 
 class _Loop(NamedTuple):
-    """Decoding after some steps."""
+    """State of decoding after some steps."""
 
     step: jax.Array
     tokens_BG: jax.Array
     counts_B: jax.Array
-    """New tokens that count in each row."""
+    """Number of valid new tokens in each row."""
     cache: EncodedCache
     logits_BV: jax.Array
     """Logits of the next token."""
@@ -147,33 +153,35 @@ class _Loop(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _listen(program: _Program, params: Any, features_BMP: jax.Array) -> EncodedCache:
+def _encode(program: _Program, params: dict[str, Any], features_BMP: jax.Array) -> EncodedCache:
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
-    return model.listen(features_BMP, program.capacity, dtype=program.dtype)
+    return model.encode(features_BMP, program.capacity, dtype=program.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _after(program: _Program, params: Any, cache: EncodedCache, tokens_BT: jax.Array) -> tuple[EncodedCache, jax.Array]:
-    """The cache after tokens from the first position on, and the logits [B, V] after the last of them."""
+def _prefill(
+    program: _Program, params: dict[str, Any], cache: EncodedCache, tokens_BT: jax.Array
+) -> tuple[EncodedCache, jax.Array]:
+    """Computes the cache after tokens from the first position on, and the logits [B, V] after the last token."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
-    at_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
-    h_BTD, cache = model.decode_hidden(tokens_BT, at_BT, cache)
+    positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+    h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache)
     return cache, model.logits(h_BTD[:, -1])
 
 
-def _hear_language(
-    program: _Program, params: Any, cache: EncodedCache, inputs: _Inputs, languages_L: np.ndarray
+def _detect_language(
+    program: _Program, params: dict[str, Any], cache: EncodedCache, inputs: _Inputs, languages_L: np.ndarray
 ) -> np.ndarray:
-    """The likeliest token of a language after the first token, int32 [B]."""
-    starts_B1 = jnp.full((cache.own.k.shape[1], 1), inputs.start_id, jnp.int32)
-    logits_BV = np.asarray(_after(program, params, cache, starts_B1)[1])
+    """Most likely language token after the first token, int32 [B]."""
+    starts_B1 = jnp.full((cache.self_attention.k.shape[1], 1), inputs.start_id, jnp.int32)
+    logits_BV = np.asarray(_prefill(program, params, cache, starts_B1)[1])
     return languages_L[logits_BV[:, languages_L].argmax(axis=-1)]
 
 
-def _allowed(
+def _mask_forbidden(
     program: _Program, inputs: _Inputs, logits_BV: jax.Array, stamps: TimestampState, step: jax.Array
 ) -> jax.Array:
-    """The logits, or log-probabilities, with -inf for the tokens that the rules forbid at a step."""
+    """Masks logits, or log-probabilities, with -inf for the tokens that the rules forbid at a step."""
     masked_V = jnp.where(step == 0, inputs.begin_suppressed_V, inputs.suppressed_V)
     logits_BV = jnp.where(masked_V[None], -jnp.inf, logits_BV)
     if program.timestamps:
@@ -182,30 +190,30 @@ def _allowed(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _write(
-    program: _Program, params: Any, cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
+def _decode_greedily(
+    program: _Program, params: dict[str, Any], cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
-    """The new tokens, int32 [B, G], and how many of them count in each row, int32 [B]."""
+    """Decodes greedily: returns the new tokens, int32 [B, G], and the number of valid ones in each row, int32 [B]."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     rows, length = prompt_BT.shape
 
     def unfinished(loop: _Loop) -> jax.Array:
-        return jnp.any(~loop.done_B) & (loop.step < program.room)
+        return jnp.any(~loop.done_B) & (loop.step < program.max_new_tokens)
 
     def body(loop: _Loop) -> _Loop:
-        allowed_BV = _allowed(program, inputs, loop.logits_BV, loop.stamps, loop.step)
+        allowed_BV = _mask_forbidden(program, inputs, loop.logits_BV, loop.stamps, loop.step)
         next_B = jnp.argmax(allowed_BV, axis=-1).astype(jnp.int32)
         tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
-        # A row that is done goes on computing, since all share one program; its tokens do not count.
+        # Rows that are done continue to compute, since all rows share one program; their tokens are ignored.
         counts_B = loop.counts_B + ~loop.done_B
-        at_B1 = jnp.broadcast_to(length + loop.step, (rows, 1))
-        h_B1D, cache = model.decode_hidden(next_B[:, None], at_B1, loop.cache)
-        stamps = loop.stamps.after(next_B, inputs.first_stamp)
+        positions_B1 = jnp.broadcast_to(length + loop.step, (rows, 1))
+        h_B1D, cache = model.decode_hidden(next_B[:, None], positions_B1, loop.cache)
+        stamps = loop.stamps.advance(next_B, inputs.first_stamp)
         done_B = loop.done_B | (next_B == inputs.eos_id)
         return _Loop(loop.step + 1, tokens_BG, counts_B, cache, model.logits(h_B1D[:, 0]), stamps, done_B)
 
-    cache, logits_BV = _after(program, params, cache, prompt_BT)
-    zeros_BG, zeros_B = jnp.zeros((rows, program.room), jnp.int32), jnp.zeros(rows, jnp.int32)
+    cache, logits_BV = _prefill(program, params, cache, prompt_BT)
+    zeros_BG, zeros_B = jnp.zeros((rows, program.max_new_tokens), jnp.int32), jnp.zeros(rows, jnp.int32)
     start = TimestampState.start(rows)
     loop = _Loop(jnp.int32(0), zeros_BG, zeros_B, cache, logits_BV, start, jnp.zeros(rows, bool))
     done = jax.lax.while_loop(unfinished, body, loop)
@@ -213,35 +221,35 @@ def _write(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _write_by_beams(
-    program: _Program, params: Any, cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
+def _decode_by_beams(
+    program: _Program, params: dict[str, Any], cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_write`, for the likeliest text of each row."""
+    """Same as `_decode_greedily`, with beam search."""
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     rows, length = prompt_BT.shape
 
     def log_probs(logits_RV: jax.Array, stamps: TimestampState, step: jax.Array) -> jax.Array:
-        # What is forbidden keeps its share of the probability.
-        return _allowed(program, inputs, jax.nn.log_softmax(logits_RV, axis=-1), stamps, step)
+        # Forbidden tokens keep their share of the probability.
+        return _mask_forbidden(program, inputs, jax.nn.log_softmax(logits_RV, axis=-1), stamps, step)
 
-    def advance(carry: Any, step: jax.Array, came_R: jax.Array, next_R: jax.Array) -> tuple[Any, jax.Array]:
-        own, stamps = carry
-        own = jax.tree.map(lambda x: x[:, came_R], own)
-        stamps = jax.tree.map(lambda x: x[came_R], stamps).after(next_R, inputs.first_stamp)
-        at_R1 = jnp.broadcast_to(length + step, (len(next_R), 1))
-        h_R1D, filled = model.decode_hidden(next_R[:, None], at_R1, cache._replace(own=own))
-        return (filled.own, stamps), log_probs(model.logits(h_R1D[:, 0]), stamps, step + 1)
+    def advance(carry: Any, step: jax.Array, parents_R: jax.Array, next_R: jax.Array) -> tuple[Any, jax.Array]:
+        self_cache, stamps = carry
+        self_cache = jax.tree.map(lambda x: x[:, parents_R], self_cache)
+        stamps = jax.tree.map(lambda x: x[parents_R], stamps).advance(next_R, inputs.first_stamp)
+        positions_R1 = jnp.broadcast_to(length + step, (len(next_R), 1))
+        h_R1D, filled = model.decode_hidden(next_R[:, None], positions_R1, cache._replace(self_attention=self_cache))
+        return (filled.self_attention, stamps), log_probs(model.logits(h_R1D[:, 0]), stamps, step + 1)
 
-    filled, logits_BV = _after(program, params, cache, prompt_BT)
-    own = jax.tree.map(lambda x: jnp.repeat(x, program.beams, axis=1), filled.own)
+    filled, logits_BV = _prefill(program, params, cache, prompt_BT)
+    self_cache = jax.tree.map(lambda x: jnp.repeat(x, program.beams, axis=1), filled.self_attention)
     stamps = TimestampState.start(rows * program.beams)
     logits_RV = jnp.repeat(logits_BV, program.beams, axis=0)
     return search_beams(
-        (own, stamps),
+        (self_cache, stamps),
         log_probs(logits_RV, stamps, jnp.int32(0)),
         advance,
         beams=program.beams,
-        room=program.room,
+        max_new_tokens=program.max_new_tokens,
         eos_id=inputs.eos_id,
         length_penalty=inputs.length_penalty,
     )

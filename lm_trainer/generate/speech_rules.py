@@ -1,4 +1,4 @@
-"""Rules by which a model writes what it hears: tokens that begin a text, tokens that are forbidden, timestamps.
+"""Rules of a speech model for its transcripts: initial tokens, forbidden tokens, timestamps.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -19,39 +19,39 @@ _NEVER = -jnp.inf
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechRules:
-    """Special tokens of a model that hears, as its `generation_config.json` names them."""
+    """Special tokens of a speech model, as named in its `generation_config.json`."""
 
     start_id: int
     """Begins every text."""
     eos_id: int
-    """Ends it."""
+    """Ends every text."""
     suppressed: tuple[int, ...] = ()
-    """Never written."""
+    """Never generated."""
     begin_suppressed: tuple[int, ...] = ()
-    """Never written first."""
+    """Never generated as the first token."""
     languages: Mapping[str, int] = field(default_factory=dict)
-    """Token of each language, by names such as `<|en|>`; empty for a model of one language."""
+    """Token of each language, by names such as `<|en|>`; empty for a monolingual model."""
     tasks: Mapping[str, int] = field(default_factory=dict)
     """Token of each task: `transcribe`, `translate`."""
     language: str | None = None
-    """The language that is assumed where none is asked for; None: it is heard."""
+    """Default language; None: it is detected."""
     task: str | None = None
-    """The task where none is asked for."""
+    """Default task."""
     forced: tuple[int | None, ...] = ()
-    """Tokens after the first, in files that are older than `language` and `task`; None: the language that is heard."""
+    """Tokens after the first, in files older than `language` and `task`; None: the detected language."""
     no_timestamps_id: int | None = None
-    """Says that no timestamps are written; those follow it in the vocabulary, every 0.02 s. None: there are none."""
+    """Disables timestamps; the timestamp tokens follow it in the vocabulary, every 0.02 s. None: the model has none."""
     max_initial_timestamp: int | None = None
     """The latest first timestamp, in steps of 0.02 s."""
     length_penalty: float = 1.0
-    """The power of its length that the sum of a text's log-probabilities is divided by in beam search."""
+    """In beam search, the sum of a text's log-probabilities is divided by its length to this power."""
 
     early_stopping: bool | str = False
-    """The time at which beam search ends: False, when no text may become better; other rules are refused."""
+    """End condition of beam search: False: no text can improve; other values are refused."""
 
     @property
     def has_timestamps(self) -> bool:
-        """True if the model can write timestamps."""
+        """True if the model can generate timestamps."""
         return self.no_timestamps_id is not None
 
     @property
@@ -64,22 +64,22 @@ class SpeechRules:
         """Reads the content of a generation_config.json.
 
         Args:
-            raw: may be empty, and have keys that are no rules.
-            start_id: of the model, where the file names none.
-            eos_id: of the tokenizer, where the file names none.
+            raw: may be empty, or have keys that are not rules.
+            start_id: start token of the model, used if the file names none.
+            eos_id: end token of the tokenizer, used if the file names none.
 
         Raises:
-            UserError: where neither names them, or tokens are forced that do not follow the first one.
+            UserError: if such a token is missing in both, or forced tokens do not follow the first one.
         """
         start, end = raw.get("decoder_start_token_id", start_id), raw.get("eos_token_id", eos_id)
-        # Some files list the only token there is.
+        # Some files contain a list with a single token.
         end = end[0] if isinstance(end, list) and len(end) == 1 else end
         for name, value in (("decoder_start_token_id", start), ("eos_token_id", end)):
             if not isinstance(value, int):
                 raise UserError(f"model.generation_config: {name} is {value!r}; write the id of that token")
         penalty = raw.get("length_penalty")
         forced = raw.get("forced_decoder_ids") or []
-        if [place for place, _ in forced] != list(range(1, len(forced) + 1)):
+        if [position for position, _ in forced] != list(range(1, len(forced) + 1)):
             raise UserError(
                 f"model.generation_config.forced_decoder_ids: {forced} does not give the tokens at 1, 2, ... in order"
             )
@@ -100,7 +100,7 @@ class SpeechRules:
         )
 
     def check_beams(self, beams: int) -> None:
-        """Raises `UserError` where a search of more than one beam would not be that of transformers."""
+        """Raises `UserError` if results of more than one beam would differ from transformers."""
         if beams > 1 and self.early_stopping:
             raise UserError(
                 f"generation_config.early_stopping is {self.early_stopping!r}, by which no beam search ends here; "
@@ -108,22 +108,22 @@ class SpeechRules:
             )
 
     def language_id(self, language: str) -> int:
-        """The token of a language, given as `en` or `<|en|>`.
+        """Returns the token of a language, given as `en` or `<|en|>`.
 
         Raises:
-            UserError: for one that the model lacks.
+            UserError: for an unsupported language.
         """
         name = language.lower() if language.startswith("<|") else f"<|{language.lower()}|>"
         if name not in self.languages:
-            known = ", ".join(sorted(key.strip("<|>") for key in self.languages)) or "none, it has no such tokens"
-            raise UserError(f"language {language!r} is unknown to the model; it knows: {known}")
+            names = ", ".join(sorted(key.strip("<|>") for key in self.languages)) or "none, it has no such tokens"
+            raise UserError(f"language {language!r} is unknown to the model; it knows: {names}")
         return self.languages[name]
 
     def prompt(self, language: str | None, task: str | None, *, timestamps: bool) -> list[int | None]:
-        """The tokens that a text begins with, as transformers chooses them; None stands for the language that is heard.
+        """Chooses the tokens at the beginning of a text, like transformers; None represents the detected language.
 
         Raises:
-            UserError: for a language or task that the model lacks, or timestamps where it has none.
+            UserError: for an unsupported language or task, or timestamps for a model without them.
         """
         language, task = language or self.language, task or self.task
         tokens: list[int | None] = [self.start_id]
@@ -149,10 +149,10 @@ class SpeechRules:
 
 
 class TimestampState(NamedTuple):
-    """The tokens so far, as the rules of timestamps read them; int32 [B] each."""
+    """State of the timestamp rules after the tokens so far; int32 [B] each."""
 
     last_B: jax.Array
-    """The token before, -1 for none."""
+    """The previous token, -1 for none."""
     before_last_B: jax.Array
     stamp_B: jax.Array
     """The last timestamp, -1 for none."""
@@ -163,7 +163,7 @@ class TimestampState(NamedTuple):
         none_B = jnp.full(rows, -1, jnp.int32)
         return cls(none_B, none_B, none_B)
 
-    def after(self, token_B: jax.Array, first_stamp: jax.Array) -> TimestampState:
+    def advance(self, token_B: jax.Array, first_stamp: jax.Array) -> TimestampState:
         """The state after one more token."""
         return TimestampState(token_B, self.last_B, jnp.where(token_B >= first_stamp, token_B, self.stamp_B))
 
@@ -171,17 +171,17 @@ class TimestampState(NamedTuple):
 def timestamps_only(
     logits_BV: jax.Array, state: TimestampState, eos_id: jax.Array, first_stamp: jax.Array, latest_first: jax.Array
 ) -> jax.Array:
-    """The logits with -inf for what the rules of timestamps forbid (Radford et al. 2022, section 4.5).
+    """Masks the logits with -inf for tokens forbidden by the rules of timestamps (Radford et al. 2022, section 4.5).
 
-    They come in pairs that do not decrease; the first token is one; where all timestamps together are likelier than
-    every word, one of them is written.
+    Timestamps come in non-decreasing pairs; the first token is a timestamp; if all timestamps together are more likely
+    than every word, a timestamp is generated.
 
     Args:
         logits_BV: float32.
-        state: of the tokens so far.
+        state: state after the tokens so far.
         eos_id: int32 scalar.
-        first_stamp: the token of 0 s, int32 scalar; that before it says that there are no timestamps.
-        latest_first: the latest token for the first one, int32 scalar.
+        first_stamp: the token of 0 s, int32 scalar; the token before it disables timestamps.
+        latest_first: the latest first timestamp token, int32 scalar.
     """
     ids_1V = jnp.arange(logits_BV.shape[-1], dtype=jnp.int32)[None]
     first_B1, after_stamp_B1 = state.last_B[:, None] < 0, state.last_B[:, None] >= first_stamp
@@ -191,7 +191,7 @@ def timestamps_only(
     open_B1 = after_stamp_B1 & ~after_pair_B1
     is_stamp_1V = ids_1V >= first_stamp
     least_B1 = jnp.where(state.stamp_B < 0, first_stamp, state.stamp_B + 1)[:, None]
-    # An open pair may end where it began.
+    # An open pair may end at its start time.
     least_B1 = jnp.where(open_B1, state.stamp_B[:, None], least_B1)
     forbidden_BV = (
         (ids_1V == first_stamp - 1)

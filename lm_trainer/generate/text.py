@@ -1,4 +1,4 @@
-"""Generation from text to text: reads and tokenises prompts, generates continuations and decodes them."""
+"""Text-to-text generation: reads and tokenises prompts, generates continuations and decodes them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
     from lm_trainer.export.huggingface import TextModel
     from lm_trainer.generate.engine import Continuation
+    from lm_trainer.nn.decoder import Decoder
 
 MAX_PROMPT_BYTES = 16 * 2**20
 CHUNK = 4
-"""New tokens between two looks at what was written."""
+"""New tokens between two checks for stop texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(GenerateSettings):
-    """Settings of `lmt generate`, whose names the messages have.
+    """Settings of `lmt generate`, with its option names in error messages.
 
     Raises:
-        UserError: when a value is out of its range.
+        UserError: if a value is out of its range.
     """
 
     max_new_tokens: int = 128
@@ -51,25 +52,25 @@ class Sample:
 
     prompt: str
     text: str
-    """The continuation alone."""
+    """The continuation, without the prompt."""
     tokens: list[int]
-    """The ids behind `text`, without the end of the document."""
+    """Token ids of `text`, without the end-of-document token."""
     finish: Literal["document_end", "stop", "length"]
-    """The end: of the document by the model, by a text that was to end it, or by a limit of length."""
+    """Reason for the end: an end-of-document token, a stop text, or a length limit."""
     logprobs: list[float] | None = None
-    """Log p of each of `tokens` in nats, by the model's own distribution; None unless they are asked for."""
+    """Log p of each of `tokens` in nats, by the model's unfiltered distribution; None unless requested."""
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
     """Reads the prompts of the command line: texts first, then each file without its last line break.
 
-    No prompt at all is one empty prompt, the start of a document.
+    Without any prompt, returns one empty prompt, the start of a document.
 
     Raises:
         UserError: for a text or a file that is not UTF-8, and for a file that cannot be read.
     """
     for text in texts:
-        # Bytes of an argument that are no UTF-8 come as surrogates, which no tokenizer takes.
+        # Bytes of an argument that are not UTF-8 become surrogates, which no tokenizer accepts.
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"--prompt {text!r}: not UTF-8 text")
     prompts = [*texts, *(_read(path) for path in files)]
@@ -107,13 +108,13 @@ def continue_texts(
     Args:
         source: the model.
         prompts: texts.
-        sampling: the end of a continuation, and the choice of its tokens.
-        num_samples: of each prompt.
-        stop: texts that end a continuation, and are no part of it.
+        sampling: end conditions and sampling settings.
+        num_samples: number of continuations per prompt.
+        stop: texts that end a continuation, and are not included in it.
         devices: as for `TextModel.build`.
 
     Raises:
-        UserError: when `num_samples` is below 1, a text of `stop` is empty, or a prompt is longer than the model's
+        UserError: if `num_samples` is below 1, a text of `stop` is empty, or a prompt is longer than the model's
             context.
     """
     # Imports JAX, which other commands that print text do not need.
@@ -124,17 +125,17 @@ def continue_texts(
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
     _check_stop(stop)
     tokenizer = source.tokenizer
-    rows = [row for prompt in prompts for row in [(prompt, _checked_ids(source, prompt))] * num_samples]
+    rows = [row for prompt in prompts for row in [(prompt, _encode_checked(source, prompt))] * num_samples]
     # All rows together: a batch takes little longer than one row.
     *_, outputs = generate_stream(
         for_decoding(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
         replace(sampling, eos_id=source.end_ids),
-        stop=lambda _, tokens: cut_at(tokenizer.decode(tokens), stop)[1],
+        stop=lambda _, tokens: truncate_at_stop(tokenizer.decode(tokens), stop)[1],
         chunk=CHUNK if stop else sampling.max_new_tokens,
     )
-    for (prompt, ids), new in zip(rows, outputs, strict=True):
-        yield _sample(source, prompt, ids, new, stop)
+    for (prompt, ids), continuation in zip(rows, outputs, strict=True):
+        yield _make_sample(source, prompt, ids, continuation, stop)
 
 
 def stream_text(
@@ -150,68 +151,68 @@ def stream_text(
     from lm_trainer.generate.layout import for_decoding
 
     _check_stop(stop)
-    ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.end_ids)
+    ids, settings = _encode_checked(source, prompt), replace(sampling, eos_id=source.end_ids)
     model = for_decoding(source.build(devices), settings.dtype)
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
 
 def stream_tokens(
     generate_stream: Any,
-    model: Any,
+    model: Decoder,
     tokenizer: Tokenizer,
     ids: Sequence[int],
     settings: GenerateSettings,
     *,
     stop: Sequence[str],
 ) -> Iterator[str]:
-    """Yields text as it is written, from prompt ids.
+    """Yields text from prompt ids as it is generated.
 
-    What may be the beginning of a text of `stop`, or of a character, is held back until it is known.
+    Holds back text that may be the beginning of a stop text, or of a character, until it is decided.
 
     Args:
         generate_stream: the function of `lm_trainer.generate.engine`.
         model: the decoder.
         tokenizer: its tokenizer.
         ids: the prompt.
-        settings: with the tokens that end the text.
+        settings: settings with the tokens that end the text.
         stop: texts that end the continuation.
     """
-    shown, before = 0, tokenizer.decode(ids)
+    shown, prompt_text = 0, tokenizer.decode(ids)
 
-    def written(tokens: Sequence[int]) -> tuple[str, bool]:
-        at = _end(tokens, settings.end_ids)
-        whole = tokenizer.decode([*ids, *tokens[:at]])
-        text, stopped = cut_at(
-            whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens[:at]), stop
+    def decode_new(tokens: Sequence[int]) -> tuple[str, bool]:
+        end = _end_index(tokens, settings.end_ids)
+        full_text = tokenizer.decode([*ids, *tokens[:end]])
+        text, stopped = truncate_at_stop(
+            full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(tokens[:end]), stop
         )
-        return text, stopped or at is not None
+        return text, stopped or end is not None
 
     text = ""
-    for (row,) in generate_stream(model, [ids], settings, stop=lambda _, tokens: written(tokens)[1], chunk=CHUNK):
-        text, ended = written(row.tokens)
-        sure = len(text) if ended else _sure(text, stop)
-        if sure > shown:
-            yield text[shown:sure]
-            shown = sure
+    for (row,) in generate_stream(model, [ids], settings, stop=lambda _, tokens: decode_new(tokens)[1], chunk=CHUNK):
+        text, ended = decode_new(row.tokens)
+        stable = len(text) if ended else _stable_length(text, stop)
+        if stable > shown:
+            yield text[shown:stable]
+            shown = stable
     if len(text) > shown:
         yield text[shown:]
 
 
-def cut_at(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """Cuts a text before the first of some texts in it; true if there is one."""
-    places = [place for each in stop if (place := text.find(each)) >= 0]
-    return (text[: min(places)], True) if places else (text, False)
+def truncate_at_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """Truncates a text before the first stop text in it; true if it contains one."""
+    positions = [position for stop_text in stop if (position := text.find(stop_text)) >= 0]
+    return (text[: min(positions)], True) if positions else (text, False)
 
 
-def _sure(text: str, stop: Sequence[str]) -> int:
-    """Characters of a text that later tokens cannot change, nor make a part of a text of `stop`."""
-    sure = len(text.rstrip("\ufffd"))
-    for each in stop:
-        for size in range(min(len(each) - 1, sure), 0, -1):
-            if text[:sure].endswith(each[:size]):
-                sure -= size
+def _stable_length(text: str, stop: Sequence[str]) -> int:
+    """Length of the beginning of a text that later tokens cannot change or turn into a part of a stop text."""
+    stable = len(text.rstrip("\ufffd"))
+    for stop_text in stop:
+        for size in range(min(len(stop_text) - 1, stable), 0, -1):
+            if text[:stable].endswith(stop_text[:size]):
+                stable -= size
                 break
-    return sure
+    return stable
 
 
 def _check_stop(stop: Sequence[str]) -> None:
@@ -219,7 +220,7 @@ def _check_stop(stop: Sequence[str]) -> None:
         raise UserError("--stop '': an empty text would end everything; leave it away")
 
 
-def _checked_ids(source: TextModel, prompt: str) -> list[int]:
+def _encode_checked(source: TextModel, prompt: str) -> list[int]:
     ids, context = encode_prompt(source.tokenizer, prompt), source.config.seq_len
     if len(ids) > context:
         start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
@@ -228,8 +229,8 @@ def _checked_ids(source: TextModel, prompt: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt as token ids, as training has seen the start of a document: behind its start token, if there is one,
-    else, for an empty prompt, behind the end of the document before it.
+    """Encodes a prompt like the start of a document in training: after the start token, if the tokenizer has one;
+    otherwise an empty prompt becomes the end token of the previous document.
     """
     ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None:
@@ -237,19 +238,27 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids or [tokenizer.eos_id]
 
 
-def _end(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
-    """The place of the token that ends a continuation."""
-    return next((place for place, token in enumerate(tokens) if token in end_ids), None)
+def _end_index(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
+    """Index of the token that ends a continuation."""
+    return next((index for index, token in enumerate(tokens) if token in end_ids), None)
 
 
-def _sample(source: TextModel, prompt: str, ids: Sequence[int], new: Continuation, stop: Sequence[str]) -> Sample:
-    tokenizer, end = source.tokenizer, _end(new.tokens, source.end_ids)
-    tokens = list(new.tokens[:end])
-    # Decoded together: a character or a space may be spread over the last token before and the first one after.
-    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
-    text, stopped = cut_at(whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens), stop)
+def _make_sample(
+    source: TextModel, prompt: str, ids: Sequence[int], continuation: Continuation, stop: Sequence[str]
+) -> Sample:
+    tokenizer, end = source.tokenizer, _end_index(continuation.tokens, source.end_ids)
+    tokens = list(continuation.tokens[:end])
+    # Decoded together: a character or a space may be split between the last token of the prompt and the first new one.
+    prompt_text, full_text = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
+    text, stopped = truncate_at_stop(
+        full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(tokens), stop
+    )
     if stopped:
-        # The tokens without which the text that ends it is not there.
-        tokens = tokens[: next(n for n in range(len(tokens) + 1) if cut_at(tokenizer.decode(tokens[:n]), stop)[1])]
+        # The shortest sequence of tokens that contains the stop text.
+        tokens = tokens[
+            : next(n for n in range(len(tokens) + 1) if truncate_at_stop(tokenizer.decode(tokens[:n]), stop)[1])
+        ]
     finish = "stop" if stopped else "length" if end is None else "document_end"
-    return Sample(prompt, text, tokens, finish, new.log_probs[: len(tokens)] if new.log_probs else None)
+    return Sample(
+        prompt, text, tokens, finish, continuation.log_probs[: len(tokens)] if continuation.log_probs else None
+    )

@@ -15,7 +15,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
 from lm_trainer.data.audio.read import AudioRules, BadAudio
-from lm_trainer.generate.speech import heard_languages, write_heard
+from lm_trainer.generate.speech import detect_languages, write_heard
 from lm_trainer.generate.speech_rules import SpeechRules
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from lm_trainer.export.huggingface import TextModel
 
 STAMP_SECONDS = 0.02
-"""From one timestamp of the vocabulary to the next."""
+"""Step between consecutive timestamps of the vocabulary."""
 _FRAMES_PER_STAMP = 2
 
 
 class Segment(NamedTuple):
-    """A passage of a recording."""
+    """A segment of a recording."""
 
     start: float
     """Seconds."""
     end: float
     text: str
     tokens: list[int]
-    """With timestamps, without the end of the text."""
+    """With timestamps, without the end token."""
 
 
 @dataclass(frozen=True)
@@ -45,34 +45,34 @@ class Transcript:
     file: str
     seconds: float
     language: str | None
-    """As the model's tokens name it; None for a model without languages."""
+    """Name in the model's language tokens; None for a model without languages."""
     text: str
     segments: list[Segment]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TranscribeSettings:
-    """Choices of a transcription."""
+    """Settings of a transcription."""
 
     language: str | None = None
     task: str | None = None
     timestamps: bool = False
     max_new_tokens: int | None = None
-    """New tokens of a window; None: as many as there is room for."""
+    """Maximum number of new tokens per window; None: as many as the context allows."""
     beams: int = 1
-    """Texts that are tried side by side; 1: each token is the likeliest."""
+    """Number of beams; 1: greedy decoding."""
 
 
 class Transcriber:
-    """Writes what is said in recordings; token by token as `generate` of transformers.
+    """Transcribes recordings; generates the same tokens as `generate` of transformers.
 
     Args:
         source: the model.
-        settings: the choices.
-        devices: over which the model is cut; None: all.
+        settings: the settings.
+        devices: devices to shard the model over; None: all.
 
     Raises:
-        UserError: for a model that does not hear, or lacks what the settings ask for.
+        UserError: for a model without audio input, or without a feature requested in the settings.
     """
 
     def __init__(self, source: TextModel, settings: TranscribeSettings, devices: Sequence[Any] | None = None):
@@ -84,7 +84,7 @@ class Transcriber:
         self._rules = SpeechRules.from_config(
             config.generation_config, start_id=config.decoder_start_token_id, eos_id=source.tokenizer.eos_id
         )
-        # Asked for here for its errors alone, before the weights are placed.
+        # Called only for its errors, before the weights are placed.
         self._rules.prompt(settings.language, settings.task, timestamps=settings.timestamps)
         self._rules.check_beams(settings.beams)
         self._model: Any = source.build(devices)
@@ -92,8 +92,8 @@ class Transcriber:
     def transcribe(self, path: Path) -> Transcript:
         """Transcribes a recording.
 
-        A recording longer than the model hears is cut into windows: each begins at the last timestamp that was written
-        in the one before (Radford et al. 2022, section 3.8), or where that one ends if there are no timestamps.
+        A recording longer than the model's input is split into windows: each begins at the last timestamp of the
+        previous one (Radford et al. 2022, section 3.8), or at its end without timestamps.
 
         Raises:
             UserError: for a file that is missing, damaged or empty.
@@ -116,37 +116,39 @@ class Transcriber:
                 max_new_tokens=self._settings.max_new_tokens,
                 beams=self._settings.beams,
             )
-            found, taken = self._segments(tokens, seek, frames, stamps)
-            segments += found
-            seek += taken
+            window_segments, frames_done = self._segments(tokens, seek, frames, stamps)
+            segments += window_segments
+            seek += frames_done
         seconds = len(samples_T) / AudioRules.rate
-        segments = [each._replace(end=min(each.end, seconds)) for each in segments if each.start <= seconds]
-        text = "".join(each.text for each in segments) if stamps else " ".join(each.text for each in segments)
+        segments = [segment._replace(end=min(segment.end, seconds)) for segment in segments if segment.start <= seconds]
+        text = (
+            "".join(segment.text for segment in segments) if stamps else " ".join(segment.text for segment in segments)
+        )
         return Transcript(str(path), seconds, language, text.strip(), segments)
 
     def _features(self, samples_T: np.ndarray) -> np.ndarray:
-        """Those of a whole recording, float32 [F, M]: silence is behind a short one, and nothing behind a long one."""
+        """Features of a full recording, float32 [F, M]: a short one is padded with silence, a long one is not."""
         frames = max(self._frames, len(samples_T) * FRAMES_PER_SECOND // AudioRules.rate)
         return LogMel(frames, self._mels)(samples_T)
 
     def _prompt(self, features_FM: np.ndarray, stamps: bool) -> tuple[list[int], str | None]:
-        """The tokens before every text, and the language: that of the first window where none is asked for."""
+        """The tokens before every text, and the language; by default it is detected in the first window."""
         settings, rules = self._settings, self._rules
         prompt = rules.prompt(settings.language, settings.task, timestamps=stamps)
         if None in prompt:
-            (heard,) = heard_languages(self._model, features_FM[None, : self._frames], rules)
-            prompt = [heard if token is None else token for token in prompt]
+            (language_id,) = detect_languages(self._model, features_FM[None, : self._frames], rules)
+            prompt = [language_id if token is None else token for token in prompt]
         names = {token: name.strip("<|>") for name, token in rules.languages.items()}
         language = next((names[token] for token in prompt if token in names), None)
         return [token for token in prompt if token is not None], language
 
     def _segments(self, tokens: list[int], seek: int, frames: int, stamps: bool) -> tuple[list[Segment], int]:
-        """The passages of a window, and the frames after which the next window begins."""
+        """Segments of a window, and the number of frames to the start of the next window."""
         ids = tokens[:-1] if tokens and tokens[-1] == self._rules.eos_id else tokens
-        # Timestamps that nobody asked for follow no rules, and might lead nowhere.
-        pieces, taken = split_at_stamps(ids, self._rules.first_stamp if stamps else None, frames)
+        # Unrequested timestamps follow no rules, and might not advance.
+        pieces, frames_done = split_at_stamps(ids, self._rules.first_stamp if stamps else None, frames)
         offset = seek / FRAMES_PER_SECOND
-        return [self._segment(offset + start, offset + end, piece) for start, end, piece in pieces], taken
+        return [self._segment(offset + start, offset + end, piece) for start, end, piece in pieces], frames_done
 
     def _segment(self, start: float, end: float, ids: list[int]) -> Segment:
         first = self._rules.first_stamp
@@ -157,36 +159,37 @@ class Transcriber:
 def split_at_stamps(
     ids: list[int], first_stamp: int | None, frames: int
 ) -> tuple[list[tuple[float, float, list[int]]], int]:
-    """Cuts the tokens of a window at pairs of timestamps.
+    """Splits the tokens of a window at pairs of timestamps.
 
     Args:
-        ids: without the end of the text.
-        first_stamp: the token of 0 s; None: there are no timestamps.
-        frames: of the window that are heard.
+        ids: tokens without the end token.
+        first_stamp: the token of 0 s; None: no timestamps.
+        frames: number of audio frames in the window.
 
     Returns:
-        (start, end, tokens) of each passage, in seconds of the window, and the frames that are done: all, unless the
-        window ends in the middle of a passage, which the next window then hears from its beginning.
+        (start, end, tokens) of each segment, in seconds from the start of the window, and the number of completed
+        frames: all
+        of them, unless the window ends within a segment, which the next window then repeats from its beginning.
     """
     is_stamp = [first_stamp is not None and token >= first_stamp for token in ids]
-    ends_alone = is_stamp[-2:] == [False, True]
-    cuts = [at + 1 for at in range(len(ids) - 1) if is_stamp[at] and is_stamp[at + 1]]
+    ends_with_single_stamp = is_stamp[-2:] == [False, True]
+    cuts = [index + 1 for index in range(len(ids) - 1) if is_stamp[index] and is_stamp[index + 1]]
     first = first_stamp or 0
     if not cuts:
         last = next((token for token, stamp in zip(ids[::-1], is_stamp[::-1], strict=True) if stamp), first)
         end = (last - first) * STAMP_SECONDS if last != first else frames / FRAMES_PER_SECOND
         return ([(0.0, end, ids)] if ids else []), frames
-    if ends_alone:
+    if ends_with_single_stamp:
         cuts.append(len(ids))
     pieces = []
     for begin, stop in zip([0, *cuts[:-1]], cuts, strict=True):
         piece = ids[begin:stop]
         pieces.append(((piece[0] - first) * STAMP_SECONDS, (piece[-1] - first) * STAMP_SECONDS, piece))
-    return pieces, frames if ends_alone else (ids[cuts[-1] - 1] - first) * _FRAMES_PER_STAMP
+    return pieces, frames if ends_with_single_stamp else (ids[cuts[-1] - 1] - first) * _FRAMES_PER_STAMP
 
 
 def read_recording(path: Path) -> np.ndarray:
-    """Reads a file as float32 samples of one channel, 16,000 a second.
+    """Reads a file as float32 samples of one channel, 16,000 per second.
 
     Raises:
         UserError: for a file that is missing, damaged or empty.
@@ -201,14 +204,14 @@ def read_recording(path: Path) -> np.ndarray:
 
 def as_json(transcript: Transcript) -> dict[str, Any]:
     """The content of a JSON file."""
-    return {**asdict(transcript), "segments": [each._asdict() for each in transcript.segments]}
+    return {**asdict(transcript), "segments": [segment._asdict() for segment in transcript.segments]}
 
 
 def as_srt(transcript: Transcript) -> str:
     """The content of an SRT file."""
     blocks = [
-        f"{number}\n{_clock(each.start, ',')} --> {_clock(each.end, ',')}\n{each.text.strip()}\n"
-        for number, each in enumerate(transcript.segments, 1)
+        f"{number}\n{_clock(segment.start, ',')} --> {_clock(segment.end, ',')}\n{segment.text.strip()}\n"
+        for number, segment in enumerate(transcript.segments, 1)
     ]
     return "\n".join(blocks)
 
@@ -217,12 +220,12 @@ def as_vtt(transcript: Transcript) -> str:
     """The content of a WebVTT file."""
     # An arrow in a text would begin another cue.
     blocks = [
-        f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{each.text.strip().replace('-->', '->')}\n"
-        for each in transcript.segments
+        f"{_clock(segment.start, '.')} --> {_clock(segment.end, '.')}\n{segment.text.strip().replace('-->', '->')}\n"
+        for segment in transcript.segments
     ]
     return "\n".join(["WEBVTT\n", *blocks])
 
 
 def _clock(seconds: float, point: str) -> str:
-    whole, thousandths = divmod(round(seconds * 1000), 1000)
-    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{point}{thousandths:03}"
+    whole_seconds, thousandths = divmod(round(seconds * 1000), 1000)
+    return f"{whole_seconds // 3600:02}:{whole_seconds // 60 % 60:02}:{whole_seconds % 60:02}{point}{thousandths:03}"

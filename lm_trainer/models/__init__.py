@@ -1,4 +1,4 @@
-"""Layer 2: families of models. To add one: a file beside this one, and one line in the union below."""
+"""Layer 2: model families. To add one, add a module to this package and one line to the union below."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AnyModel = Annotated[
     | WhisperConfig,
     Field(discriminator="type"),
 ]
-"""Whatever may stand under `model:`; told apart by `type`."""
+"""Type of the `model:` section; `type` selects the family."""
 
 MODEL_CONFIGS: tuple[type[DecoderConfig], ...] = get_args(get_args(AnyModel)[0])
 

@@ -1,5 +1,5 @@
-"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors that depend on it alone; a
-backbone like GPT-2's says how much each of them weighs, and their sum predicts the next token.
+"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors, which depend only on the token.
+A GPT-2 backbone computes the weight of each sense, and the weighted sum predicts the next token.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from lm_trainer.nn.decoder import Decoder
 
 SCAN_ABOVE = 12
-"""Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
+"""Default of `scan_layers`: more layers than this run as a loop, because compile time of unrolled layers grows with the
+square of their number."""
 
 
 _ACTIVATION_ALIASES = {"swish": "silu", "gelu_fast": "gelu_new"}
@@ -30,18 +31,18 @@ _BACKEND_ALIASES = {"vanilla": "xla", "jax_flash": "xla", "nvte": "cudnn", "defa
 
 
 def _renamed(names: Mapping[str, str]) -> BeforeValidator:
-    """Reads other names of a choice as its own."""
+    """Replaces alternative names of a choice with the name used here."""
     return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
 
 
 ActivationName = Annotated[Activation, _renamed(_ACTIVATION_ALIASES)]
-"""An activation by its name here; `swish` is read as `silu`, and `gelu_fast` as `gelu_new`."""
+"""An activation. `swish` is read as `silu`, and `gelu_fast` as `gelu_new`."""
 BackendName = Annotated[Backend, _renamed(_BACKEND_ALIASES)]
-"""An implementation of attention by its name here, or by Levanter's."""
+"""An attention backend, by its name here or by Levanter's."""
 
 
 class CheckpointPolicy(Config):
-    """Values of a block that are kept for the backward pass, on the device or its host; the rest is computed again."""
+    """Values inside a block to save for the backward pass, on the device or its host; all others are recomputed."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "save_inputs": "the parameters of a block are always there, and what enters it is `save_carries`; remove it",
@@ -50,37 +51,37 @@ class CheckpointPolicy(Config):
     }
 
     disable: bool = False
-    """Keeps everything, as `gradient_checkpointing: false` does."""
+    """Saves everything, as `gradient_checkpointing: false` does."""
     save_block_internals: bool | tuple[BlockInternal, ...] = False
-    """`true`: everything; `false`: nothing; or a list of what is kept: `attention` (what attention returns) and `mlp`
-    (what the MLP returns)."""
+    """`true`: save everything; `false`: save none; or a list of the values to save: `attention` (output of attention)
+    and `mlp` (output of the MLP)."""
     save_carries: Literal[True, "offload"] = True
-    """Place of what enters each block: `true`: on the device; `offload`: in the memory of its host, which costs the
-    time of two copies."""
+    """Memory that holds the input of each block: `true`: the device; `offload`: the host, which costs the time of two
+    copies."""
     offload_block_internals: tuple[BlockInternal, ...] = ()
-    """Values that are kept in host memory as well; names as in `save_block_internals`, `true`: all of them."""
+    """Values to save in host memory as well; names as in `save_block_internals`, `true`: all of them."""
     nested: bool | Annotated[int, Field(gt=1)] = False
-    """Puts the layers into groups and keeps only what enters a group; what enters each of its layers is computed again
-    (one more forward pass, and the memory of about 2 sqrt(layers) blocks' inputs). `true`: about sqrt(layers) groups;
-    or how many. The layers must run as a loop (`scan_layers`)."""
+    """Groups the layers and saves only the input of each group; the inputs of its layers are recomputed (one more
+    forward pass, and memory for about 2 sqrt(layers) block inputs). `true`: about sqrt(layers) groups; or the number of
+    groups. The layers must run as a loop (`scan_layers`)."""
 
     @field_validator("offload_block_internals", mode="before")
     @classmethod
-    def _all_or_none(cls, value: Any) -> Any:
+    def _all_or_none(cls, value: object) -> object:
         return (get_args(BlockInternal) if value else ()) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _kept_once(self) -> CheckpointPolicy:
-        everything = self.disable or self.save_block_internals is True
-        named = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
-        if everything and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
+        saves_all = self.disable or self.save_block_internals is True
+        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
+        if saves_all and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
             raise ValueError(
                 "with disable: true or save_block_internals: true everything is kept on the device; remove "
                 "save_carries, offload_block_internals and nested, or that"
             )
-        if twice := sorted({*named} & {*self.offload_block_internals}):
+        if duplicates := sorted({*saved} & {*self.offload_block_internals}):
             raise ValueError(
-                f"{', '.join(twice)} cannot be kept both on the device (save_block_internals) and on its host "
+                f"{', '.join(duplicates)} cannot be kept both on the device (save_block_internals) and on its host "
                 f"(offload_block_internals); name it once"
             )
         return self
@@ -106,7 +107,7 @@ _AXES = {
     "Mlp": "spec(vocab_size).blocks[0].mlp.hidden_dim",
     "HeadSize": "spec(vocab_size).blocks[0].attention.head_dim",
 }
-"""Axes that Levanter's models have as properties -> the number here."""
+"""Levanter's axis properties -> the setting or expression that gives the size here."""
 
 _NAMED = {"offload": CheckpointPolicy(save_carries="offload"), "nested": CheckpointPolicy(nested=True)}
 
@@ -115,7 +116,7 @@ class DecoderConfig(Config):
     """Settings of a decoder-only model that do not change its parameters."""
 
     hf: ClassVar[HfFamily | NoHfFormat]
-    """The family in Hugging Face's format."""
+    """The family's Hugging Face format."""
     frozen_params: ClassVar[frozenset[str]] = frozenset()
     """Dotted names of parameters that are never trained."""
 
@@ -138,55 +139,55 @@ class DecoderConfig(Config):
     num_layers: int = Field(default=12, gt=0)
     """Number of blocks."""
     reference_checkpoint: LocalPathOrHubName | None = None
-    """Start of `initialize_from_hf: true`: a directory, or a name on the hub. Unset: the family's best known
-    checkpoint, if it has one."""
+    """Source of the weights for `initialize_from_hf: true`: a directory, or a name on the hub. Unset: the family's
+    best-known checkpoint, if it has one."""
     gradient_checkpointing: (
         bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch", "offload", "nested"] | CheckpointPolicy
     ) = True
-    """Values that the backward pass computes again instead of keeping them: `true`, `full` or `recompute`: everything
-    inside a block (least memory, about a third more computation); `dots`: all but the results of matrix products;
-    `dots_no_batch`: all but the results of matrix products with weights, so attention scores are not kept; `false` or
-    `save_all`: nothing; `offload`: everything, and what enters a block is kept in the memory of the device's host;
-    `nested`: everything, and most of what enters a block as well; or a block that says what is kept."""
+    """Values to recompute in the backward pass instead of saving them: `true`, `full` or `recompute`: everything inside
+    a block (least memory, about a third more computation); `dots`: everything except the results of matrix products;
+    `dots_no_batch`: everything except the results of matrix products with weights, so attention scores are not saved;
+    `false` or `save_all`: none; `offload`: everything, with the inputs of blocks saved in host memory; `nested`:
+    everything, and most of the inputs of blocks as well; or a mapping of the values to save."""
     scan_layers: bool | None = None
     """Runs the layers as one compiled loop (compiles fast, runs a few percent slower); false: unrolled. Unset: as a
-    loop when there are more than 12, or `gradient_checkpointing` puts them into groups. Both have the same parameters,
-    and numbers equal up to rounding."""
+    loop when the model has more than 12 layers, or `gradient_checkpointing` groups them. Both have the same parameters,
+    and results equal up to rounding."""
     cross_entropy_block_size: int | None = Field(default=None, gt=0)
-    """Number of tokens that the output layer processes together. Unset: all, so that batch x sequence x vocabulary
-    logits are held at once. At 512 and above blocks are as fast and need less memory."""
+    """Number of tokens per block of the output layer. Unset: all tokens in one block, so batch x sequence x vocabulary
+    logits are held at once. Blocks of 512 and more are as fast and need less memory."""
     attn_backend: BackendName | None = None
-    """Implementation of attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16), `splash` (TPUs, sequences of
-    a multiple of 128) or `ring` (blocks of keys, which devices that share a row by `trainer.context_axis_size` pass on;
-    the others gather all keys), refused where they cannot do what the model asks for; `auto`: the platform's own where
-    it can, else xla, and ring where to gather keys would take more than 8 GiB on a device. The log says which and why.
-    Where a backend cannot decode with a cache, xla generates text. Unset: auto."""
+    """Implementation of attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16); `splash` (TPUs, sequences of
+    a multiple of 128); `ring` (devices that share a row by `trainer.context_axis_size` pass blocks of keys around; the
+    other backends gather all keys). A backend is refused if it cannot run the model. `auto`: the platform's own backend
+    where it can run the model, else xla; ring where gathered keys would take more than 8 GiB on a device. The log says
+    which one was chosen and why. If a backend cannot decode with a cache, xla generates text. Unset: auto."""
     flash_attention_block_size: int | None = Field(default=None, gt=0)
-    """Number of queries that attention processes together; their scores are computed again in the backward pass, so
-    that no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same. With splash, which never
-    keeps them, the size of its blocks, a multiple of 128 that divides the sequence; unset: the largest up to 512. So
-    with ring, where it divides half of a device's positions."""
+    """Number of queries that attention processes together. Their scores are recomputed in the backward pass, so no
+    sequence x sequence scores are saved. Unset: all queries, and scores are saved. The results are the same. With
+    splash, which never saves scores: the size of its blocks, a multiple of 128 that divides the sequence; unset: the
+    largest up to 512. The same applies to ring, where it divides half of a device's positions."""
     upcast_attn: bool = False
-    """Computes attention scores in float32 under mixed precision; the softmax always is float32."""
+    """Computes attention scores in float32 under mixed precision; the softmax is always float32."""
 
     @abstractmethod
     def spec(self, vocab_size: int) -> DecoderSpec:
-        """The model as data."""
+        """Describes the model as data."""
 
     @classmethod
     def module(cls) -> type[Decoder]:
-        """The class that is built from the spec; a family whose wiring differs gives a subclass."""
+        """The class to build from the spec; a family with different wiring returns a subclass."""
         from lm_trainer.nn.decoder import Decoder
 
         return Decoder
 
     def build(self, vocab_size: int, *, rngs: nnx.Rngs | None = None, key: jax.Array | None = None) -> Decoder:
-        """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`.
+        """Builds the model with fresh parameters. Call it under `jax.jit` or `nnx.eval_shape`.
 
         Args:
             vocab_size: rows of the token embedding.
-            rngs: make the initial weights, or
-            key: stands for `nnx.Rngs(key)`.
+            rngs: random streams for the initial weights.
+            key: short for `rngs=nnx.Rngs(key)`.
 
         Raises:
             ValueError: unless exactly one of `rngs` and `key` is given.
@@ -198,41 +199,41 @@ class DecoderConfig(Config):
         return self.module()(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
 
     def flops_per_token(self, vocab_size: int, context_length: int | None = None) -> int:
-        """Operations of a forward pass for one token of sequences of `context_length`, by default `seq_len`, tokens."""
+        """Forward-pass FLOPs per token in sequences of `context_length` tokens, by default `seq_len`."""
         return flops_per_token(self.spec(vocab_size), context_length or self.seq_len).forward
 
     def total_trainable_params(self, vocab_size: int) -> int:
-        """Parameters; a head that shares the token embedding counts once."""
+        """Number of parameters; a head tied to the token embedding counts once."""
         return parameter_count(self.spec(vocab_size))
 
     def preprocessor_to_hf(self) -> dict[str, Any] | None:
-        """The content of a preprocessor_config.json, which says how features are made; None for models of text."""
+        """Content of preprocessor_config.json, which describes feature extraction; None for text models."""
         return None
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
-        """Frames, and features of each, that a row has beside its tokens; None for a model of text alone."""
+        """Frames per row and features per frame; None for text-only models."""
         return None
 
     def with_generation(self, raw: Mapping[str, Any]) -> Self:
-        """These settings with those that a generation_config.json has beside them; most families keep none."""
+        """Returns these settings with the ones of a generation_config.json; most families ignore it."""
         del raw
         return self
 
     def generation_to_hf(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The content of generation_config.json, from that of a model of text."""
+        """Content of generation_config.json, from the content for a text model."""
         return plain
 
     def differs_from_hf(self) -> str | None:
-        """Says of which sequences transformers computes something else; None where it computes the same of all."""
+        """Describes the sequences for which transformers computes a different result; None if it always agrees."""
         return None
 
     @classmethod
     def hf_family(cls) -> HfFamily:
-        """`hf` of a family that has a format.
+        """Returns `hf` if the family has a format.
 
         Raises:
-            UserError: for one that has none, with the reason.
+            UserError: if it has none, with the reason.
         """
         if isinstance(cls.hf, NoHfFormat):
             name = cls.model_fields["type"].default
@@ -252,7 +253,7 @@ class DecoderConfig(Config):
 
     @property
     def remat(self) -> Remat:
-        """`gradient_checkpointing` as a policy for `DecoderSpec`."""
+        """`gradient_checkpointing` as a rematerialisation policy for `DecoderSpec`."""
         if self._policy is not None:
             return self._policy.remat
         value = self.gradient_checkpointing
@@ -262,9 +263,9 @@ class DecoderConfig(Config):
 
     @property
     def remat_groups(self) -> int:
-        """Number of groups of layers for `DecoderSpec`; 0: none."""
+        """Number of layer groups for `DecoderSpec`; 0: no groups."""
         nested = False if self._policy is None else self._policy.nested
-        # sqrt(layers) groups keep the fewest arrays: an input of each group, and of each layer of one group (Chen et
+        # sqrt(layers) groups save the fewest arrays: the input of each group, and of each layer of one group (Chen et
         # al. 2016, arXiv 1604.06174).
         return round(math.sqrt(self.num_layers)) if nested is True else int(nested)
 
@@ -276,7 +277,7 @@ class DecoderConfig(Config):
         return self.num_layers > SCAN_ABOVE or (self._policy is not None and bool(self._policy.nested))
 
     def scores(self, scale: float | None = None, *, dropout: float = 0.0) -> ScoreSpec:
-        """The `ScoreSpec` of these settings; `scale` and `dropout` are its fields."""
+        """Returns the `ScoreSpec` of these settings; `scale` and `dropout` are its fields."""
         return ScoreSpec(
             scale=scale,
             dropout=dropout,

@@ -1,4 +1,4 @@
-"""Settings of families whose heads share the hidden dimension equally, each with its own keys and values."""
+"""Settings of families whose heads split the hidden dimension equally, each with its own keys and values."""
 
 from typing import Self
 
@@ -16,12 +16,12 @@ class EqualHeadsConfig(DecoderConfig):
     num_heads: int = Field(default=12, gt=0)
     """Attention heads, each of size hidden_dim / num_heads."""
     initializer_range: float = Field(default=0.02, ge=0)
-    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
-    sqrt(2 * num_layers)."""
+    """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
+    divided by sqrt(2 * num_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in LayerNorm."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what attention and MLP add to the residual stream."""
+    """Dropout on the outputs of attention and MLP, before they are added to the residual stream."""
     attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the attention probabilities."""
 
@@ -45,7 +45,7 @@ class EqualHeadsConfig(DecoderConfig):
         embedding: EmbeddingSpec | None = None,
         tied: bool = True,
     ) -> DecoderSpec:
-        """The whole model, with `num_layers` equal blocks; `norm` stands after the last one."""
+        """Builds the full model of `num_layers` equal blocks; `norm` is applied after the last one."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,

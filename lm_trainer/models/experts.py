@@ -15,12 +15,12 @@ class ExpertsConfig(RotaryConfig):
     n_routed_experts: int = Field(default=8, gt=0)
     """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=2, gt=0)
-    """Number of them that compute each token."""
+    """Number of experts that compute each token."""
     lbl_coef: float = Field(default=0.01, ge=0)
-    """Weight of the loss for experts that do not share the tokens equally; 0: none. It acts on the gradient alone: the
-    loss that is reported is that of the tokens."""
+    """Weight of the load-balancing loss of the experts; 0: none. It affects only the gradient: the reported loss is the
+    token loss."""
     rzl_coef: float = Field(default=0.001, ge=0)
-    """Weight of the loss for large router logits (z-loss); 0: none. It acts on the gradient alone."""
+    """Weight of the loss for large router logits (z-loss); 0: none. It affects only the gradient."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> "ExpertsConfig":
@@ -31,7 +31,7 @@ class ExpertsConfig(RotaryConfig):
         return self
 
     def experts(self, width: int, *, renormalize: bool = True) -> MoeSpec:
-        """The mixture of a layer; `width` is that of one expert."""
+        """Builds the mixture of a layer; `width` is the width of one expert."""
         return MoeSpec(
             hidden_dim=width,
             num_experts=self.n_routed_experts,
@@ -44,9 +44,9 @@ class ExpertsConfig(RotaryConfig):
 
 
 def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
-    """Router and experts of a layer; `names` gives the name in the file, with `{expert}`, of gate, up and down."""
-    # Linear layers in the file, outputs before inputs and one for each expert; here one array with an `experts` axis.
+    """Router and experts of a layer; `names` maps gate, up and down to their names in the file, with `{expert}`."""
+    # In the file: linear layers with outputs before inputs, one per expert. Here: one array with an `experts` axis.
     return (
         HfTensor(f"{router}.weight", (f"{BLOCK}.mlp.router",), transposed=True),
-        *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{ours}",), transposed=True) for ours, hf in names.items()),
+        *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{name}",), transposed=True) for name, hf in names.items()),
     )

@@ -1,5 +1,5 @@
 """Gemma 1, 2 and 3 (Gemma team 2024, 2025), text only: norms with gains around 1, scaled embeddings, a gated MLP with
-GELU. Gemma 2 and 3 have norms before and after each part, and sliding windows in most layers.
+GELU. Gemma 2 and 3 have norms before and after each sublayer, and sliding windows in most layers.
 """
 
 import math
@@ -31,7 +31,7 @@ from lm_trainer.models.rotary import (
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
 
-# `post_attention_layernorm` is the norm after attention here; in files of Llama it is the one before the MLP.
+# `post_attention_layernorm` is the norm after attention here; in Llama's files it is the one before the MLP.
 _FOUR_NORMS = layer_norms(
     attention_pre_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
@@ -42,7 +42,7 @@ _FIXED = {"attention_bias": False, "use_bidirectional_attention": False}
 _INERT = {"attention_dropout": 0.0}
 _SHARED = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "tie_word_embeddings": True}
 _LEGACY_GELU = {"gelu": "gelu_new"}
-"""The first files of Gemma say gelu, and mean its tanh approximation; transformers reads them so."""
+"""The first Gemma files say gelu but mean its tanh approximation; transformers reads them so."""
 _CAPS = (
     HfField("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
     HfField("sliding_window", "sliding_window", 4096),
@@ -50,7 +50,7 @@ _CAPS = (
 
 
 class _GemmaConfig(RotaryConfig):
-    """Settings that all generations share."""
+    """Settings shared by all generations."""
 
     seq_len: int = Field(default=8192, gt=0)
     """The longest sequence, in tokens."""
@@ -64,7 +64,7 @@ class _GemmaConfig(RotaryConfig):
     """Gives the output layer the weights of the token embedding."""
 
     def norm(self) -> NormSpec:
-        # Files store gains less 1, and so do the parameters: nothing is added or subtracted on the way.
+        # Files store gains minus 1, and so do our parameters: conversion adds and subtracts no constant.
         return replace(super().norm(), unit_offset=True)
 
     def embedding(self) -> EmbeddingSpec:
@@ -128,7 +128,7 @@ def _from_hf(hf: Mapping[str, Any], pattern: int) -> dict[str, Any]:
 def _gemma2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope": rope_from_hf(hf),
-        # Null in the file is none; what is absent is the default.
+        # Null in the file means no cap; an absent key means the default.
         "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
         **_from_hf(hf, 2),
@@ -165,7 +165,7 @@ def _gemma3_to_hf(config: "Gemma3Config") -> dict[str, Any]:
 
 
 class _WindowedGemmaConfig(_GemmaConfig):
-    """Settings that the second and third generation share."""
+    """Settings shared by the second and third generation."""
 
     hidden_dim: int = Field(default=2304, gt=0)
     """Width of the residual stream."""
@@ -182,22 +182,22 @@ class _WindowedGemmaConfig(_GemmaConfig):
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
     sliding_window: int = Field(default=4096, gt=0)
-    """Number of positions that a layer with a window sees, its own included."""
+    """Number of positions visible to a layer with a window, including the current one."""
     sliding_window_pattern: int = Field(default=6, gt=0)
-    """Every layer but each n-th has a window."""
+    """Every n-th layer attends to all positions; the others have a window."""
 
     def block(self, softcap: float | None = None) -> BlockSpec:
-        """A layer that sees all positions; `softcap` bounds its scores."""
-        # Not the size of a head: in some sizes of Gemma 2 the two differ.
+        """A layer with full attention; `softcap` bounds its scores."""
+        # Not the head size: the two differ in some sizes of Gemma 2.
         scores = replace(self.scores(self.query_pre_attn_scalar**-0.5), softcap=softcap)
         attention = replace(self.attention(), scores=scores)
         return BlockSpec(attention, self.mlp(), pre_norm=self.norm(), post_norm=self.norm())
 
-    def patterned(self, vocab_size: int, whole: BlockSpec, local: BlockSpec) -> DecoderSpec:
-        """The model of both kinds of layers; `local` gets the window."""
+    def patterned(self, vocab_size: int, full: BlockSpec, local: BlockSpec) -> DecoderSpec:
+        """Builds the model from both kinds of layers; `local` gets the window."""
         local = replace(local, attention=replace(local.attention, window=self.sliding_window))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
-        blocks = tuple(whole if kind == "full_attention" else local for kind in kinds)
+        blocks = tuple(full if kind == "full_attention" else local for kind in kinds)
         return self.decoder(vocab_size, blocks, embedding=self.embedding(), softcap=self.final_logit_softcapping)
 
 
@@ -208,7 +208,7 @@ _WINDOWED = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
-# Files of these generations name the activation so.
+# Files of these generations use this name for the activation.
 _WINDOWED["hidden_activation"] = _WINDOWED.pop("hidden_act")
 
 
@@ -237,7 +237,7 @@ class Gemma2Config(_WindowedGemmaConfig):
     final_logit_softcapping: float | None = Field(default=30.0, gt=0)
     """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
     sliding_window_pattern: int = Field(default=2, gt=0)
-    """Every layer but each n-th has a window."""
+    """Every n-th layer attends to all positions; the others have a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = self.block(self.attn_logit_softcapping)
@@ -245,7 +245,7 @@ class Gemma2Config(_WindowedGemmaConfig):
 
 
 class Gemma3Config(_WindowedGemmaConfig):
-    """The third Gemma family, without vision; the defaults are those of transformers."""
+    """The third Gemma family, without vision; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gemma3_text",
@@ -258,7 +258,7 @@ class Gemma3Config(_WindowedGemmaConfig):
         tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),
-        # A field that Gemma 3 has from Gemma 2; it normalizes queries and keys instead.
+        # Gemma 3 inherits this field from Gemma 2, but normalizes queries and keys instead.
         fixed={**_FIXED, "attn_logit_softcapping": None},
         inert=_INERT,
         computed_from_hf=_gemma3_from_hf,
@@ -271,12 +271,12 @@ class Gemma3Config(_WindowedGemmaConfig):
     seq_len: int = Field(default=131072, gt=0)
     """The longest sequence, in tokens."""
     rope: AnyRope = DefaultRope(theta=1_000_000.0)
-    """Rotary positions of the layers that see all positions."""
+    """Rotary positions of the layers with full attention."""
     rope_local_base_freq: float = Field(default=10_000.0, gt=1)
-    """Theta of the layers with a window, whose positions are never scaled."""
+    """Theta of the layers with a window; their positions are never scaled."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = self.block()
-        whole = replace(block, attention=replace(block.attention, qk_norm=QkNormSpec(self.norm())))
-        local = replace(whole, attention=replace(whole.attention, positions=RopeSpec(self.rope_local_base_freq)))
-        return self.patterned(vocab_size, whole, local)
+        full = replace(block, attention=replace(block.attention, qk_norm=QkNormSpec(self.norm())))
+        local = replace(full, attention=replace(full.attention, positions=RopeSpec(self.rope_local_base_freq)))
+        return self.patterned(vocab_size, full, local)

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, tied head."""
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each sublayer, tied head."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     inner, width = hf.get("n_inner"), hf.get("n_embd", 768)
     if inner is not None and inner % width:
         raise ValueError(f"n_inner={inner} is not supported, only multiples of n_embd={width} are")
-    # Null is how transformers writes four times the width.
+    # transformers writes null for four times the width.
     return {"mlp_scale": 4 if inner is None else inner // width}
 
 
@@ -54,11 +54,11 @@ _HF = HfFamily(
         HfTensor("h.{}.ln_1.bias", ("blocks.{}.attention_pre_norm.bias",)),
         HfTensor("h.{}.ln_2.weight", ("blocks.{}.mlp_pre_norm.scale",)),
         HfTensor("h.{}.ln_2.bias", ("blocks.{}.mlp_pre_norm.bias",)),
-        # These layers are `Conv1D` in transformers, with inputs before outputs as here: nothing is transposed. `c_attn`
-        # has queries, keys and values side by side.
+        # These layers are `Conv1D` in transformers, with inputs before outputs as here, so they are not transposed.
+        # `c_attn` concatenates queries, keys and values.
         *(
-            HfTensor(f"h.{{}}.{theirs}.{kind}", tuple(f"blocks.{{}}.{name}.{kind}" for name in ours))
-            for theirs, ours in {
+            HfTensor(f"h.{{}}.{hf}.{kind}", tuple(f"blocks.{{}}.{name}.{kind}" for name in params))
+            for hf, params in {
                 "attn.c_attn": ("attention.q", "attention.k", "attention.v"),
                 "attn.c_proj": ("attention.out",),
                 "mlp.c_fc": ("mlp.up",),

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format, both ways: the content of config.json, and the tensors."""
+"""Conversion of models to and from Hugging Face's format: the content of config.json, and the tensors."""
 
 from __future__ import annotations
 
@@ -30,33 +30,32 @@ from lm_trainer.nn.init import LOGICAL_AXES
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
-    """The model configuration in the content of a config.json, and the size of its vocabulary.
+    """Reads the model configuration and the vocabulary size from the content of a config.json.
 
-    Reads what transformers 4 and 5 write. Settings that change how a model is run but not what it computes keep our
-    defaults.
+    Reads files of transformers 4 and 5. Settings that affect how a model runs but not its results keep our defaults.
 
     Raises:
-        UserError: for a family that is not known, or a setting with no counterpart here.
+        UserError: for an unknown family, or a setting with no counterpart here.
     """
-    # Families without a format are here too, so that a file of theirs is refused with the reason.
+    # Families without a format are included, so their files are refused with the reason.
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
     config_class = families.get(str(hf.get("model_type")))
     if config_class is None:
-        known = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
-        raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {known}")
+        supported = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
+        raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {supported}")
     family = config_class.hf_family()
     fields = read_config(family, hf)
     vocab_size = hf.get("vocab_size")
-    # A bool is an int in Python, but no number in JSON.
+    # A bool is an int in Python, but not a number in JSON.
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         raise UserError(f"config.json: vocab_size={vocab_size!r} is not a positive number")
     try:
         return config_class(**fields), vocab_size
     except ValidationError as error:
-        # The person has the file, so its names are told and not ours.
-        names = {entry.ours: entry.hf for entry in family.fields}
+        # Users have the file in front of them, so messages use its names and not ours.
+        names = {entry.setting: entry.hf for entry in family.fields}
         lines = [
-            ".".join(names.get(str(at), str(at)) for at in problem["loc"]) + f": {problem['msg']}"
+            ".".join(names.get(str(key), str(key)) for key in problem["loc"]) + f": {problem['msg']}"
             for problem in error.errors()
         ]
         raise UserError("config.json: " + "; ".join(line.removeprefix(": ") for line in lines)) from None
@@ -65,26 +64,26 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
 def config_to_hf(
     model_config: DecoderConfig, *, vocab_size: int, eos_id: int | None, bos_id: int | None
 ) -> dict[str, Any]:
-    """The content of config.json.
+    """Returns the content of config.json.
 
     Raises:
-        UserError: for a setting that the format has no place for.
+        UserError: for a setting that the format cannot express.
     """
-    written = write_config(model_config.hf_family(), model_config)
+    config = write_config(model_config.hf_family(), model_config)
     return {
-        **written,
+        **config,
         "vocab_size": vocab_size,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
-        # Some families' default is a token of their first vocabulary, which this one may not have.
-        "pad_token_id": written.get("pad_token_id"),
+        # Some families default to a token of their original vocabulary, which this one may not have.
+        "pad_token_id": config.get("pad_token_id"),
     }
 
 
 def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Parameters as nested dicts of NumPy arrays, every value exactly that of the file, in the file's dtype.
+    """Returns the parameters as nested dicts of NumPy arrays, with exactly the file's values and dtype.
 
-    `tensors` may load lazily: each is asked for once, or twice where a file repeats a tied tensor.
+    `tensors` may load lazily: each one is read once, or twice where a file repeats a tied tensor.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
@@ -94,7 +93,7 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
+    """Returns the tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
 
     Raises:
         UserError: as `file_params`.
@@ -103,56 +102,58 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
 
 
 def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
-    """As `params_to_hf`, each tensor to be made when NumPy asks for it: no memory is taken.
+    """Like `params_to_hf`, but each tensor is made when NumPy requests it, so no memory is allocated.
 
     Raises:
-        UserError: for a setting that the format has no place for, or parameters of another configuration.
+        UserError: for a setting that the format cannot express, or parameters of another configuration.
     """
-    # For its errors: a setting that the format has no place for must not get lost in silence.
+    # Called for its errors: a setting that the format cannot express must not be lost silently.
     write_config(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
     leaves = _leaves(_abstract(model_config, vocab_size))
-    found = {name: tuple(leaf.shape) for name, leaf in named.items()}
-    if wrong := sorted(name for name in leaves.keys() | found.keys() if not _same(leaves.get(name), found.get(name))):
-        raise UserError(f"the parameters are not those of this configuration: {', '.join(wrong)}")
+    shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
+    if mismatched := sorted(
+        name for name in leaves.keys() | shapes.keys() if not _fits(leaves.get(name), shapes.get(name))
+    ):
+        raise UserError(f"the parameters are not those of this configuration: {', '.join(mismatched)}")
     return pending_tensors(model_config.hf_family(), leaves, named)
 
 
 def check_writable(model_config: DecoderConfig) -> None:
-    """Raises `UserError` where the format has no place for a setting or a parameter of the model."""
-    # One token is enough: no table depends on the size of the vocabulary.
+    """Raises `UserError` if the format cannot express a setting or a parameter of the model."""
+    # One token is enough: no table depends on the vocabulary size.
     family, vocab_size = model_config.hf_family(), 1
     write_config(family, model_config)
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(family, leaves)
-    _check_places(family, leaves, {part.path for entry in entries for part in entry.parts})
+    _check_mapped(family, leaves, {part.path for entry in entries for part in entry.parts})
 
 
-def _check_places(family: HfFamily, leaves: Mapping[str, ParamInfo], placed: Collection[str]) -> None:
-    if lost := sorted(leaves.keys() - set(placed)):
-        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
+def _check_mapped(family: HfFamily, leaves: Mapping[str, ParamInfo], mapped: Collection[str]) -> None:
+    if unmapped := sorted(leaves.keys() - set(mapped)):
+        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(unmapped)}")
 
 
 class ReadPlan(NamedTuple):
-    """The tensors of a file that each parameter is read from."""
+    """The tensors of a file from which each parameter is read."""
 
     pieces: dict[str, list[SourceSlice]]
-    """By dotted name of the parameter."""
+    """Slices by dotted name of the parameter."""
     repeated: dict[str, str]
-    """Tensors of the file that must equal another one, since this model has one for both."""
+    """Tensors of the file that must equal another one, because this model has a single parameter for both."""
 
 
 def plan_reading(
     model_config: DecoderConfig, vocab_size: int, shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
 ) -> ReadPlan:
-    """Assigns the tensors of a file to the parameters that they make up; reads none of them.
+    """Maps the tensors of a file to parameters, without reading any of them.
 
     Args:
         model_config: the model.
         vocab_size: rows of its embedding.
-        shapes: of the tensors of the file.
-        files: which file each is in, for messages.
+        shapes: shapes of the tensors of the file.
+        files: file of each tensor, for messages.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
@@ -162,21 +163,21 @@ def plan_reading(
     entries = file_tensors(family, leaves)
     names, repeated = check_tensors(family, entries, shapes, files)
     pieces = source_slices(entries, names)
-    _check_places(family, leaves, pieces.keys())
+    _check_mapped(family, leaves, pieces.keys())
     return ReadPlan(pieces, repeated)
 
 
 def param_infos(model_config: DecoderConfig, vocab_size: int) -> dict[str, ParamInfo]:
-    """Every parameter of a model by dotted name; no memory is taken."""
+    """Returns the shape and axes of every parameter by dotted name; allocates no memory."""
     return _leaves(_abstract(model_config, vocab_size))
 
 
-def _same(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
+def _fits(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
     return leaf is not None and leaf.shape == shape
 
 
 def _abstract(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
-    """The parameter tree with a `ParamInfo` in place of each array; no memory is taken."""
+    """Returns the parameter tree with a `ParamInfo` for each array; allocates no memory."""
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
 
     def leaf(variable: nnx.Variable) -> nnx.Variable:

@@ -1,4 +1,4 @@
-"""The model section of a configuration beside the config.json of a checkpoint: taken over, or compared."""
+"""Model section of a configuration compared or merged with the config.json of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from lm_trainer.models.base import DecoderConfig
 
 
 def adopt_hf_config(
-    section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int
+    section: DecoderConfig, written_keys: Collection[str], hf_config: DecoderConfig, vocab_size: int
 ) -> DecoderConfig:
-    """The model of config.json, with what the section says beyond it.
+    """Returns the model of config.json, with the settings of the section that config.json lacks.
 
     Args:
         section: the model section.
-        given: the keys that are written in it.
-        theirs: what config.json says.
-        vocab_size: of the checkpoint.
+        written_keys: the keys written in it.
+        hf_config: the model described by config.json.
+        vocab_size: vocabulary size of the checkpoint.
 
     Raises:
         UserError: naming every key that contradicts config.json.
     """
-    if not given:
-        return theirs
-    if type(section) is not type(theirs):
+    if not written_keys:
+        return hf_config
+    if type(section) is not type(hf_config):
         raise UserError(
-            f"use_hf_model_config: the checkpoint is a {theirs.type} model, but model.type is {section.type} (the "
-            f"first, where none is written); write model.type: {theirs.type}, or remove the model section"
+            f"use_hf_model_config: the checkpoint is a {hf_config.type} model, but model.type is {section.type} (the "
+            f"first, where none is written); write model.type: {hf_config.type}, or remove the model section"
         )
-    wanted = {key: getattr(section, key) for key in given}
+    overrides = {key: getattr(section, key) for key in written_keys}
     problems = [
-        f"model.{key} is {ours}, but {value} in config.json"
-        for key, ours, value in _differences(section, theirs, vocab_size)
-        if key in given and not (key == "seq_len" and any_length(theirs, vocab_size))
+        f"model.{key} is {value}, but {hf_value} in config.json"
+        for key, value, hf_value in _differences(section, hf_config, vocab_size)
+        if key in written_keys and not (key == "seq_len" and any_length(hf_config, vocab_size))
     ]
     if problems:
         raise UserError(
             "use_hf_model_config: " + "; ".join(problems) + ". Remove these keys, or use_hf_model_config: false"
         )
     try:
-        return type(theirs).model_validate({**theirs.model_dump(), **wanted})
+        return type(hf_config).model_validate({**hf_config.model_dump(), **overrides})
     except ValidationError as error:
         raise UserError(f"use_hf_model_config: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def compare_with_hf_config(
-    section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int
+    section: DecoderConfig, written_keys: Collection[str], hf_config: DecoderConfig, vocab_size: int
 ) -> list[str]:
-    """Lists the keys that the user wrote with another value than config.json has; one text for each key.
+    """Lists the keys that the user set to another value than config.json has; one text for each key.
 
     Raises:
-        UserError: for another family, and for keys that differ because nothing is written: their defaults would change
-            what the checkpoint computes.
+        UserError: for another family, and for unwritten keys that differ, since their defaults would change the results
+            of the checkpoint.
     """
-    if type(section) is not type(theirs):
+    if type(section) is not type(hf_config):
         raise UserError(
-            f"initialize_from_hf: the checkpoint is a {theirs.type} model, but model.type is {section.type}; write "
-            f"model.type: {theirs.type}, or use_hf_model_config: true"
+            f"initialize_from_hf: the checkpoint is a {hf_config.type} model, but model.type is {section.type}; write "
+            f"model.type: {hf_config.type}, or use_hf_model_config: true"
         )
     problems, notes = [], []
-    for key, ours, value in _differences(section, theirs, vocab_size):
-        if key == "seq_len" and any_length(theirs, vocab_size):
+    for key, value, hf_value in _differences(section, hf_config, vocab_size):
+        if key == "seq_len" and any_length(hf_config, vocab_size):
             continue
-        text = f"model.{key} is {ours}, but {value} in config.json"
-        (notes if key in given else problems).append(text)
+        text = f"model.{key} is {value}, but {hf_value} in config.json"
+        (notes if key in written_keys else problems).append(text)
     if problems:
         raise UserError(
             "initialize_from_hf: the model section does not describe the checkpoint: "
@@ -78,27 +78,27 @@ def compare_with_hf_config(
     return notes
 
 
-def _differences(section: DecoderConfig, theirs: DecoderConfig, vocab_size: int) -> Iterator[tuple[str, str, str]]:
-    """Keys that config.json sets and that would change what the model computes, each with our value and theirs."""
-    spec = theirs.spec(vocab_size)
-    for key in sorted(theirs.model_fields_set - _OF_TRAINING):
-        ours, value = getattr(section, key), getattr(theirs, key)
-        if ours == value:
+def _differences(section: DecoderConfig, hf_config: DecoderConfig, vocab_size: int) -> Iterator[tuple[str, str, str]]:
+    """Yields the keys of config.json that would change the model's results, each with our value and the file's."""
+    spec = hf_config.spec(vocab_size)
+    for key in sorted(hf_config.model_fields_set - _OF_TRAINING):
+        value, hf_value = getattr(section, key), getattr(hf_config, key)
+        if value == hf_value:
             continue
         # Equal specs compute the same: a default that is written out, for example, is no difference.
         try:
-            same = type(theirs).model_validate({**theirs.model_dump(), key: ours}).spec(vocab_size) == spec
-        # The key alone may contradict the others of the file.
+            equal = type(hf_config).model_validate({**hf_config.model_dump(), key: value}).spec(vocab_size) == spec
+        # The single key may contradict other keys of the file.
         except ValidationError:
-            same = False
-        if not same:
-            yield key, _shown(ours), _shown(value)
+            equal = False
+        if not equal:
+            yield key, _format_value(value), _format_value(hf_value)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Config):
         plain = value.model_dump(mode="json")
-        # The kind first, as people write it.
+        # The type first, as users write it.
         value = {**({"type": plain["type"]} if "type" in plain else {}), **plain}
     return str(value)
 
@@ -106,9 +106,9 @@ def _shown(value: Any) -> str:
 _OF_TRAINING = frozenset(
     {"initializer_range", "embed_pdrop", "resid_pdrop", "attn_pdrop", "upcast_attn", "lbl_coef", "rzl_coef"}
 )
-"""Keys that do not change what a trained model computes."""
+"""Keys that do not change the results of a trained model."""
 
 
 def any_length(config: DecoderConfig, vocab_size: int) -> bool:
-    """Returns true if rows may be longer or shorter than the checkpoint's: no parameter has a row for each position."""
+    """Returns true if rows may be of any length, because no parameter of the checkpoint has a row per position."""
     return not config.spec(vocab_size).embedding.learned_positions

@@ -1,7 +1,7 @@
-"""Tables that say how a family is written in Hugging Face's format, and the machinery that reads them both ways.
+"""Tables that describe how a family is stored in Hugging Face's format, and the code that applies them both ways.
 
-A family is two lists: fields of config.json, and tensors. Shapes follow from the model's own parameters, so a table
-holds names alone. A matrix in the file has two dimensions: (heads, head_size) are one there.
+A family has two lists: fields of config.json, and tensors. Shapes follow from the model's own parameters, so a table
+holds only names. A matrix in the file has two dimensions: (heads, head_size) are merged into one.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ MAX_PROBLEMS = 12
 
 @dataclass(frozen=True)
 class HfField:
-    """A field of config.json whose value is a field of ours."""
+    """A field of config.json that corresponds to a setting of the model configuration."""
 
     hf: str
-    ours: str
+    setting: str
     default: Any
-    """The value that transformers takes when the key is absent."""
+    """The value transformers assumes if the key is absent."""
     old_names: tuple[str, ...] = ()
-    """Names that earlier versions wrote; read when `hf` is absent, never written."""
+    """Names that earlier versions wrote; read if `hf` is absent, never written."""
     read: Mapping[Any, Any] = field(default_factory=dict)
-    """Values of the file that have another name here; others are taken as they are."""
+    """Maps values of the file to our names for them; other values are used unchanged."""
     write: Mapping[Any, Any] = field(default_factory=dict)
-    """Values of ours that have another name in the file."""
+    """Maps our values to their names in the file."""
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of the file, or one per layer where `{}` stands for the layer, and one per expert for `{expert}`.
+    """One tensor of the file, or one per layer (`{}` is the layer) and per expert (`{expert}`).
 
-    Several parameters of ours are concatenated along the last dimension, in order. A layer without these parameters
-    has no such tensor.
+    Several of our parameters are concatenated along the last dimension, in order. A layer without these parameters has
+    no such tensor.
     """
 
     hf: str
-    ours: tuple[str, ...]
+    params: tuple[str, ...]
     transposed: bool = False
     """The file has outputs before inputs."""
     interleaved: bool = False
-    """The parts alternate head by head instead of following one another."""
+    """The parts alternate head by head instead of being concatenated."""
 
 
-def linear(hf: str, *ours: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
+def linear(hf: str, *params: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
     """Weight and bias of a linear map whose weight in the file has outputs before inputs."""
     return (
-        HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in ours), transposed=True, interleaved=interleaved),
-        HfTensor(f"{hf}.bias", tuple(f"{name}.bias" for name in ours), interleaved=interleaved),
+        HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in params), transposed=True, interleaved=interleaved),
+        HfTensor(f"{hf}.bias", tuple(f"{name}.bias" for name in params), interleaved=interleaved),
     )
 
 
 @dataclass(frozen=True)
 class HfFamily:
-    """Everything that Hugging Face's format of one family needs."""
+    """Complete description of a family's Hugging Face format."""
 
     model_type: str
     architecture: str
@@ -70,28 +70,28 @@ class HfFamily:
     prefix: str
     """Prefix of every tensor's name; files of a model without its head lack it."""
     fixed: Mapping[str, Any]
-    """Fields that have one value here; another one in a file is refused. Absent means this value."""
+    """Fields with a single supported value; other values in a file are refused. Absent means this value."""
     computed_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Fields of ours that are no copy of a field of the file; raises ValueError for what has no place here."""
+    """Computes settings that are not copies of a field of the file; raises ValueError for unsupported ones."""
     computed_to_hf: Callable[[Any], dict[str, Any]]
-    """The inverse of `computed_from_hf`; raises ValueError for what has no place in the format."""
+    """The inverse of `computed_from_hf`; raises ValueError for settings that the format cannot express."""
     inert: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that change nothing of what a trained model computes, such as a dropout that is not known here. Any value
-    of a file is taken; a model that was made here is written with this one."""
+    """Fields without effect on the results of a trained model, such as a dropout that is not supported here. Any value
+    in a file is accepted; files written here get this value."""
     ignored: str = ""
     """A regular expression for tensors of older files that hold no parameters."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that a file may repeat under a second name, where the second is no parameter of its own: second -> first.
+    """Tensors that a file may repeat under a second name, where the second is no separate parameter: second -> first.
     They must be equal."""
     unprefixed: tuple[str, ...] = ()
     """Tensors whose names never have the prefix."""
     reference: str | None = None
-    """The best known checkpoint of the family on the hub."""
+    """The best-known checkpoint of the family on the hub."""
 
 
 @dataclass(frozen=True)
 class NoHfFormat:
-    """Stands where a family has no format that transformers itself reads."""
+    """Marks a family without a format that transformers itself reads."""
 
     model_type: str
     """Its name in the config.json of published models."""
@@ -100,7 +100,7 @@ class NoHfFormat:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Shape and logical axes of one parameter, with its `layers` axis where it has one."""
+    """Shape and logical axes of one parameter, including its `layers` axis if it has one."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -116,7 +116,7 @@ class ParamInfo:
 
     @property
     def part_axes(self) -> tuple[str, ...]:
-        """The axes of what the file has in one piece: of one layer, of one expert."""
+        """Axes of one tensor in the file: of one layer, of one expert."""
         return self.axes[self.stacked + (self.experts > 0) :]
 
     @property
@@ -125,11 +125,11 @@ class ParamInfo:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """`part_shape` with (heads, head_size) as one dimension."""
+        """`part_shape` with (heads, head_size) merged into one dimension."""
         merged: list[int] = []
         axes = self.part_axes
-        for size, axis, before in zip(self.part_shape, axes, ("", *axes), strict=False):
-            if axis == "head_size" and before in ("heads", "kv_heads"):
+        for size, axis, previous in zip(self.part_shape, axes, ("", *axes), strict=False):
+            if axis == "head_size" and previous in ("heads", "kv_heads"):
                 merged[-1] *= size
             else:
                 merged.append(size)
@@ -137,16 +137,16 @@ class ParamInfo:
 
 
 class ParamSlice(NamedTuple):
-    """A piece of a parameter of ours."""
+    """A slice of one of our parameters."""
 
     path: str
     index: tuple[int, ...]
-    """Layer and expert, as far as the parameter has such axes."""
+    """Layer and expert, if the parameter has these axes."""
     leaf: ParamInfo
 
 
 class FileTensor(NamedTuple):
-    """A tensor of the file, and the pieces of our parameters that it holds."""
+    """A tensor of the file, and the slices of our parameters that it holds."""
 
     name: str
     table: HfTensor
@@ -159,10 +159,10 @@ class FileTensor(NamedTuple):
         return shape[::-1] if self.table.transposed else shape
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-        """The parts of a tensor of the file, in our shapes."""
+        """Splits a tensor of the file into its parts, in our shapes."""
         x = tensor.T if self.table.transposed else tensor
         if self.table.interleaved:
-            # In the file each head has its query, key and value side by side.
+            # In the file each head has its query, key and value next to each other.
             size = self.parts[0].leaf.part_shape[-1]
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
@@ -175,24 +175,24 @@ class FileTensor(NamedTuple):
         """The inverse of `split`; C-contiguous."""
         if self.table.interleaved:
             stacked = np.stack(pieces, axis=-2)
-            whole = stacked.reshape(*stacked.shape[:-3], -1)
+            joined = stacked.reshape(*stacked.shape[:-3], -1)
         else:
             flat = [piece.reshape(part.leaf.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
-            whole = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
-        return np.ascontiguousarray(whole.T if self.table.transposed else whole)
+            joined = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
+        return np.ascontiguousarray(joined.T if self.table.transposed else joined)
 
 
 @dataclass(frozen=True)
 class PendingTensor:
-    """A tensor of a file, copied together from our parameters each time that NumPy asks for it; C-contiguous, exact."""
+    """A tensor of a file, assembled from our parameters each time NumPy requests it; C-contiguous, exact."""
 
     entry: FileTensor
     params: Mapping[str, Any]
-    """By dotted path."""
+    """Parameters by dotted path."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As `FileTensor.shape`."""
+        """Same as `FileTensor.shape`."""
         return self.entry.shape
 
     @property
@@ -201,45 +201,45 @@ class PendingTensor:
         return math.prod(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The tensor, cast to `dtype` if there is one."""
+        """Assembles the tensor, cast to `dtype` if it is given."""
         from lm_trainer.parallel.sharded_array import host_part
 
-        del copy  # it may always be written to
-        made = self.entry.join([host_part(self.params[part.path], part.index) for part in self.entry.parts])
-        return made if dtype is None else made.astype(dtype, copy=False)
+        del copy  # the result is always writable
+        tensor = self.entry.join([host_part(self.params[part.path], part.index) for part in self.entry.parts])
+        return tensor if dtype is None else tensor.astype(dtype, copy=False)
 
 
 def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields from the content of a config.json.
+    """Reads our settings from the content of a config.json.
 
     Raises:
-        UserError: for a setting that has no counterpart here, naming all of them.
+        UserError: for settings with no counterpart here, naming all of them.
     """
     problems = [
         f"{key}={hf[key]!r} is not supported, only {value!r} is"
         for key, value in family.fixed.items()
         if hf.get(key) not in (None, value)
     ]
-    ours: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for entry in family.fields:
         names = (entry.hf, *entry.old_names)
         value = next((hf[name] for name in names if hf.get(name) is not None), entry.default)
-        # Only texts have other names; a list could not even be looked up.
-        ours[entry.ours] = entry.read.get(value, value) if isinstance(value, str) else value
+        # Only strings have aliases; a list is not even hashable.
+        settings[entry.setting] = entry.read.get(value, value) if isinstance(value, str) else value
     try:
-        ours |= family.computed_from_hf(hf)
+        settings |= family.computed_from_hf(hf)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise UserError(f"this {family.model_type} model cannot be read: {'; '.join(problems)}")
-    return ours
+    return settings
 
 
 def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
-    """The content of config.json without the fields that depend on vocabulary and tokenizer.
+    """Returns the content of config.json without the fields that depend on vocabulary and tokenizer.
 
     Raises:
-        UserError: for a setting that the format has no place for.
+        UserError: for a setting that the format cannot express.
     """
     try:
         computed = family.computed_to_hf(config)
@@ -248,21 +248,21 @@ def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{entry.hf: _written(entry, getattr(config, entry.ours)) for entry in family.fields},
+        **{entry.hf: _to_hf_value(entry, getattr(config, entry.setting)) for entry in family.fields},
         **computed,
         **family.fixed,
         **family.inert,
     }
 
 
-def _written(entry: HfField, value: Any) -> Any:
+def _to_hf_value(entry: HfField, value: Any) -> Any:
     return entry.write.get(value, value) if isinstance(value, str) else value
 
 
 def read_tensors(
     family: HfFamily, leaves: Mapping[str, ParamInfo], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Our parameters by dotted path, from the tensors of a file; exact, in the dtypes of the file.
+    """Reads our parameters by dotted path from the tensors of a file; exact, in the dtypes of the file.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
@@ -278,39 +278,41 @@ def read_tensors(
     for entry in entries:
         tensor = np.asarray(tensors[names[entry.name]])
         if tensor.shape != entry.shape:
-            problems.append(_misshapen(names[entry.name], tensor.shape, entry))
+            problems.append(_shape_problem(names[entry.name], tensor.shape, entry))
             continue
         for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
             pieces[part.path][part.index] = piece
-    _raise(problems)
-    # Popped, so that the pieces of a parameter are freed as soon as it is stacked.
-    return {path: _joined(pieces.pop(path), leaf) for path, leaf in leaves.items()}
+    _raise_problems(problems)
+    # Popped, so the pieces of a parameter are freed as soon as it is stacked.
+    return {path: _stack_slices(pieces.pop(path), leaf) for path, leaf in leaves.items()}
 
 
 def check_tensors(
     family: HfFamily, entries: Iterable[FileTensor], shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """`match_names` for what the headers of files say, with the shapes compared as well; reads no tensor.
+    """Does the same as `match_names` with only the headers of files, and compares shapes; reads no tensor.
 
     Args:
         family: the table.
-        entries: what is expected.
-        shapes: by the names of the file.
-        files: which file each is in, for the message.
+        entries: the expected tensors.
+        shapes: shapes by name in the file.
+        files: file of each tensor, for the message.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
     expected = {entry.name: entry for entry in entries}
     names, repeated = match_names(family, expected.keys(), shapes, files)
-    shaped = {names[name]: entry for name, entry in expected.items()}
-    shaped |= {copy: shaped[first] for copy, first in repeated.items()}
-    wrong = {name: entry for name, entry in shaped.items() if tuple(shapes[name]) != entry.shape}
-    _raise(_misshapen(name, shapes[name], entry) + _in_file(name, files) for name, entry in wrong.items())
+    entries_in_file = {names[name]: entry for name, entry in expected.items()}
+    entries_in_file |= {copy: entries_in_file[first] for copy, first in repeated.items()}
+    misshapen = {name: entry for name, entry in entries_in_file.items() if tuple(shapes[name]) != entry.shape}
+    _raise_problems(
+        _shape_problem(name, shapes[name], entry) + _in_file(name, files) for name, entry in misshapen.items()
+    )
     return names, repeated
 
 
-def _misshapen(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
+def _shape_problem(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
     return f"{name} has the shape {list(shape)}, expected {list(entry.shape)}"
 
 
@@ -318,7 +320,7 @@ def _in_file(name: str, files: Mapping[str, str]) -> str:
     return f" (in {files[name]})" if name in files else ""
 
 
-def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.ndarray:
+def _stack_slices(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.ndarray:
     if () in pieces:
         return np.ascontiguousarray(pieces[()])
     return np.stack([pieces[index] for index in sorted(pieces)]).reshape(leaf.shape)
@@ -327,10 +329,10 @@ def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.nd
 def write_tensors(
     family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
+    """Returns the tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
 
     Raises:
-        UserError: for parameters that the format has no place for.
+        UserError: for parameters that the format cannot express.
     """
     return {name: np.asarray(tensor) for name, tensor in pending_tensors(family, leaves, params).items()}
 
@@ -338,33 +340,34 @@ def write_tensors(
 def pending_tensors(
     family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, PendingTensor]:
-    """The tensors of a file from our parameters by dotted path, in the dtypes of `params`; none is made yet.
+    """Returns the tensors of a file from our parameters by dotted path, in the dtypes of `params`; none is assembled
+    yet.
 
     Raises:
-        UserError: for parameters that the format has no place for.
+        UserError: for parameters that the format cannot express.
     """
     entries = file_tensors(family, leaves)
-    if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
-        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
+    if unmapped := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
+        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(unmapped)}")
     return {file_name(family, entry.name): PendingTensor(entry, params) for entry in entries}
 
 
 def file_name(family: HfFamily, name: str) -> str:
-    """The name of a tensor in the file, with the prefix where it has one."""
+    """Name of a tensor in the file, including the prefix if it has one."""
     return name if name in family.unprefixed else family.prefix + name
 
 
 def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[FileTensor]:
-    """Every tensor of the file, layer after layer."""
+    """Lists every tensor of the file, layer by layer."""
     entries = []
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
-            if all(path in leaves for path in tensor.ours):
+            if all(path in leaves for path in tensor.params):
                 entries.append(
-                    FileTensor(tensor.hf, tensor, tuple(ParamSlice(path, (), leaves[path]) for path in tensor.ours))
+                    FileTensor(tensor.hf, tensor, tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params))
                 )
             continue
-        repeats = _repeats(leaves, tensor.ours[0].partition("blocks.{}")[0])
+        repeats = _repeats(leaves, tensor.params[0].partition("blocks.{}")[0])
         period = len(repeats)
         for layer in range(sum(repeats)):
             entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
@@ -372,18 +375,18 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
 
 
 def _repeats(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
-    """Counts the layers of a module at each place of their period; its name is "" or ends with a dot."""
-    found: dict[str, int] = {}
+    """Counts the layers of a module at each slot of their period; the module's name is "" or ends with a dot."""
+    counts: dict[str, int] = {}
     for path, leaf in leaves.items():
         if path.startswith(f"{module}blocks."):
-            found.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.shape[0])
-    return [found[str(place)] for place in range(len(found))]
+            counts.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.shape[0])
+    return [counts[str(slot)] for slot in range(len(counts))]
 
 
 def _layer_entries(
     tensor: HfTensor, leaves: Mapping[str, ParamInfo], layer: int, *, slot: int, row: int
 ) -> list[FileTensor]:
-    paths = [path.format(slot) for path in tensor.ours]
+    paths = [path.format(slot) for path in tensor.params]
     if not all(path in leaves for path in paths):
         return []
     if "{expert}" not in tensor.hf:
@@ -401,43 +404,43 @@ def _layer_entries(
 
 
 def match_names(
-    family: HfFamily, expected: Collection[str], found: Iterable[str], files: Mapping[str, str] | None = None
+    family: HfFamily, expected: Collection[str], file_names: Iterable[str], files: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """From a tensor's name without prefix to its name in the file; and copies of tied tensors, to what they repeat.
+    """Maps each tensor's name without prefix to its name in the file, and copies of tied tensors to their originals.
 
     Args:
         family: the table.
         expected: names without prefix.
-        found: names in the file.
-        files: which file each is in, for the message.
+        file_names: names in the file.
+        files: file of each tensor, for the message.
 
     Raises:
         UserError: for missing and unknown tensors, naming them.
     """
-    buffer = re.compile(family.ignored)
+    ignored = re.compile(family.ignored)
     names: dict[str, str] = {}
     problems = []
-    for name in found:
-        bare = name.removeprefix(family.prefix)
-        if bare in names:
-            problems.append(f"{names[bare]} and {name} are the same tensor")
-        if not buffer.fullmatch(bare):
-            names[bare] = name
-    # A head with weights of its own is expected, and so is no copy of the embedding.
+    for name in file_names:
+        name_without_prefix = name.removeprefix(family.prefix)
+        if name_without_prefix in names:
+            problems.append(f"{names[name_without_prefix]} and {name} are the same tensor")
+        if not ignored.fullmatch(name_without_prefix):
+            names[name_without_prefix] = name
+    # A separate head is expected, a copy of the embedding is not.
     repeated = {
-        names.pop(second): names[first]
-        for second, first in family.tied.items()
-        if second not in expected and second in names and first in names
+        names.pop(copy): names[original]
+        for copy, original in family.tied.items()
+        if copy not in expected and copy in names and original in names
     }
     problems += [f"{file_name(family, name)} is missing" for name in sorted(set(expected) - names.keys())]
     problems += [
         f"{names[name]} is unknown{_in_file(names[name], files or {})}" for name in sorted(names.keys() - set(expected))
     ]
-    _raise(problems)
+    _raise_problems(problems)
     return names, repeated
 
 
-def _raise(problems: Iterable[str]) -> None:
+def _raise_problems(problems: Iterable[str]) -> None:
     problems = list(problems)
     if not problems:
         return

@@ -1,4 +1,4 @@
-"""Settings of families with learned positions, LayerNorm before each part and a tied head."""
+"""Settings of families with learned positions, LayerNorm before each sublayer and a tied head."""
 
 from dataclasses import replace
 from typing import Self
@@ -24,10 +24,10 @@ class LearnedPositionsConfig(EqualHeadsConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     """Divides the attention scores of layer i (from 0) by i + 1."""
     use_bias: bool = True
-    """Adds biases to the linear layers and LayerNorm. Without them the model cannot be exported to Hugging Face."""
+    """Adds biases to the linear layers and LayerNorm. A model without them cannot be exported to Hugging Face."""
     use_flash_attention: bool | None = None
-    """Keeps no sequence x sequence scores of attention. `true` is short for `flash_attention_block_size: 1024` where
-    that is not set; with `false` it may not be set. Unset: as `flash_attention_block_size` says."""
+    """Avoids saving sequence x sequence attention scores. `true` is short for `flash_attention_block_size: 1024` if
+    that is not set; `false` forbids setting it. Unset: depends on `flash_attention_block_size`."""
 
     @model_validator(mode="after")
     def _flash_agrees(self) -> Self:
@@ -43,18 +43,18 @@ class LearnedPositionsConfig(EqualHeadsConfig):
         return NormSpec(eps=self.layer_norm_epsilon, bias=self.use_bias)
 
     def mlp(self, scale: int) -> MlpSpec:
-        """An MLP that is `scale` times as wide as the model."""
+        """Builds an MLP `scale` times as wide as the model."""
         return MlpSpec(hidden_dim=self.hidden_dim * scale, activation=self.activation_function, bias=self.use_bias)
 
     def probabilities(self) -> ScoreSpec:
-        """The `ScoreSpec` of every layer, with `use_flash_attention` resolved."""
+        """Builds the `ScoreSpec` of every layer, with `use_flash_attention` resolved."""
         return replace(
             self.scores(dropout=self.attn_pdrop),
             block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),
         )
 
     def backbone(self, vocab_size: int) -> DecoderSpec:
-        """The decoder, without what a family adds to it."""
+        """Builds the plain decoder, without additions of the family."""
         scores = replace(self.probabilities(), inverse_layer=self.scale_attn_by_inverse_layer_idx)
         attention = AttentionSpec(
             self.num_heads, self.head_size, bias=self.use_bias, out_bias=self.use_bias, scores=scores

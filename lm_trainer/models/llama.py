@@ -1,5 +1,5 @@
-"""Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024): rotary positions, RMSNorm before each part, gated
-MLP, grouped attention.
+"""Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024): rotary positions, RMSNorm before each sublayer,
+gated MLP, grouped-query attention.
 """
 
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(config: "LlamaConfig") -> dict[str, Any]:
-    lacking = {
+    unsupported = {
         "hybrid_norm: true": config.hybrid_norm,
         "use_qk_norm: true": config.use_qk_norm,
         "input_embedding_norm: true": config.input_embedding_norm,
         "use_layer_norm_weight: false": not config.use_layer_norm_weight,
     }
-    if names := [name for name, used in lacking.items() if used]:
+    if names := [name for name, used in unsupported.items() if used]:
         raise ValueError(f"the format has no place for {', '.join(names)}")
     return {"attention_bias": config.use_bias, "mlp_bias": config.use_bias, **shared_to_hf(config)}
 
@@ -52,7 +52,7 @@ _HF = HfFamily(
     prefix="model.",
     unprefixed=(HEAD.hf,),
     fixed={},
-    # Slices of a matrix product, which are added up to it.
+    # `pretraining_tp` splits matrix products into slices and adds up their results.
     inert={"attention_dropout": 0.0, "pretraining_tp": 1},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
@@ -82,7 +82,7 @@ class LlamaConfig(RotaryConfig):
     use_bias: bool = False
     """Adds biases to the linear layers of attention and MLP."""
     use_layer_norm_weight: bool = True
-    """Gives the norms gains to learn. Without them the model cannot be exported to Hugging Face."""
+    """Gives the norms learned gains. A model without them cannot be exported to Hugging Face."""
 
     def norm(self) -> NormSpec:
         return replace(super().norm(), scale=self.use_layer_norm_weight)

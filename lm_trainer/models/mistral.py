@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023): rotary positions, RMSNorm before each part, gated MLP, sliding windows."""
+"""Mistral (Jiang et al. 2023): rotary positions, RMSNorm before each sublayer, gated MLP, sliding windows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +24,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # An absent key is the default of transformers; null is no window.
+    # An absent key means the default of transformers; null means no window.
     window = hf.get("sliding_window", 4096)
     return {"sliding_window": window, "rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=8)}
 
@@ -64,7 +64,7 @@ class MistralConfig(RotaryConfig):
     num_kv_heads: int = Field(default=8, gt=0)
     """Key and value heads, each for num_heads / num_kv_heads query heads."""
     sliding_window: int | None = Field(default=4096, gt=0)
-    """Number of positions that attention sees, its own included; `null`: all before it."""
+    """Number of positions visible to attention, including the current one; `null`: all previous ones."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         attention = replace(self.attention(), window=self.sliding_window)

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): a mixture of experts in the place of every MLP."""
+"""Mixtral (Jiang et al. 2024): a mixture of experts instead of every MLP."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from lm_trainer.models.rotary import (
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
-# The names of the authors' code: w2 leads back to the stream, w3 is multiplied by the activation of w1.
+# Names from the authors' code: w2 is the down projection; w3 is multiplied by the activation of w1.
 _NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
 
 
@@ -78,7 +78,7 @@ class MixtralConfig(ExpertsConfig):
     rope: AnyRope = DefaultRope(theta=1_000_000.0)
     """Rotary positions."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions that attention sees, its own included. Unset: all before it."""
+    """Number of positions visible to attention, including the current one. Unset: all previous ones."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         attention = replace(self.attention(), window=self.sliding_window)

@@ -1,4 +1,4 @@
-"""MPT (MosaicML 2023): attention with linear biases instead of positions, no biases anywhere else."""
+"""MPT (MosaicML 2023): attention with linear biases instead of positions, and no other biases."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -10,7 +10,7 @@ from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
 MLP_RATIO = 4
-"""Width of the MLP over that of the model: transformers has no other, whatever `expansion_ratio` says."""
+"""Ratio of MLP width to model width: transformers always uses this one and ignores `expansion_ratio`."""
 
 _ATTENTION_ONLY = {
     "attn_type": "multihead_attention",
@@ -23,13 +23,13 @@ _ATTENTION_ONLY = {
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     attention = hf.get("attn_config") or {}
-    wrong = [
+    unsupported = [
         f"attn_config.{key}={attention[key]!r}"
         for key, value in _ATTENTION_ONLY.items()
         if attention.get(key, value) != value
     ]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} is not supported")
+    if unsupported:
+        raise ValueError(f"{', '.join(unsupported)} is not supported")
     return {
         "attn_pdrop": attention.get("attn_pdrop", 0.0),
         "clip_qkv": attention.get("clip_qkv"),
@@ -44,7 +44,7 @@ def _to_hf(config: "MptConfig") -> dict[str, Any]:
             **_ATTENTION_ONLY,
             "model_type": "",
             "attn_impl": "torch",
-            # transformers takes a whole number as none.
+            # transformers writes no dropout as the integer 0.
             "attn_pdrop": config.attn_pdrop or 0,
             "clip_qkv": config.clip_qkv,
             "softmax_scale": config.softmax_scale,
@@ -53,7 +53,7 @@ def _to_hf(config: "MptConfig") -> dict[str, Any]:
 
 
 class MptConfig(EqualHeadsConfig):
-    """The MPT family; the defaults are those of transformers."""
+    """The MPT family; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="mpt",
@@ -114,7 +114,7 @@ class MptConfig(EqualHeadsConfig):
             clip=self.clip_qkv,
             scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
         )
-        # transformers has the exact GELU for every MPT.
+        # transformers uses the exact GELU for every MPT.
         mlp = MlpSpec(self.hidden_dim * MLP_RATIO, "gelu", bias=False)
         block = BlockSpec(attention, mlp, pre_norm=norm, dropout=self.resid_pdrop)
         return self.decoder(vocab_size, block, norm, embedding=EmbeddingSpec(dropout=self.embed_pdrop))

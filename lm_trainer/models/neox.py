@@ -14,7 +14,8 @@ from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, N
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # The family's own name for theta in earlier versions; beside it transformers reads no `rope_theta` at the top.
+    # The family's own name for theta in earlier versions; if it is there, transformers ignores a top-level
+    # `rope_theta`.
     theta = float(hf.get("rotary_emb_base") or 10_000.0)
     return {
         "rope": rope_from_hf({**hf, "rope_theta": None}, theta),
@@ -33,14 +34,14 @@ _TENSORS = (
     HfTensor("final_layer_norm.weight", ("final_norm.scale",)),
     HfTensor("final_layer_norm.bias", ("final_norm.bias",)),
     *(
-        HfTensor(f"layers.{{}}.{theirs}.{hf}", (f"blocks.{{}}.{ours}.{name}",))
-        for theirs, ours in {
+        HfTensor(f"layers.{{}}.{hf_module}.{hf}", (f"blocks.{{}}.{module}.{name}",))
+        for hf_module, module in {
             "input_layernorm": "attention_pre_norm",
             "post_attention_layernorm": "mlp_pre_norm",
         }.items()
         for hf, name in {"weight": "scale", "bias": "bias"}.items()
     ),
-    # Head by head, the file has query, key and value.
+    # The file interleaves query, key and value head by head.
     *linear(
         "layers.{}.attention.query_key_value", *(f"blocks.{{}}.attention.{name}" for name in "qkv"), interleaved=True
     ),
@@ -99,13 +100,13 @@ class GptNeoxConfig(EqualHeadsConfig):
     tie_word_embeddings: bool = False
     """Gives the output layer the weights of the token embedding."""
     use_parallel_residual: bool = True
-    """Feeds attention and MLP the same input; otherwise the MLP reads what attention made of it."""
+    """Feeds attention and MLP the same input; otherwise the MLP reads the residual stream after attention."""
     use_bias: bool = True
-    """Adds biases to the linear layers of attention; those of the MLP and LayerNorm always do."""
+    """Adds biases to the linear layers of attention. The linear layers of the MLP and LayerNorm always have them."""
     rope: AnyRope = DefaultRope()
     """Rotary positions."""
     rotary_pct: float = Field(default=0.25, gt=0, le=1)
-    """Share of each head's dimensions, from the first, that is rotated."""
+    """Fraction of each head's dimensions, from the first, to rotate."""
 
     @model_validator(mode="after")
     def _pairs_rotate(self) -> "GptNeoxConfig":

@@ -1,6 +1,6 @@
-"""OLMo 2 and OLMo 3 (OLMo team 2024, 2025): norms after each part alone, and over all heads of queries and keys.
+"""OLMo 2 and OLMo 3 (OLMo team 2024, 2025): norms only after each sublayer, and over all heads of queries and keys.
 
-OLMo 3 adds sliding windows in all but every fourth layer, and stretches the positions of that one alone.
+OLMo 3 adds sliding windows in all but every fourth layer, and scales only the positions of the fourth layers.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def _olmo2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _olmo3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope": rope_from_hf(hf, _THETA, layers="full_attention"),
-        # One theta for the whole file is that of the layers with a window as well.
+        # A single theta in the file also applies to the layers with a window.
         "rope_local_base_freq": local_theta_from_hf(hf, float(hf.get("rope_theta") or _THETA)),
         "sliding_window": hf.get("sliding_window", 4096),
         "sliding_window_pattern": pattern_from_hf(hf, _PATTERN),
@@ -66,10 +66,10 @@ def _olmo3_to_hf(config: "Olmo3Config") -> dict[str, Any]:
 
 
 class _OlmoConfig(RotaryConfig):
-    """The block that both generations share."""
+    """The block shared by both generations."""
 
     def block(self, *, window: int | None = None, rope: RopeSpec | None = None) -> BlockSpec:
-        """One layer, with a window and other rotations where wanted."""
+        """Builds one layer, optionally with a window and other rotations."""
         plain = self.attention()
         attention = replace(
             plain,
@@ -77,12 +77,12 @@ class _OlmoConfig(RotaryConfig):
             window=window,
             positions=rope or plain.positions,
         )
-        # No norm before a part: attention and MLP read the stream as it is.
+        # No pre-norm: attention and MLP read the unnormalized residual stream.
         return BlockSpec(attention, self.mlp(), post_norm=self.norm())
 
 
 class Olmo2Config(_OlmoConfig):
-    """The OLMo 2 family; the defaults are those of transformers."""
+    """The OLMo 2 family; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="olmo2",
@@ -107,7 +107,7 @@ class Olmo2Config(_OlmoConfig):
 
 
 class Olmo3Config(_OlmoConfig):
-    """The OLMo 3 family; the defaults are those of transformers."""
+    """The OLMo 3 family; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="olmo3",
@@ -127,16 +127,16 @@ class Olmo3Config(_OlmoConfig):
     type: Literal["olmo3"] = "olmo3"
     """The family."""
     rope: AnyRope = DefaultRope(theta=_THETA)
-    """Rotary positions of the layers that see all positions."""
+    """Rotary positions of the layers with full attention."""
     rope_local_base_freq: float = Field(default=_THETA, gt=1)
-    """Theta of the layers with a window, whose positions are never scaled."""
+    """Theta of the layers with a window; their positions are never scaled."""
     sliding_window: int = Field(default=4096, gt=0)
-    """Number of positions that a layer with a window sees, its own included."""
+    """Number of positions visible to a layer with a window, including the current one."""
     sliding_window_pattern: int = Field(default=_PATTERN, gt=0)
-    """Every layer but each n-th has a window."""
+    """Every n-th layer attends to all positions; the others have a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        whole = self.block()
+        full = self.block()
         local = self.block(window=self.sliding_window, rope=RopeSpec(self.rope_local_base_freq))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
-        return self.decoder(vocab_size, tuple(whole if kind == "full_attention" else local for kind in kinds))
+        return self.decoder(vocab_size, tuple(full if kind == "full_attention" else local for kind in kinds))

@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: the content of adapter_config.json, and the tensors of adapter_model.safetensors.
 
-Where the file of a family joins several of our linear layers into one, their adapters become one of the sum of their
-ranks, whose B has zeros wherever the rank of one layer meets the outputs of another: the product is the same.
+If a family's file joins several of our linear layers into one, their adapters are merged into one with the sum of their
+ranks. Its B is zero wherever the rank of one layer meets the outputs of another, so the product is the same.
 
 Shape letters: R rank, I inputs, O outputs.
 """
@@ -24,19 +24,19 @@ _WEIGHT = ".weight"
 
 
 class _Module(NamedTuple):
-    """A linear layer of the file that has an adapter."""
+    """A linear layer of the file with an adapter."""
 
     name: str
     in_layer: str
-    """The end of the name, as it is in every layer."""
+    """End of the name, identical in every layer."""
     parts: int
-    """Number of our adapters that it joins."""
+    """Number of our adapters joined in it."""
     by_inputs: bool
     """The file has inputs before outputs."""
 
 
 def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list[str]]:
-    """From each of our parameters to the modules of `transformers` that hold it, layer after layer.
+    """Maps each of our parameters to the `transformers` modules that hold it, layer by layer.
 
     Empty for a family that `transformers` does not have.
     """
@@ -50,25 +50,26 @@ def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list
 def adapter_to_peft(
     model_config: DecoderConfig, lora: LoraConfig, params: Mapping[str, np.ndarray], *, vocab_size: int, base: str
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """The content of adapter_config.json, and the tensors of the file beside it, C-contiguous, in their dtypes.
+    """Returns the content of adapter_config.json and the tensors of its safetensors file, C-contiguous, dtypes
+    unchanged.
 
     Args:
-        model_config: of the adapted model.
-        lora: of its adapters.
+        model_config: configuration of the adapted model.
+        lora: configuration of its adapters.
         params: the adapters' parameters by dotted name.
-        vocab_size: of the model.
-        base: where the frozen model is, for those who load the adapter without saying it.
+        vocab_size: vocabulary size of the model.
+        base: location of the frozen model, for users who load the adapter without giving it.
 
     Raises:
         UserError: for a family that `transformers` does not have.
     """
     modules, tensors = [], {}
     for entry in _weights(model_config, vocab_size):
-        adapted = [_adapter_of(part, params) for part in entry.parts]
-        if any(pair is not None for pair in adapted):
-            module = _module_of(model_config, entry, sum(pair is not None for pair in adapted))
+        pairs = [_adapter_of(part, params) for part in entry.parts]
+        if any(pair is not None for pair in pairs):
+            module = _module_of(model_config, entry, sum(pair is not None for pair in pairs))
             modules.append(module)
-            a_RI, b_OR = _joined(entry, adapted)
+            a_RI, b_OR = _join_adapters(entry, pairs)
             tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
             tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
     if not modules:
@@ -77,12 +78,12 @@ def adapter_to_peft(
 
 
 def _weights(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
-    """The matrices of the layers."""
+    """Lists the matrices of the layers."""
     if not isinstance(model_config.hf, HfFamily):
         return []
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(model_config.hf, leaves)
-    # Embedding and head have no place for a layer in their names, and no adapters.
+    # Embedding and head have no layer placeholder in their names, and no adapters.
     return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
 
 
@@ -101,19 +102,21 @@ def _layers(model_config: DecoderConfig, vocab_size: int) -> int:
 
 
 def _adapter_of(part: ParamSlice, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
-    """A and B of one layer, where it has an adapter."""
+    """A and B of one layer, or None if it has no adapter."""
     lora = part.path.removesuffix(_WEIGHT) + ".lora"
     if f"{lora}.a" not in params:
         return None
     return np.asarray(params[f"{lora}.a"][part.index]), np.asarray(params[f"{lora}.b"][part.index])
 
 
-def _joined(entry: FileTensor, adapted: list[tuple[np.ndarray, np.ndarray] | None]) -> tuple[np.ndarray, np.ndarray]:
-    there = [pair for pair in adapted if pair is not None]
-    rank, inputs = there[0][0].shape[-1], there[0][0].ndim - 1
-    a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in there])
+def _join_adapters(
+    entry: FileTensor, pairs: list[tuple[np.ndarray, np.ndarray] | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    present = [pair for pair in pairs if pair is not None]
+    rank, inputs = present[0][0].shape[-1], present[0][0].ndim - 1
+    a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in present])
     pieces, parts, start = [], [], 0
-    for part, pair in zip(entry.parts, adapted, strict=True):
+    for part, pair in zip(entry.parts, pairs, strict=True):
         shape, axes = part.leaf.part_shape[inputs:], part.leaf.part_axes[inputs:]
         piece = np.zeros((len(a_RI), *shape), a_RI.dtype)
         if pair is not None:
@@ -122,31 +125,33 @@ def _joined(entry: FileTensor, adapted: list[tuple[np.ndarray, np.ndarray] | Non
         pieces.append(piece)
         parts.append(ParamSlice(part.path, (), ParamInfo(piece.shape, ("rank", *axes))))
     # PEFT has outputs before the rank, even for layers whose weights have inputs before outputs.
-    table = HfTensor(entry.table.hf, entry.table.ours, transposed=True, interleaved=entry.table.interleaved)
+    table = HfTensor(entry.table.hf, entry.table.params, transposed=True, interleaved=entry.table.interleaved)
     return np.ascontiguousarray(a_RI), FileTensor(entry.name, table, tuple(parts)).join(pieces)
 
 
 def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) -> dict[str, Any]:
-    everywhere: dict[str, list[_Module]] = {}
+    by_suffix: dict[str, list[_Module]] = {}
     for module in modules:
-        everywhere.setdefault(module.in_layer, []).append(module)
+        by_suffix.setdefault(module.in_layer, []).append(module)
     names = {}
-    for in_layer, found in everywhere.items():
-        # PEFT matches the end of a name, so that one that is alike in all layers is written once.
-        same = len(found) == layers and len({module.parts for module in found}) == 1
-        names |= {in_layer: found[0].parts} if same else {module.name: module.parts for module in found}
+    for in_layer, in_layers in by_suffix.items():
+        # PEFT matches the end of a name, so a name shared by all layers is written once.
+        uniform = len(in_layers) == layers and len({module.parts for module in in_layers}) == 1
+        names |= {in_layer: in_layers[0].parts} if uniform else {module.name: module.parts for module in in_layers}
     joined = {name: parts for name, parts in names.items() if parts > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
-        "lora_alpha": _number(lora.alpha),
+        "lora_alpha": _compact_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
         "target_modules": sorted(names),
         "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
-        "alpha_pattern": {name: _number(lora.alpha * _factor(lora, parts)) for name, parts in joined.items()},
+        "alpha_pattern": {
+            name: _compact_number(lora.alpha * _alpha_factor(lora, parts)) for name, parts in joined.items()
+        },
         "fan_in_fan_out": modules[0].by_inputs,
         "bias": "none",
         "inference_mode": True,
@@ -155,11 +160,11 @@ def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) ->
     }
 
 
-def _factor(lora: LoraConfig, parts: int) -> float:
-    """The factor of alpha that keeps the scale when the rank grows by `parts`: alpha / rank, or alpha / sqrt(rank)."""
+def _alpha_factor(lora: LoraConfig, parts: int) -> float:
+    """Factor of alpha that keeps the scale if the rank grows by `parts`: alpha / rank, or alpha / sqrt(rank)."""
     return math.sqrt(parts) if lora.use_rslora else parts
 
 
-def _number(value: float) -> float:
-    # PEFT writes whole numbers, such as 8 and not 8.0.
+def _compact_number(value: float) -> float:
+    # PEFT writes integers without a decimal point, such as 8 and not 8.0.
     return int(value) if value == int(value) else value

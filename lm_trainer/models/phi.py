@@ -1,4 +1,4 @@
-"""Phi-3 (Abdin et al. 2024): as most models with rotary positions, but its files join what is multiplied together."""
+"""Phi-3 (Abdin et al. 2024): a standard rotary decoder whose files join the matrices with a common input."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        # transformers takes 4096 where the length is not written beside the block, even if it is in it.
+        # transformers uses 4096 if the length is not next to the block, even if the block contains it.
         "rope": rope_from_hf({**hf, ORIGINAL_LENGTH: hf.get(ORIGINAL_LENGTH) or 4096}),
         "partial_rotary_factor": fraction_from_hf(hf, 1.0),
         "sliding_window": hf.get("sliding_window"),
@@ -37,7 +37,7 @@ def _to_hf(config: "Phi3Config") -> dict[str, Any]:
     if config.head_size * config.num_heads != config.hidden_dim:
         raise ValueError("its heads have the size hidden_dim / num_heads, but the model was made with another head_dim")
     shared = shared_to_hf(config)
-    # The format has no such key; the check above makes sure that none is needed.
+    # The format has no such key; the check above ensures that none is needed.
     del shared["head_dim"]
     return {
         **fraction_to_hf(shared, config.partial_rotary_factor),
@@ -47,13 +47,12 @@ def _to_hf(config: "Phi3Config") -> dict[str, Any]:
 
 
 def _lengths(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
-    """LongRoPE's fields outside of its block, and the block itself with the only keys that transformers 4 accepts."""
+    """Fields of LongRoPE outside of its block, and the block itself with the only keys accepted by transformers 4."""
     if not isinstance(rope, LongRope):
         return {}
     original = rope.original_max_position_embeddings
     fields: dict[str, Any] = {ORIGINAL_LENGTH: original}
-    # A factor that follows from the two lengths need not be in the block, so the block can be the one that both
-    # versions of transformers read.
+    # A factor implied by the two lengths may be left out of the block, so both versions of transformers can read it.
     if rope.attention_factor is None and rope.factor == seq_len / original:
         block = {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
         fields["rope_scaling"] = {"type": "longrope", **block}
@@ -97,11 +96,11 @@ class Phi3Config(RotaryConfig):
     intermediate_dim: int = Field(default=8192, gt=0)
     """Width of the MLP."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions that attention sees, its own included. Unset: all before it."""
+    """Number of positions visible to attention, including the current one. Unset: all previous ones."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """Share of each head's dimensions, from the first, that is rotated."""
+    """Fraction of each head's dimensions, from the first, to rotate."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what attention and MLP add to the residual stream."""
+    """Dropout on the outputs of attention and MLP, before they are added to the residual stream."""
 
     @property
     def rotated_fraction(self) -> float:

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3 (Yang et al. 2024, 2025): rotary positions, RMSNorm before each part, gated MLP.
+"""Qwen2, Qwen2.5 and Qwen3 (Yang et al. 2024, 2025): rotary positions, RMSNorm before each sublayer, gated MLP.
 
 Qwen2 has biases on queries, keys and values; Qwen3 normalizes the heads of queries and keys instead.
 """
@@ -31,7 +31,7 @@ _WINDOW = 4096
 
 
 class _QwenConfig(RotaryConfig):
-    """Settings that both generations share."""
+    """Settings shared by both generations."""
 
     seq_len: int = Field(default=32768, gt=0)
     """The longest sequence, in tokens."""
@@ -40,9 +40,9 @@ class _QwenConfig(RotaryConfig):
     use_sliding_window: bool = False
     """Limits the layers from `max_window_layers` on to `sliding_window` positions."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions that such a layer sees, its own included. Unset: 4096."""
+    """Number of positions visible to these layers, including the current one. Unset: 4096."""
     max_window_layers: int = Field(default=28, ge=0)
-    """Number of first layers that see all positions."""
+    """Number of initial layers with full attention."""
 
     @model_validator(mode="after")
     def _window_is_used(self) -> "_QwenConfig":
@@ -56,7 +56,7 @@ class _QwenConfig(RotaryConfig):
         return (self.sliding_window or _WINDOW) if used else None
 
     def windowed(self, vocab_size: int, attention: AttentionSpec) -> DecoderSpec:
-        """The model, with the window of each layer."""
+        """Builds the model with the window of each layer."""
         block = BlockSpec(attention, self.mlp(), pre_norm=self.norm())
         layers = range(self.num_layers)
         return self.decoder(
@@ -70,7 +70,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     check_layer_types(hf, lambda layer: used and layer >= first)
     window = hf.get("sliding_window", _WINDOW) if used else None
     return {
-        # A window of null in the file is none at all.
+        # A window of null in the file means none.
         "use_sliding_window": used and window is not None,
         "sliding_window": window,
         "rope": rope_from_hf(hf),
@@ -90,12 +90,12 @@ _FIELDS = (
 
 
 def _qwen3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # Where the key is absent, transformers has 128, and not hidden_size / num_attention_heads.
+    # If the key is absent, transformers uses 128, and not hidden_size / num_attention_heads.
     return {**_from_hf(hf), **heads_from_hf(hf, kv_heads=32, head_dim=128)}
 
 
 class Qwen2Config(_QwenConfig):
-    """The Qwen2 and Qwen2.5 family; the defaults are those of transformers."""
+    """The Qwen2 and Qwen2.5 family; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="qwen2",
@@ -121,7 +121,7 @@ class Qwen2Config(_QwenConfig):
 
 
 class Qwen3Config(_QwenConfig):
-    """The Qwen3 family without experts; the defaults are those of transformers."""
+    """The Qwen3 family without experts; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="qwen3",

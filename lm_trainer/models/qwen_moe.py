@@ -1,4 +1,4 @@
-"""Qwen3 with experts (Yang et al. 2025): a mixture of many small experts in the place of most MLPs."""
+"""Qwen3 with experts (Yang et al. 2025): a mixture of many small experts instead of most MLPs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,7 +47,7 @@ def _to_hf(config: "Qwen3MoeConfig") -> dict[str, Any]:
 
 
 class Qwen3MoeConfig(ExpertsConfig):
-    """The Qwen3 family with experts; the defaults are those of transformers."""
+    """The Qwen3 family with experts; the defaults are the defaults of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="qwen3_moe",
@@ -99,15 +99,15 @@ class Qwen3MoeConfig(ExpertsConfig):
     n_routed_experts: int = Field(default=128, gt=0)
     """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """Number of them that compute each token."""
+    """Number of experts that compute each token."""
     norm_topk_prob: bool = False
-    """Makes the weights of a token's experts sum to 1."""
+    """Normalizes the weights of a token's experts to sum to 1."""
     decoder_sparse_step: int = Field(default=1, gt=0)
     """Every n-th layer has experts, the others a plain MLP."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Layers, from 0, that have a plain MLP in any case."""
+    """Layers, from 0, that always have a plain MLP."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """Number of positions that attention sees, its own included. Unset: all before it."""
+    """Number of positions visible to attention, including the current one. Unset: all previous ones."""
 
     @model_validator(mode="after")
     def _layers_exist(self) -> "Qwen3MoeConfig":

@@ -1,4 +1,4 @@
-"""The `rope` block of rotary models, and how Hugging Face's format writes it."""
+"""The `rope` block of rotary models, and its form in Hugging Face's format."""
 
 import math
 from abc import abstractmethod
@@ -21,31 +21,31 @@ class RopeConfig(Config):
 
     @abstractmethod
     def scaling(self, _seq_len: int) -> _Scaling:
-        """The scaling of frequencies in a model whose longest sequence has this many tokens; None: there is none."""
+        """Scaling of frequencies in a model whose longest sequence has this many tokens; None: no scaling."""
 
     def check(self, size: int) -> None:
-        """Raises ValueError where `size` dimensions of a head cannot be rotated so."""
+        """Raises ValueError if `size` dimensions of a head cannot be rotated with these settings."""
 
     def differs_from_hf(self, _seq_len: int) -> str | None:
-        """Says of which sequences transformers computes something else; None where it computes the same of all."""
+        """Describes the sequences for which transformers computes a different result; None if it always agrees."""
         return None
 
     def spec(self, seq_len: int, fraction: float = 1.0) -> RopeSpec:
-        """The `RopeSpec` of an attention layer; `fraction` of each head's dimensions is rotated."""
+        """Builds the `RopeSpec` of an attention layer; `fraction` of each head's dimensions is rotated."""
         return RopeSpec(self.theta, fraction, self.scaling(seq_len))
 
     @abstractmethod
     def to_hf(self) -> dict[str, Any]:
-        """The block as Hugging Face writes it, without theta."""
+        """Returns the block as Hugging Face writes it, without theta."""
 
 
 class DefaultRope(RopeConfig):
-    """Rotary positions, interpolated where `factor` is not 1."""
+    """Rotary positions, interpolated if `factor` is not 1."""
 
     type: Literal["default", "linear"] = "default"
     """The kind of scaling; `linear` is another name for `default` with a factor."""
     factor: float = Field(default=1.0, gt=0)
-    """Divides all positions, so that sequences this many times longer look as long as those of the first training."""
+    """Divides all positions, so sequences this many times longer span the same positions as in pretraining."""
 
     def scaling(self, _seq_len: int) -> _Scaling:
         return None if self.factor == 1.0 else LinearScaling(self.factor)
@@ -55,7 +55,7 @@ class DefaultRope(RopeConfig):
 
 
 class Llama3Rope(RopeConfig):
-    """The scaling of Llama 3.1: long wavelengths are stretched, short ones kept."""
+    """The scaling of Llama 3.1: long wavelengths are stretched, short ones unchanged."""
 
     type: Literal["llama3"] = "llama3"
     """The kind of scaling."""
@@ -64,11 +64,11 @@ class Llama3Rope(RopeConfig):
     factor: float = Field(default=8.0, gt=0)
     """Stretches long wavelengths."""
     low_freq_factor: float = Field(default=1.0, gt=0)
-    """Wavelengths above original_max_position_embeddings over this are stretched in full."""
+    """Wavelengths above original_max_position_embeddings / low_freq_factor are stretched in full."""
     high_freq_factor: float = Field(default=4.0, gt=0)
-    """Wavelengths below original_max_position_embeddings over this are kept."""
+    """Wavelengths below original_max_position_embeddings / high_freq_factor are unchanged."""
     original_max_position_embeddings: int = Field(default=8192, gt=0)
-    """The longest sequence of the first training."""
+    """The longest sequence of pretraining."""
 
     @model_validator(mode="after")
     def _ordered(self) -> "Llama3Rope":
@@ -93,19 +93,19 @@ class YarnRope(RopeConfig):
     type: Literal["yarn"] = "yarn"
     """The kind of scaling."""
     factor: float = Field(default=1.0, gt=0)
-    """Ratio of the new length of sequences to that of the first training."""
+    """Ratio of the new sequence length to the pretraining length."""
     original_max_position_embeddings: int = Field(default=2048, gt=0)
-    """The longest sequence of the first training."""
+    """The longest sequence of pretraining."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Pairs of dimensions that turn more often than this over the original length are kept."""
+    """Pairs of dimensions with more rotations than this over the original length are unchanged."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Pairs of dimensions that turn less often than this over the original length are stretched in full."""
+    """Pairs of dimensions with fewer rotations than this over the original length are stretched in full."""
     mscale: float = Field(default=1.0, ge=0)
     """Cosines and sines are multiplied by 0.1 * mscale * log(factor) + 1, unless `attention_factor` is set."""
     attention_factor: float | None = Field(default=None, gt=0)
     """Multiplies cosines and sines. Unset: it follows from `mscale`."""
     truncate: bool = True
-    """Rounds the ends of the ramp between kept and stretched pairs to whole dimensions."""
+    """Rounds the ends of the ramp between unchanged and stretched pairs to whole dimensions."""
 
     @model_validator(mode="after")
     def _one_magnitude(self) -> "YarnRope":
@@ -116,44 +116,44 @@ class YarnRope(RopeConfig):
     def scaling(self, _seq_len: int) -> _Scaling:
         # The temperature of the softmax, applied to queries and keys by scaling their rotations (Peng et al. 2023,
         # section 3.4).
-        grown = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
+        magnitude = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
         return YarnScaling(
             self.factor,
             self.original_max_position_embeddings,
             self.beta_fast,
             self.beta_slow,
-            grown if self.attention_factor is None else self.attention_factor,
+            magnitude if self.attention_factor is None else self.attention_factor,
             self.truncate,
         )
 
     def to_hf(self) -> dict[str, Any]:
-        plain = self.model_dump(include={"factor", "original_max_position_embeddings"})
-        plain |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
+        block = self.model_dump(include={"factor", "original_max_position_embeddings"})
+        block |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
         scaling = self.scaling(0)
-        # Written as its result, since `mscale` counts in a file only beside `mscale_all_dim`.
+        # Written as its result, since `mscale` only has an effect in a file together with `mscale_all_dim`.
         if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
-            plain["attention_factor"] = scaling.magnitude
-        return {"rope_type": "yarn", **plain, **({} if self.truncate else {"truncate": False})}
+            block["attention_factor"] = scaling.magnitude
+        return {"rope_type": "yarn", **block, **({} if self.truncate else {"truncate": False})}
 
 
 class LongRope(RopeConfig):
-    """LongRoPE (Ding et al. 2024), as in Phi-3 with 128k tokens: each pair of dimensions has a factor of its own.
+    """LongRoPE (Ding et al. 2024), as in Phi-3 with 128k tokens: each pair of dimensions has its own factor.
 
-    transformers takes `long_factor` where the longest sequence of a batch is longer than
-    `original_max_position_embeddings`. Here the model's `seq_len` decides, so that what is computed of a document
-    depends on no other, and not on how much of it has been read.
+    transformers uses `long_factor` if the longest sequence of a batch is longer than
+    `original_max_position_embeddings`. Here the model's `seq_len` decides, so the result for a document does not depend
+    on other documents, or on how much of it has been read.
     """
 
     type: Literal["longrope"] = "longrope"
     """The kind of scaling."""
     short_factor: tuple[Annotated[float, Field(gt=0)], ...]
-    """One factor for each pair of dimensions, for models of at most original_max_position_embeddings tokens."""
+    """One factor per pair of dimensions, for models of at most original_max_position_embeddings tokens."""
     long_factor: tuple[Annotated[float, Field(gt=0)], ...]
     """The same for models of longer sequences."""
     factor: float = Field(gt=0)
-    """Ratio of the new length of sequences to that of the first training."""
+    """Ratio of the new sequence length to the pretraining length."""
     original_max_position_embeddings: int = Field(default=4096, gt=1)
-    """The longest sequence of the first training."""
+    """The longest sequence of pretraining."""
     attention_factor: float | None = Field(default=None, gt=0)
     """Multiplies cosines and sines. Unset: sqrt(1 + log(factor) / log(original_max_position_embeddings)), or 1."""
 
@@ -164,9 +164,9 @@ class LongRope(RopeConfig):
 
     def scaling(self, _seq_len: int) -> _Scaling:
         original, factor = self.original_max_position_embeddings, max(self.factor, 1.0)
-        grown = math.sqrt(1.0 + math.log(factor) / math.log(original))
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original))
         factors = self.long_factor if _seq_len > original else self.short_factor
-        return LongRopeScaling(factors, grown if self.attention_factor is None else self.attention_factor)
+        return LongRopeScaling(factors, magnitude if self.attention_factor is None else self.attention_factor)
 
     def differs_from_hf(self, _seq_len: int) -> str | None:
         original = self.original_max_position_embeddings
@@ -178,12 +178,12 @@ class LongRope(RopeConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        plain = self.model_dump(exclude={"type", "theta"}, exclude_none=True)
-        return {"rope_type": "longrope", **{k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}}
+        block = self.model_dump(exclude={"type", "theta"}, exclude_none=True)
+        return {"rope_type": "longrope", **{k: list(v) if isinstance(v, tuple) else v for k, v in block.items()}}
 
 
 AnyRope = Annotated[DefaultRope | Llama3Rope | YarnRope | LongRope, Field(discriminator="type")]
-"""Whatever may stand under `rope:`; told apart by `type`."""
+"""Type of the `rope:` section; `type` selects the kind of scaling."""
 
 _KINDS: Mapping[str, type[RopeConfig]] = {
     "default": DefaultRope,
@@ -195,26 +195,27 @@ _KINDS: Mapping[str, type[RopeConfig]] = {
     "su": LongRope,
 }
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-"""The key of the longest sequence before rotary positions were scaled, beside the block or in it."""
+"""Key of the longest sequence before rotary positions were scaled, in the block or next to it."""
 _WITH_ORIGINAL = {"llama3", "yarn", "longrope", "su"}
 _REFUSED = {
     "dynamic": "its frequencies change with the length of what is read",
     "proportional": "only families that are not known here have it",
 }
-# Not fields of a rope: they are read by `rope_from_hf`, `parse_rope` and `fraction_from_hf`.
+# Not fields of a rope: read by `rope_from_hf`, `parse_rope` and `fraction_from_hf`.
 _IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
 def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, layers: str | None = None) -> RopeConfig:
-    """The rope of a config.json as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes it.
+    """Reads the rope of a config.json written by transformers 4 (`rope_theta`, `rope_scaling`) or 5
+    (`rope_parameters`).
 
     Args:
         hf: the content of config.json.
-        default_theta: where no theta is written.
-        layers: the kind of layers whose rope is wanted, in a file with one for each kind.
+        default_theta: used if no theta is written.
+        layers: kind of layers whose rope to return, in a file with one rope per kind.
 
     Raises:
-        ValueError: for a kind of scaling that does not exist here.
+        ValueError: for an unsupported kind of scaling.
     """
     block = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if layers is not None and layers in block:
@@ -226,16 +227,16 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, laye
 
 
 def _with_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A block with the lengths that files write outside of it or leave to be computed, as transformers finds them."""
+    """Adds lengths that files write outside of the block or leave to be computed, by the rules of transformers."""
     kind, longest = _kind(block), hf.get("max_position_embeddings")
     if kind not in _WITH_ORIGINAL:
         return dict(block)
-    # The length beside the block comes before the one in it.
+    # The length next to the block takes precedence over the one in it.
     original = hf.get(ORIGINAL_LENGTH) or block.get(ORIGINAL_LENGTH) or longest
-    found = {**block, ORIGINAL_LENGTH: original}
+    completed = {**block, ORIGINAL_LENGTH: original}
     if _KINDS[kind] is LongRope:
-        found["factor"] = block.get("factor") or (longest / original if longest and original else 1.0)
-    return found
+        completed["factor"] = block.get("factor") or (longest / original if longest and original else 1.0)
+    return completed
 
 
 def _kind(block: Mapping[str, Any]) -> str:
@@ -243,10 +244,10 @@ def _kind(block: Mapping[str, Any]) -> str:
 
 
 def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
-    """One rope from its block.
+    """Reads one rope from its block.
 
     Raises:
-        ValueError: for a kind of scaling that does not exist here.
+        ValueError: for an unsupported kind of scaling.
     """
     kind = _kind(block)
     rope_class = _KINDS.get(kind)
@@ -257,7 +258,7 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
     if rope_class is YarnRope:
         fields = _yarn_fields(fields)
     elif kind == "default":
-        # transformers scales nothing where no kind of scaling is named, whatever the factor.
+        # Without a kind of scaling, transformers scales no positions and ignores the factor.
         fields.pop("factor", None)
     unknown = sorted(fields.keys() - rope_class.model_fields.keys())
     if unknown:
@@ -266,26 +267,26 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
 
 
 def _yarn_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """`mscale` counts in the file only together with `mscale_all_dim`: the magnitude is the ratio of both."""
-    over, under = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
-    if fields.get("attention_factor") is None and over and under and fields["factor"] > 1:
-        grown = math.log(fields["factor"])
-        fields["attention_factor"] = (0.1 * over * grown + 1.0) / (0.1 * under * grown + 1.0)
+    """Handles `mscale`, which has an effect only together with `mscale_all_dim`: the magnitude is the ratio of both."""
+    mscale, mscale_all_dim = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
+    if fields.get("attention_factor") is None and mscale and mscale_all_dim and fields["factor"] > 1:
+        log_factor = math.log(fields["factor"])
+        fields["attention_factor"] = (0.1 * mscale * log_factor + 1.0) / (0.1 * mscale_all_dim * log_factor + 1.0)
     return fields
 
 
 def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The fields of config.json, for transformers 4 and 5."""
+    """Returns the fields of config.json, for transformers 4 and 5."""
     block = rope.to_hf()
     scaling = None if block == {"rope_type": "default"} else block
     return {"rope_parameters": {"rope_theta": rope.theta, **block}, "rope_theta": rope.theta, "rope_scaling": scaling}
 
 
 def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
-    """Theta of the layers with a window, in a file with a rope for each kind of layers.
+    """Theta of the layers with a window, in a file with one rope per kind of layers.
 
     Raises:
-        ValueError: where their positions are scaled.
+        ValueError: if their positions are scaled.
     """
     block = (hf.get("rope_parameters") or {}).get("sliding_attention")
     if block is None:
@@ -296,21 +297,21 @@ def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
 
 
 def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
-    """The fields of config.json for transformers 4 and 5: one rope for all positions, one for those in a window."""
-    one = rope_to_hf(rope)
+    """Fields of config.json for transformers 4 and 5: one rope for full attention, one for sliding windows."""
+    shared = rope_to_hf(rope)
     local = {"rope_theta": local_theta, "rope_type": "default"}
-    parameters = {"full_attention": one["rope_parameters"], "sliding_attention": local}
-    return {**one, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
+    parameters = {"full_attention": shared["rope_parameters"], "sliding_attention": local}
+    return {**shared, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
 
 
 def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:
-    """The share of each head's dimensions that is rotated; `older` is its key in earlier versions."""
+    """Fraction of each head's dimensions that is rotated; `older` is its key in earlier versions."""
     block = hf.get("rope_parameters") or {}
-    found = block.get("partial_rotary_factor")
-    return float(next(value for value in (found, hf.get(older), default) if value is not None))
+    value_in_block = block.get("partial_rotary_factor")
+    return float(next(value for value in (value_in_block, hf.get(older), default) if value is not None))
 
 
 def fraction_to_hf(fields: dict[str, Any], fraction: float, older: str = "partial_rotary_factor") -> dict[str, Any]:
-    """`fields` of `rope_to_hf` with the rotated fraction."""
+    """Adds the rotated fraction to `fields` from `rope_to_hf`."""
     parameters = {**fields["rope_parameters"], "partial_rotary_factor": fraction}
     return {**fields, "rope_parameters": parameters, older: fraction}

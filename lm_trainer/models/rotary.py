@@ -1,6 +1,6 @@
-"""Settings, parts of the spec and tensors that families with rotary positions and gated MLPs share.
+"""Settings, parts of the spec and tensors shared by families with rotary positions and gated MLPs.
 
-A family says in its own file which parts it has; nothing here is switched by family.
+Each family's own file lists the parts it uses; this module has no switches by family.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,8 +38,8 @@ class RotaryConfig(DecoderConfig):
     activation_function: ActivationName = "silu"
     """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     initializer_range: float = Field(default=0.02, ge=0)
-    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
-    sqrt(2 * num_layers)."""
+    """Standard deviation of the initial weights. Weights that write to the residual stream are initialised with this
+    divided by sqrt(2 * num_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the mean square in the norms."""
     tie_word_embeddings: bool = False
@@ -51,7 +51,7 @@ class RotaryConfig(DecoderConfig):
     def _heads_fit(self) -> "RotaryConfig":
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        # A rotation pairs the two halves of a head, so that the size must be even.
+        # A rotation pairs the two halves of a head, so the size must be even.
         if self.head_dim is None and self.hidden_dim % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_dim={self.hidden_dim} is not a multiple of 2 * num_heads={2 * self.num_heads}; set head_dim"
@@ -68,7 +68,7 @@ class RotaryConfig(DecoderConfig):
 
     @property
     def rotated_fraction(self) -> float:
-        """The share of each head's dimensions that is rotated."""
+        """Fraction of each head's dimensions that is rotated."""
         return 1.0
 
     @property
@@ -81,7 +81,7 @@ class RotaryConfig(DecoderConfig):
         return NormSpec(kind="rms", eps=self.layer_norm_epsilon, bias=False)
 
     def attention(self) -> AttentionSpec:
-        """Grouped attention with rotary positions and no biases."""
+        """Grouped-query attention with rotary positions and no biases."""
         return AttentionSpec(
             num_heads=self.num_heads,
             head_dim=self.head_size,
@@ -104,7 +104,7 @@ class RotaryConfig(DecoderConfig):
         embedding: EmbeddingSpec | None = None,
         softcap: float | None = None,
     ) -> DecoderSpec:
-        """The whole model."""
+        """Builds the full model."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,
@@ -123,14 +123,14 @@ class RotaryConfig(DecoderConfig):
 def hf_fields(
     *, activation: str = "hidden_act", read: Mapping[str, str] = ACTIVATIONS, **defaults: Any
 ) -> tuple[HfField, ...]:
-    """The fields of config.json that all these families have; `defaults` as transformers has them for the family."""
+    """Fields of config.json shared by these families; `defaults` are the family's defaults in transformers."""
     fields = (
         HfField("max_position_embeddings", "seq_len", 2048),
         HfField("hidden_size", "hidden_dim", 4096),
         HfField("intermediate_size", "intermediate_dim", 11008),
         HfField("num_hidden_layers", "num_layers", 32),
         HfField("num_attention_heads", "num_heads", 32),
-        # One function under two names; the files of these families have that of torch.
+        # One function under two names; the files of these families use PyTorch's.
         HfField(activation, "activation_function", "silu", read=read, write={"gelu_new": "gelu_pytorch_tanh"}),
         HfField("initializer_range", "initializer_range", 0.02),
         HfField("rms_norm_eps", "layer_norm_epsilon", 1e-6),
@@ -141,16 +141,19 @@ def hf_fields(
 
 
 def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:
-    """The sizes of heads; `kv_heads` and `head_dim` are what transformers takes where the keys are absent."""
+    """Reads the sizes of heads; `kv_heads` and `head_dim` are the defaults of transformers for absent keys."""
     heads = hf.get("num_attention_heads") or 32
-    found, size = hf.get("num_key_value_heads", kv_heads), hf.get("head_dim", head_dim)
-    # Left unset where it follows from the others, so that a configuration without it describes the same model.
-    usual = size is None or size * heads == hf.get("hidden_size")
-    return {"num_kv_heads": heads if found is None else found, "head_dim": None if usual else size}
+    key_value_heads, size = hf.get("num_key_value_heads", kv_heads), hf.get("head_dim", head_dim)
+    # Unset if it follows from the other sizes, so a configuration without it describes the same model.
+    is_default = size is None or size * heads == hf.get("hidden_size")
+    return {
+        "num_kv_heads": heads if key_value_heads is None else key_value_heads,
+        "head_dim": None if is_default else size,
+    }
 
 
 def shared_to_hf(config: RotaryConfig) -> dict[str, Any]:
-    """The fields of config.json that are no copies of one of ours."""
+    """Returns the fields of config.json that are not copies of one of our settings."""
     return {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_size, **rope_to_hf(config.rope)}
 
 
@@ -160,11 +163,11 @@ BLOCK = "blocks.{}"
 EMBEDDING = (HfTensor("embed_tokens.weight", ("embed.tokens",)), HfTensor("norm.weight", ("final_norm.scale",)))
 HEAD = HfTensor("lm_head.weight", ("head",))
 TIED: Mapping[str, str] = {"lm_head.weight": "embed_tokens.weight"}
-# Biases are listed for all families: a tensor whose parameter a model lacks is left out of its files.
+# Lists biases for all families: files omit tensors whose parameter the model lacks.
 ATTENTION = tuple(
     tensor
-    for theirs, ours in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}.items()
-    for tensor in linear(f"{LAYER}.self_attn.{theirs}", f"{BLOCK}.attention.{ours}")
+    for hf, name in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}.items()
+    for tensor in linear(f"{LAYER}.self_attn.{hf}", f"{BLOCK}.attention.{name}")
 )
 MLP = tuple(
     tensor for name in ("gate", "up", "down") for tensor in linear(f"{LAYER}.mlp.{name}_proj", f"{BLOCK}.mlp.{name}")
@@ -176,8 +179,8 @@ QK_NORM = tuple(
 
 
 def layer_norms(**names: str) -> tuple[HfTensor, ...]:
-    """The norms of a layer; `names` gives the name in the file for each of ours."""
-    return tuple(HfTensor(f"{LAYER}.{hf}.weight", (f"{BLOCK}.{ours}.scale",)) for ours, hf in names.items())
+    """Tensors of a layer's norms; `names` maps our names to the names in the file."""
+    return tuple(HfTensor(f"{LAYER}.{hf}.weight", (f"{BLOCK}.{name}.scale",)) for name, hf in names.items())
 
 
 # `post_attention_layernorm` comes after attention, but is the norm before the MLP.
@@ -185,22 +188,22 @@ PRE_NORMS = layer_norms(attention_pre_norm="input_layernorm", mlp_pre_norm="post
 
 
 def layer_types(num_layers: int, pattern: int) -> list[str]:
-    """Hugging Face's name of each layer's kind where every n-th sees all positions and the others a window."""
+    """Hugging Face's name of each layer's kind: every n-th layer has full attention, the others a window."""
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
 
 
 def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
-    """The n for which every n-th layer sees all positions and the others have a window.
+    """Finds the n for which every n-th layer has full attention and the others a window.
 
     Raises:
-        ValueError: where the file has another order.
+        ValueError: if the file has another order.
     """
-    # Files of different versions have one of these keys, or `layer_types` alone.
+    # Depending on the version, files have one of these keys, or only `layer_types`.
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or default
     kinds = hf.get("layer_types")
     if kinds is None:
         return pattern
-    # Without a full layer, a pattern that is longer than the model.
+    # Without a full-attention layer: a pattern longer than the model.
     first = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     for candidate in (pattern, first):
         if kinds == layer_types(len(kinds), candidate):
@@ -209,10 +212,10 @@ def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
 
 
 def check_layer_types(hf: Mapping[str, Any], windowed: Callable[[int], bool]) -> None:
-    """Compares `layer_types`, where the file has it, with the layers that have a window by its other fields.
+    """Compares `layer_types`, if the file has it, with the windowed layers implied by its other fields.
 
     Raises:
-        ValueError: where they differ.
+        ValueError: if they differ.
     """
     kinds = hf.get("layer_types")
     if kinds is None or hf.get("sliding_window") is None:

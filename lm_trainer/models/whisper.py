@@ -1,4 +1,4 @@
-"""Whisper (Radford et al. 2022): an encoder that hears a log-mel spectrogram, and a decoder that writes its words."""
+"""Whisper (Radford et al. 2022): an encoder for log-mel spectrograms, and a decoder that generates the transcript."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ from lm_trainer.nn.spec import (
     EncoderSpec,
     MlpSpec,
     NormSpec,
+    ScoreSpec,
 )
 
 if TYPE_CHECKING:
     from lm_trainer.nn.encoder_decoder import EncoderDecoder
 
 _OLD_GENERATION = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
-"""Settings of generation that stand in config.json as well."""
+"""Generation settings that config.json may also contain."""
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        # Two frames make one position of the encoder.
+        # The encoder downsamples two frames into one position.
         "num_frames": 2 * hf.get("max_source_positions", 1500),
         "generation_config": {key: hf[key] for key in _OLD_GENERATION if hf.get(key) is not None},
     }
 
 
 def _to_hf(config: WhisperConfig) -> dict[str, Any]:
-    given = config.generation_config
+    generation = config.generation_config
     return {
         "max_source_positions": config.num_frames // 2,
-        # Written where there are none too: the default is of the published vocabulary.
-        **{key: given.get(key) for key in _OLD_GENERATION[:2]},
+        # Written even if unset: the default applies to the published vocabulary.
+        **{key: generation.get(key) for key in _OLD_GENERATION[:2]},
         "is_encoder_decoder": True,
     }
 
 
-def _norm(hf: str, ours: str) -> tuple[HfTensor, HfTensor]:
-    return HfTensor(f"{hf}.weight", (f"{ours}.scale",)), HfTensor(f"{hf}.bias", (f"{ours}.bias",))
+def _norm(hf: str, param: str) -> tuple[HfTensor, HfTensor]:
+    return HfTensor(f"{hf}.weight", (f"{param}.scale",)), HfTensor(f"{hf}.bias", (f"{param}.bias",))
 
 
-def _attention(hf: str, ours: str) -> tuple[HfTensor, ...]:
+def _attention(hf: str, param: str) -> tuple[HfTensor, ...]:
     names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
-    return tuple(tensor for theirs, name in names.items() for tensor in linear(f"{hf}.{theirs}", f"{ours}.{name}"))
+    return tuple(tensor for hf_name, name in names.items() for tensor in linear(f"{hf}.{hf_name}", f"{param}.{name}"))
 
 
-def _layer(hf: str, ours: str) -> tuple[HfTensor, ...]:
+def _layer(hf: str, param: str) -> tuple[HfTensor, ...]:
     return (
-        *_attention(f"{hf}.self_attn", f"{ours}.attention"),
-        *_norm(f"{hf}.self_attn_layer_norm", f"{ours}.attention_pre_norm"),
-        *linear(f"{hf}.fc1", f"{ours}.mlp.up"),
-        *linear(f"{hf}.fc2", f"{ours}.mlp.down"),
-        *_norm(f"{hf}.final_layer_norm", f"{ours}.mlp_pre_norm"),
+        *_attention(f"{hf}.self_attn", f"{param}.attention"),
+        *_norm(f"{hf}.self_attn_layer_norm", f"{param}.attention_pre_norm"),
+        *linear(f"{hf}.fc1", f"{param}.mlp.up"),
+        *linear(f"{hf}.fc2", f"{param}.mlp.down"),
+        *_norm(f"{hf}.final_layer_norm", f"{param}.mlp_pre_norm"),
     )
 
 
@@ -120,7 +121,7 @@ _HF = HfFamily(
 
 
 class WhisperConfig(DecoderConfig):
-    """The Whisper family, which writes what it hears; the defaults are Whisper tiny (38M parameters)."""
+    """The Whisper family of speech recognition models; the defaults are Whisper tiny (38M parameters)."""
 
     hf: ClassVar[HfFamily] = _HF
     frozen_params: ClassVar[frozenset[str]] = frozenset({"encoder.positions"})
@@ -134,7 +135,7 @@ class WhisperConfig(DecoderConfig):
     hidden_dim: int = Field(default=384, ge=4, multiple_of=2)
     """Width of the residual streams; a multiple of num_heads and of encoder_heads."""
     num_heads: int = Field(default=6, gt=0)
-    """Attention heads of the decoder, of its own attention and of that to the encoder."""
+    """Attention heads of the decoder, in self-attention and in cross-attention."""
     intermediate_dim: int = Field(default=1536, gt=0)
     """Width of the decoder's MLPs."""
     encoder_layers: int = Field(default=4, gt=0)
@@ -146,25 +147,25 @@ class WhisperConfig(DecoderConfig):
     num_mels: int = Field(default=80, gt=0)
     """Channels of the log-mel spectrogram."""
     num_frames: int = Field(default=3000, gt=0, multiple_of=2)
-    """Frames of the spectrogram in a row: 3000 are 30 s at 100 frames per second. Shorter audio is filled up with
-    silence."""
+    """Frames per row: 3000 are 30 s at 100 frames per second. Shorter audio is padded with silence."""
     activation_function: ActivationName = "gelu"
-    """Activation of the MLPs: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh. That of
-    the convolutions is always gelu."""
+    """Activation of the MLPs: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh. The
+    convolutions always use gelu."""
     initializer_range: float = Field(default=0.02, ge=0)
-    """Standard deviation of the initial weights. Those that write to a residual stream get it divided by
-    sqrt(2 * layers of that stream)."""
+    """Standard deviation of the initial weights. Weights that write to a residual stream are initialised with this
+    divided by sqrt(2 * layers of this stream)."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what enters the first layers, and of what each part of a layer adds to the residual stream."""
+    """Dropout on the inputs of the first layers, and on the output of each sublayer before it is added to the residual
+    stream."""
     attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of the attention probabilities."""
     decoder_start_token_id: int | None = Field(default=None, ge=0)
     """The token that every text begins with, for `transformers` and for transcription."""
     pad_token_id: int | None = Field(default=None, ge=0)
-    """The token that `transformers` fills up texts with."""
+    """Padding token of texts in `transformers`."""
     generation_config: dict[str, Any] = Field(default_factory=dict)
-    """Settings of generation as in Hugging Face's `generation_config.json`: tokens to suppress, tokens of languages and
-    tasks, timestamps. Import keeps them, export writes them, and transcription follows them."""
+    """Generation settings as in Hugging Face's `generation_config.json`: tokens to suppress, tokens of languages and
+    tasks, timestamps. Import keeps them, export writes them, and transcription applies them."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -176,11 +177,11 @@ class WhisperConfig(DecoderConfig):
         return self
 
     def with_generation(self, raw: Mapping[str, Any]) -> Self:
-        kept = {key: value for key, value in raw.items() if key != "transformers_version"}
-        return self.model_copy(update={"generation_config": {**self.generation_config, **kept}})
+        settings = {key: value for key, value in raw.items() if key != "transformers_version"}
+        return self.model_copy(update={"generation_config": {**self.generation_config, **settings}})
 
     def generation_to_hf(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
-        # Drawing tokens is for texts of one's own; what was said is the likeliest text.
+        # Sampling settings are for free text generation; transcription takes the most likely text.
         ids = {key: value for key, value in plain.items() if key.endswith("_token_id")}
         ids |= {"decoder_start_token_id": self.decoder_start_token_id, "pad_token_id": self.pad_token_id}
         return {**{key: value for key, value in ids.items() if value is not None}, **self.generation_config}
@@ -246,7 +247,7 @@ class WhisperConfig(DecoderConfig):
             remat_groups=self.remat_groups,
         )
 
-    def _unmasked(self) -> Any:
+    def _unmasked(self) -> ScoreSpec:
         return replace(self.scores(dropout=self.attn_pdrop), backend="xla")
 
     def _attention(self, heads: int) -> AttentionSpec:

@@ -1,1 +1,1 @@
-"""Layer 1: the parts that language models are made of. Features, never families."""
+"""Layer 1: building blocks of language models. Switches are features, never model families."""

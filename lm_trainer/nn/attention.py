@@ -20,46 +20,46 @@ from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
-from lm_trainer.nn.ring_attention import RowPlaces, ring_attention
+from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
 Window = int
-"""Number of positions that a query sees; 0: no bound."""
+"""Number of positions visible to a query; 0: no limit."""
 
 
 class ForwardContext(NamedTuple):
-    """Arrays that all layers of one forward pass share."""
+    """Arrays shared by all layers of one forward pass."""
 
     positions_BS: jax.Array
     """int32, position inside the document."""
     key_positions_BT: jax.Array
-    """int32, those of the keys."""
+    """int32, positions of the keys."""
     biases_B1ST: Mapping[Window, jax.Array]
-    """float32, added to the scores: 0 or `MASK_VALUE`. One for each window that a layer has; none with a ring."""
+    """float32, added to the scores: 0 or `MASK_VALUE`. One per window used by a layer; none with ring attention."""
     valid_BS: jax.Array
     """bool, false for padding."""
     segments_BS: jax.Array | None = None
-    """int32, from which the biases are made; None where the keys are those of a cache."""
+    """int32, source of the biases; None with a KV cache."""
     key_segments_BT: jax.Array | None = None
-    """int32, those of the keys, from which a ring makes its masks block by block; None where attention is no ring."""
+    """int32, segments of the keys, from which ring attention builds its masks block by block; None for other
+    backends."""
     memory: jax.Array | KvCache | None = None
-    """Target of cross-attention: the stream of an encoder, [B, F, D], or the keys and values that all layers make of
-    it."""
+    """Target of cross-attention: the output of an encoder, [B, F, D], or its keys and values for all layers."""
 
 
 def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
-    """The windows of all layers, each once."""
+    """The windows of all layers, without duplicates."""
     return sorted({block.attention.window or 0 for block in blocks})
 
 
 def make_context(
     blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array, *, ring: bool = False
 ) -> ForwardContext:
-    """The context of rows that attend to themselves; with `ring`, by `ring_attention` and in its order of positions."""
+    """Context for rows under self-attention; `ring`: for `ring_attention`, with positions in its order."""
     key_positions_BT = all_gather(positions_BS, "context", 1)
     if ring:
-        # Two integers for each position of the row are little beside its keys, which are not gathered.
+        # Two integers per position are small compared to the keys, which are not gathered.
         key_segments_BT = all_gather(segments_BS, "context", 1)
         return ForwardContext(positions_BS, key_positions_BT, {}, segments_BS >= 0, segments_BS, key_segments_BT)
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
@@ -67,7 +67,7 @@ def make_context(
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
-    """The context of new positions that attend to a cache, which holds them too."""
+    """Context for new positions that attend to a cache, which includes them."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
     biases = {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
     return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
@@ -76,21 +76,23 @@ def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, c
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
     """float32 [B, 1, S, T]: a query sees itself and the earlier positions of its row in the same segment.
 
-    T is S, or where the positions of a row are cut over devices, those of all of them.
+    T equals S, or the length of the full row if its positions are sharded over devices.
     """
     segments_BT = all_gather(segments_BS, "context", 1)
-    at_S = at_T = jnp.arange(segments_BT.shape[1])
+    query_S = key_T = jnp.arange(segments_BT.shape[1])
     if axis_size("context") > 1:
-        # Positions in the whole row, as those of the keys are.
-        at_S = axis_index("context") * segments_BS.shape[1] + jnp.arange(segments_BS.shape[1])
-    allowed_BST = (at_S[None, :, None] >= at_T[None, None, :]) & (segments_BS[:, :, None] == segments_BT[:, None, :])
+        # Positions in the full row, like the key positions.
+        query_S = axis_index("context") * segments_BS.shape[1] + jnp.arange(segments_BS.shape[1])
+    allowed_BST = (query_S[None, :, None] >= key_T[None, None, :]) & (
+        segments_BS[:, :, None] == segments_BT[:, None, :]
+    )
     if window:
-        allowed_BST = allowed_BST & (at_S[None, :, None] - at_T[None, None, :] < window)
+        allowed_BST = allowed_BST & (query_S[None, :, None] - key_T[None, None, :] < window)
     return _bias(allowed_BST)
 
 
 def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
-    """float32 [B, 1, T, C]: a query at position p sees the slots 0 to p of its row's cache."""
+    """float32 [B, 1, T, C]: a query at position p sees slots 0 to p of its row's cache."""
     slots_C = jnp.arange(capacity)[None, None, :]
     allowed_BTC = slots_C <= positions_BT[:, :, None]
     if window:
@@ -117,7 +119,7 @@ class QkNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Multi-head attention of a sequence to itself (Vaswani et al. 2017)."""
+    """Multi-head self-attention (Vaswani et al. 2017)."""
 
     def __init__(self, spec: AttentionSpec, dim: int, *, init: Initializer):
         self.spec = spec
@@ -141,23 +143,24 @@ class Attention(nnx.Module):
         adapter_key: jax.Array | None = None,
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None]:
-        """Attends to `x_BSD` itself, or with a cache to all that it holds, `x_BSD` included.
+        """Attends within `x_BSD`, or with a cache to all of its positions, including `x_BSD`.
 
-        The keys are for the dropout of probabilities, and for that of adapters.
+        `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
         q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
-        # Before the product: scores of 16-bit operands are rounded to 16 bits before the softmax sees them.
+        # Before the product: scores of 16-bit operands are rounded to 16 bits before the softmax.
         if self.spec.scores.upcast:
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
-        # The queries are scaled instead of the scores, which are T / H times as many; kernels expect them so.
+        # Scales the queries instead of the scores, which have T / H times as many elements; kernels expect scaled
+        # queries.
         q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
         if context.segments_BS is not None and context.key_segments_BT is not None:
-            places = RowPlaces(
+            row = RowMetadata(
                 context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT
             )
-            o_BSNH = ring_attention(self.spec, q_BSNH, k_BTKH, v_BTKH, places, key)
+            o_BSNH = ring_attention(self.spec, q_BSNH, k_BTKH, v_BTKH, row, key)
         else:
             bias_BNST = self._bias(context)
             o_BSNH = dispatch_attention(
@@ -169,9 +172,9 @@ class Attention(nnx.Module):
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
-        if (most := self.spec.clip) is not None:
-            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -most, most) for x in (q_BSNH, k_BSKH, v_BSKH))
-        # Norms before rotations: the gains of a norm differ between the two dimensions that a rotation mixes.
+        if (limit := self.spec.clip) is not None:
+            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -limit, limit) for x in (q_BSNH, k_BSKH, v_BSKH))
+        # Norms before rotations: the gains of a norm differ between the two dimensions mixed by a rotation.
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if isinstance(self.spec.positions, RopeSpec):
@@ -190,6 +193,6 @@ class Attention(nnx.Module):
         scores = self.spec.scores
         scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
         if scores.inverse_layer:
-            # Arrays, since the number of the layer is traced where the layers run as a loop.
+            # Arrays, since the layer index is traced if the layers run as a loop.
             scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
         return scale.astype(dtype)

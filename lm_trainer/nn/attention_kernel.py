@@ -7,86 +7,85 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.spec import AttentionSpec
 
-# Of the largest float32; 0.7 leaves room for the score and the bias of ALiBi, which are added and must not overflow.
+# Fraction of the largest float32; 0.7 leaves room to add the score and the ALiBi bias without overflow.
 MASK_VALUE = -0.7 * 3.4028234663852886e38
-"""The score of a pair that may not attend, or what is added to it: finite, so that no difference of infinities
-arises."""
+"""Score of a masked pair, or the bias added to it: finite, to avoid differences of infinities."""
 
 
 NO_SECOND_DERIVATIVE = "its gradient has no derivative, which sophia-h takes (sophia-g does not)"
-"""The reason why a kernel cannot be differentiated twice."""
+"""Reason for which a kernel cannot be differentiated twice."""
 RESIDUAL = "attention_kernel"
-"""The name, for `jax.checkpoint`, of what a kernel returns and its gradient reads."""
+"""Name, for `jax.checkpoint`, of a kernel's results that its gradient reads."""
 
-# Of each thread by itself; JAX counts it into the keys of its caches of traced functions.
-_twice = jax.make_user_context(False)
+# One value per thread; JAX includes it in the cache keys of traced functions.
+_second_derivative = jax.make_user_context(False)
 
 
-def differentiated_twice() -> AbstractContextManager[Any]:
-    """Has models that this thread traces choose attention whose gradient can be differentiated."""
-    return _twice(True)
+def differentiated_twice() -> AbstractContextManager[None]:
+    """Makes models traced in this thread choose attention with a differentiable gradient."""
+    return _second_derivative(True)
 
 
 def is_differentiated_twice() -> bool:
     """True inside of `differentiated_twice`."""
-    return _twice.value
+    return _second_derivative.value
 
 
 class AttentionInputs(NamedTuple):
     """Operands of attention."""
 
     q_BSNH: jax.Array
-    """Queries, scaled already."""
+    """Queries, already scaled."""
     k_BTKH: jax.Array
-    """Keys of the whole row, also where devices share its positions."""
+    """Keys of the full row, also if devices share its positions."""
     v_BTKH: jax.Array
     bias_BNST: jax.Array
-    """float32, one head for all or each its own; it holds the mask."""
+    """float32, with one head for all or one per head; contains the mask."""
     segments_BS: jax.Array | None
-    """int32, which give the mask together with the spec; None where the keys are those of a cache."""
+    """int32, define the mask together with the spec; None with a KV cache."""
 
 
 class AttentionMetadata(NamedTuple):
-    """Platform, dtype and sizes of one computation of attention."""
+    """Platform, dtype and sizes of an attention call."""
 
     platform: str
     """`cpu`, `gpu` or `tpu`."""
     dtype: DTypeLike
-    """The dtype of the values."""
+    """Dtype of the values."""
     queries: int
     keys: int
     """Positions of one row."""
     cached: bool = False
-    """True if the keys are those of a cache."""
-    twice: bool = False
-    """True if the gradient is differentiated once more."""
+    """True if the keys come from a cache."""
+    second_derivative: bool = False
+    """True if the gradient is differentiated a second time."""
     device_lacks: str | None = None
-    """The reason why the device has no fused kernel, whatever is asked of it; None where it may have one."""
+    """Reason why the device has no fused kernel at all; None if it may have one."""
 
     @property
     def devices(self) -> int:
-        """Devices that share the positions of a row, where the keys are those of the queries' row."""
+        """Number of devices that share the positions of a row, if the keys belong to the queries' row."""
         return 1 if self.cached else self.keys // self.queries
 
 
 class AttentionKernel(NamedTuple):
-    """One way to compute attention."""
+    """One implementation of attention."""
 
     platforms: Collection[str]
-    """Those that it is for."""
+    """Platforms it runs on."""
     unsupported_reason: Callable[[AttentionSpec, AttentionMetadata], str | None]
-    """Gives the reason why it cannot do what a spec says; None when it can."""
+    """Returns the reason why it cannot compute a spec; None if it can."""
     compute: Callable[[AttentionSpec, AttentionInputs], jax.Array]
     """Computes attention in the shape of the queries and the dtype of the values."""
 
 
 def first_reason(reasons: Iterable[tuple[bool, str]]) -> str | None:
-    """The first text whose condition holds."""
-    return next((text for hinders, text in reasons if hinders), None)
+    """Returns the first text whose condition is true."""
+    return next((text for applies, text in reasons if applies), None)

@@ -21,10 +21,10 @@ from lm_trainer.nn.spec import BlockSpec, MoeSpec
 
 
 class Block(nnx.Module):
-    """`x += post(f(pre(x)))` with attention, attention to an encoder where there is one, and then the MLP as f; an
+    """Computes `x += post(f(pre(x)))` with f = attention, cross-attention if there is an encoder, then the MLP. An
     absent norm is the identity.
 
-    In parallel, the MLP reads what attention reads.
+    With `parallel`, the MLP has the same input as attention.
     """
 
     def __init__(self, spec: BlockSpec, dim: int, *, init: Initializer):
@@ -52,26 +52,26 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None, RouterStats | None]:
-        """The residual stream after this layer, the cache, and the statistics of the router, None without one.
+        """Returns the residual stream after this layer, the cache, and the router statistics (None without a router).
 
-        `key` is this layer's own; None switches dropout off.
+        `key` belongs to this layer; None disables dropout.
         """
         inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         adapters = None if key is None else jax.random.fold_in(key, 3)
-        # The names are those that profiles and rooflines show.
+        # Profiles and rooflines show these names.
         with jax.named_scope("attention"):
             h_BSD = self.attention_pre_norm(x_BSD)
             a_BSD, cache = self.attention(h_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
-            # For policies that keep this result; the norm after it is cheap, and is computed again.
+            # For policies that save this result; the norm after it is cheap, and is recomputed.
             a_BSD = checkpoint_name(a_BSD, "attention")
             y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
         if self.cross is not None:
-            inner, after = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 4))
+            inner, after_cross = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 4))
             with jax.named_scope("cross_attention"):
                 h_BSD = self.cross_pre_norm(y_BSD)
                 c_BSD = self.cross(h_BSD, context.memory, layer, key=inner, adapter_key=adapters)
                 c_BSD = checkpoint_name(c_BSD, "attention")
-                y_BSD = y_BSD + dropout(self.cross_post_norm(c_BSD), self.dropout, after)
+                y_BSD = y_BSD + dropout(self.cross_post_norm(c_BSD), self.dropout, after_cross)
         with jax.named_scope("mlp"):
             h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
             if isinstance(self.mlp, Moe):

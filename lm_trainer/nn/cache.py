@@ -1,4 +1,4 @@
-"""Keys and values of past positions, kept while text is generated.
+"""Keys and values of past positions, cached during text generation.
 
 Shape letters: L layers, B rows, T new tokens, C capacity in positions, K key heads, H head size.
 """
@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 
 class KvCache(NamedTuple):
-    """Slot p of a row holds position p of that row, so rows of different lengths need no padding on the left.
+    """Slot p of a row holds position p of this row, so rows of different lengths need no left padding.
 
-    A slot past a row's newest position may hold anything: it is written before a query can see it.
+    Slots after a row's newest position have undefined content: they are written before a query can see them.
     """
 
     k: jax.Array
@@ -25,17 +25,17 @@ class KvCache(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> KvCache:
-        """A cache of a shape [L, B, C, K, H]."""
+        """Makes a cache of a shape [L, B, C, K, H]."""
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     @property
     def capacity(self) -> int:
-        """Positions that there is room for."""
+        """Maximum number of positions."""
         return self.k.shape[2]
 
     @property
     def dtype(self) -> DTypeLike:
-        """The dtype of keys and values."""
+        """Dtype of keys and values."""
         return self.k.dtype
 
     def write(
@@ -43,21 +43,21 @@ class KvCache(NamedTuple):
     ) -> tuple[KvCache, jax.Array, jax.Array]:
         """Stores keys and values of one layer at their positions.
 
-        Returns the cache, and all keys and values of that layer, [B, C, K, H]. Positions past its capacity
-        are dropped.
+        Returns the cache, and all keys and values of the layer, [B, C, K, H]. Positions past its capacity are dropped.
         """
-        # Indexed by row and position together: the rows of a batch are at different positions.
+        # Indexes row and position together, because the rows of a batch are at different positions.
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
-        # Shorter rows are filled up on the right, maybe past the capacity: nothing reads those positions.
+        # Shorter rows are padded on the right, maybe past the capacity: these positions are never read.
         k = self.k.at[layer, rows_B1, positions_BT].set(k_BTKH.astype(self.k.dtype), mode="drop")
         v = self.v.at[layer, rows_B1, positions_BT].set(v_BTKH.astype(self.v.dtype), mode="drop")
         return KvCache(k, v), k[layer], v[layer]
 
 
 class SplitKvCache(NamedTuple):
-    """As `KvCache`, with arrays for each layer, in the order in which attention multiplies them: nothing is copied.
+    """Like `KvCache`, with separate arrays for each layer in the order in which attention multiplies them, to avoid
+    copies.
 
-    For layers that are written out, not in a loop: each takes the first arrays, and puts them behind the others.
+    For unrolled layers: each takes the first arrays, and appends them at the end.
     """
 
     layers: tuple[tuple[jax.Array, jax.Array], ...]
@@ -65,31 +65,31 @@ class SplitKvCache(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> SplitKvCache:
-        """A cache of a shape [L, B, C, K, H]."""
+        """Makes a cache of a shape [L, B, C, K, H]."""
         count, rows, capacity, heads, size = shape
         zeros = lambda: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
         return cls(tuple((zeros(), zeros()) for _ in range(count)))
 
     @property
     def capacity(self) -> int:
-        """Positions that there is room for."""
+        """Maximum number of positions."""
         return self.layers[0][0].shape[2]
 
     @property
     def dtype(self) -> DTypeLike:
-        """The dtype of keys and values."""
+        """Dtype of keys and values."""
         return self.layers[0][0].dtype
 
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     ) -> tuple[SplitKvCache, jax.Array, jax.Array]:
-        """As `KvCache.write`, for the layers in turn."""
+        """Same as `KvCache.write`, for one layer after another."""
         del layer
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
-        first, *others = self.layers
-        # The index of the heads lies between those of rows and positions, so that theirs come first in the update.
+        first, *other_layers = self.layers
+        # The head index is between the row and position indices, so their dimensions come first in the update.
         k, v = (
             old.at[rows_B1, :, positions_BT].set(new.astype(old.dtype), mode="drop")
             for old, new in zip(first, (k_BTKH, v_BTKH), strict=True)
         )
-        return SplitKvCache((*others, (k, v))), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        return SplitKvCache((*other_layers, (k, v))), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)

@@ -1,4 +1,4 @@
-"""Attention of a decoder to what an encoder made.
+"""Attention of a decoder to the output of an encoder.
 
 Shape letters: B rows, S queries, F positions of the encoder, D hidden dimension, N heads, K key and value heads, H head
 size.
@@ -18,8 +18,8 @@ from lm_trainer.nn.spec import AttentionSpec
 
 
 class CrossAttention(nnx.Module):
-    """Multi-head attention whose queries come from one stream, and whose keys and values from another (Vaswani et al.
-    2017, section 3.2.3).
+    """Multi-head attention with queries from one stream, and keys and values from another (Vaswani et al. 2017, section
+    3.2.3).
     """
 
     def __init__(self, spec: AttentionSpec, dim: int, *, init: Initializer):
@@ -31,7 +31,7 @@ class CrossAttention(nnx.Module):
         self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
 
     def keys_and_values(self, memory_BFD: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of the stream of an encoder, [B, F, K, H] each; the key is for the dropout of adapters."""
+        """Projects the output of an encoder to keys and values, [B, F, K, H] each; `key` is for dropout in adapters."""
         return self.k(memory_BFD, key=key), self.v(memory_BFD, key=key)
 
     def __call__(
@@ -45,8 +45,8 @@ class CrossAttention(nnx.Module):
     ) -> jax.Array:
         """Attends from every position to all of `memory`, [B, S, D]; arguments as in `ForwardContext` and `Attention`.
 
-        Keys and values that are given may have fewer rows: so many of `x_BSD`, one after another, then share each.
-        The keys are for the dropout of probabilities, and for that of adapters.
+        Precomputed keys and values may have fewer rows: then several consecutive rows of `x_BSD` share each of them.
+        `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
         assert memory is not None
         q_BSNH = self.q(x_BSD, key=adapter_key)
@@ -59,7 +59,7 @@ class CrossAttention(nnx.Module):
             q_BSNH, k_BFKH = q_BSNH.astype(jnp.float32), k_BFKH.astype(jnp.float32)
         scale = self.spec.head_dim**-0.5 if scores.scale is None else scores.scale
         q_BSNH = q_BSNH * jnp.asarray(scale, q_BSNH.dtype)
-        # Beams of a row share what it hears: without a mask, their queries are as good as more positions.
+        # Beams of a row share the encoder output: without a mask, their queries are equivalent to more positions.
         shared_BSNH = q_BSNH.reshape(k_BFKH.shape[0], -1, *q_BSNH.shape[2:])
         bias_11SF = jnp.zeros((1, 1, shared_BSNH.shape[1], k_BFKH.shape[1]), jnp.float32)
         o_BSNH = dispatch_attention(self.spec, shared_BSNH, k_BFKH, v_BFKH, bias_11SF, key=key)

@@ -1,7 +1,8 @@
-"""Estimates of the diagonal of the loss's Hessian, for optimizers that scale each number's step by its curvature.
+"""Estimates of the diagonal of the loss's Hessian, for optimizers that scale the step of each parameter by its
+curvature.
 
-Both give sums that add up over microbatches, and both need a key of each microbatch's own. With L the sum of the
-weighted losses of the whole batch and W the sum of the weights, the loss that is trained is L / W, and
+Both return sums over microbatches, and both need a separate key per microbatch. With L the sum of the weighted losses
+of the full batch and W the sum of the weights, the training loss is L / W, and
 
 - `hutchinson` sums to an unbiased estimate of diag(H) of L: divide it by W;
 - `gauss_newton_bartlett` sums to a gradient g of L: the estimate is g * g / W.
@@ -28,12 +29,12 @@ from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, hidden_after_laye
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
 """`loss(model, batch, key)`; its first result is the sum of the weighted losses, a float32 scalar; key for dropout."""
 
-# Folded into the key, so that what is dropped and what is drawn are independent.
-_DROPOUT, _DRAWS = 0, 1
+# Folded into the key, so dropout and sampling are independent.
+_DROPOUT, _SAMPLING = 0, 1
 
 
 def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
-    """U * (H u) for random signs u: Sophia-H's estimate (Liu et al. 2023, arXiv 2305.14342, algorithm 1).
+    """Computes U * (H u) for random signs u: Sophia-H's estimate (Liu et al. 2023, arXiv 2305.14342, algorithm 1).
 
     Signs instead of normal numbers: the expectation is the same and the variance smaller (Hutchinson 1990). Costs about
     two gradients, and their memory.
@@ -50,24 +51,25 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     signs = jax.tree.unflatten(
         structure, [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     )
-    # Forward mode over reverse mode: one pass through the gradient gives H u, and nothing is kept for another.
+    # Forward mode over reverse mode: one pass through the gradient gives H u, and needs no saved values for another
+    # pass.
     _, product = derivative_along(jax.grad(objective), (params,), (signs,))
     return jax.tree.map(jnp.multiply, signs, product)
 
 
 def derivative_along(gradient: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    """`jax.jvp` of what has a gradient inside.
+    """`jax.jvp` of a function that contains a gradient.
 
     Raises:
-        UserError: where the model demands a kernel of attention, whose gradient has no derivative.
+        UserError: if the model requires an attention kernel whose gradient has no derivative.
     """
     with differentiated_twice():
         return jax.jvp(gradient, primals, tangents)
 
 
 def sign_keys(key: jax.Array, count: int) -> jax.Array:
-    """The keys from which `hutchinson` draws the signs of each of `count` parameters, from that of the microbatch."""
-    return jax.random.split(jax.random.fold_in(key, _DRAWS), count)
+    """Derives the keys from which `hutchinson` draws the signs of `count` parameters from the key of the microbatch."""
+    return jax.random.split(jax.random.fold_in(key, _SAMPLING), count)
 
 
 def gauss_newton_bartlett(
@@ -79,31 +81,31 @@ def gauss_newton_bartlett(
     dtype: DTypeLike = jnp.float32,
     block_size: int | None = None,
 ) -> Any:
-    """The gradient of the loss on targets that the model itself draws: Sophia-G's estimate, before it is squared (Liu
-    et al. 2023, arXiv 2305.14342, algorithm 2). Costs a gradient and a forward pass.
+    """Returns the gradient of the loss on targets sampled from the model: Sophia-G's estimate, before squaring (Liu et
+    al. 2023, arXiv 2305.14342, algorithm 2). Costs a gradient and a forward pass.
 
     Args:
-        loss: a cross-entropy of the targets; it may weight them.
+        loss: a cross-entropy of the targets, possibly weighted.
         model: the decoder.
-        batch: the rows; their targets are not looked at.
-        key: for the draws and for dropout.
-        dtype: compute dtype of the forward pass that draws.
-        block_size: how many tokens' logits exist at a time while drawing; None: all.
+        batch: the rows; their targets are ignored.
+        key: for sampling and for dropout.
+        dtype: compute dtype of the forward pass for sampling.
+        block_size: number of tokens whose logits exist at a time while sampling; None: all.
 
     Returns:
         A nested dict like the model's parameters, in their dtypes.
     """
     dropout_key = jax.random.fold_in(key, _DROPOUT)
     h_BSD, _ = model.hidden_of(batch, dtype=dtype, key=dropout_key)
-    targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
-    # The same dropout as in the draw, so that the targets come from the very distribution that is differentiated. They
-    # are whole numbers: no gradient flows through the draw.
+    targets_BS = _sample(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
+    # The same dropout as for sampling, so the targets come from the same distribution that is differentiated. They are
+    # integers: no gradient flows through sampling.
     objective, params = _as_function(loss, model, batch._replace(targets=targets_BS), dropout_key)
     return jax.grad(objective)(params)
 
 
 def with_key_of_dropout(loss: StagedLoss) -> StagedLoss:
-    """Returns `loss` for the key of an estimate, which is that of the draws as well."""
+    """Derives the dropout key of `loss` from the key of an estimate, which is also used for sampling."""
 
     def fold(key: jax.Array | None) -> jax.Array | None:
         return None if key is None else jax.random.fold_in(key, _DROPOUT)
@@ -111,26 +113,26 @@ def with_key_of_dropout(loss: StagedLoss) -> StagedLoss:
     return replace(
         loss,
         embed=lambda model, batch, key: loss.embed(model, batch, fold(key)),
-        layer=lambda model, place, stream, batch, layer, key: loss.layer(model, place, stream, batch, layer, fold(key)),
+        layer=lambda model, slot, stream, batch, layer, key: loss.layer(model, slot, stream, batch, layer, fold(key)),
         head=lambda model, stream, batch, key: loss.head(model, stream, batch, fold(key)),
     )
 
 
 def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = None) -> StagedLoss:
-    """The loss of which `gauss_newton_bartlett` is the gradient, in stages: that on targets that the model draws.
+    """Returns, in stages, the loss on sampled targets, whose gradient is `gauss_newton_bartlett`.
 
     Args:
         loss: a cross-entropy of the targets.
-        block_size: as there.
+        block_size: as for `gauss_newton_bartlett`.
     """
-    dropped = with_key_of_dropout(loss)
+    loss_with_dropout_key = with_key_of_dropout(loss)
 
     def head(model: Decoder, stream: Stream, batch: Batch, key: jax.Array) -> LossSums:
         h_BSD = hidden_after_layers(model, stream, batch, jax.random.fold_in(key, _DROPOUT))
-        targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
-        return dropped.head(model, stream, batch._replace(targets=targets_BS), key)
+        targets_BS = _sample(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
+        return loss_with_dropout_key.head(model, stream, batch._replace(targets=targets_BS), key)
 
-    return replace(dropped, head=head)
+    return replace(loss_with_dropout_key, head=head)
 
 
 def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> tuple[Callable[[Any], jax.Array], Any]:
@@ -138,17 +140,17 @@ def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) ->
     return lambda params: loss(nnx.merge(graphdef, params), batch, key)[0], nnx.to_pure_dict(state)
 
 
-def _draw(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
-    """One token for each position, int32 [B, S], from the distribution that the model predicts there."""
+def _sample(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
+    """Samples one token for each position, int32 [B, S], from the distribution predicted by the model."""
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
-    # As many blocks as are needed, all of one size, so that fewer tokens than blocks are filled up.
+    # As many blocks as needed, all of the same size, so the last block may need padding.
     count = -(-h_ND.shape[0] // (block_size or h_ND.shape[0]))
     size = -(-h_ND.shape[0] // count)
     padded = jnp.pad(h_ND, [(0, count * size - h_ND.shape[0]), (0, 0)])
 
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def sample_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         h_CD, block_key = block
         return jax.random.categorical(block_key, model.logits(h_CD[None])[0]).astype(jnp.int32)
 
-    drawn = jax.lax.map(one, (padded.reshape(count, size, -1), jax.random.split(key, count)))
-    return drawn.reshape(-1)[: h_ND.shape[0]].reshape(h_BSD.shape[:-1])
+    sampled = jax.lax.map(sample_block, (padded.reshape(count, size, -1), jax.random.split(key, count)))
+    return sampled.reshape(-1)[: h_ND.shape[0]].reshape(h_BSD.shape[:-1])

@@ -1,4 +1,4 @@
-"""The decoder that all families share.
+"""The decoder shared by all families.
 
 Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabulary, C cache capacity.
 """
@@ -30,7 +30,7 @@ from lm_trainer.parallel.collectives import axis_size
 
 
 class Embedding(nnx.Module):
-    """The token table, and the way of its rows to the first layer."""
+    """Token table, and the operations between its rows and the first layer."""
 
     def __init__(self, spec: DecoderSpec, *, init: Initializer):
         self.spec = spec.embedding
@@ -50,7 +50,7 @@ class Embedding(nnx.Module):
         return self.norm(x_BSD)
 
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
-        """The rows of the token table alone; NaN for a token past its end."""
+        """Looks up rows of the token table, without further operations; NaN for a token past its end."""
         return jnp.take(read(self.tokens), tokens_BS, axis=0, mode="fill")
 
 
@@ -63,15 +63,18 @@ def _head_matmul(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
     return jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
 
 
-class PartKeys(NamedTuple):
-    """Keys of dropout; None switches it off."""
+HeadKey = jax.Array | tuple[jax.Array, jax.Array] | None
 
-    enter: jax.Array | None = None
-    """The key of `Decoder.enter`."""
+
+class DropoutKeys(NamedTuple):
+    """Keys of dropout; None disables it."""
+
+    embed: jax.Array | None = None
+    """For `Decoder.embed_input`."""
     blocks: jax.Array | None = None
-    """The key of the layers, which fold their number into it."""
-    leave: Any = None
-    """The key of `Decoder.leave`; for some models several."""
+    """For the layers; each folds its index into the key."""
+    head: HeadKey = None
+    """For `Decoder.head_input`; some models use several."""
 
 
 class Decoder(nnx.Module):
@@ -89,11 +92,11 @@ class Decoder(nnx.Module):
         self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike], Any] = KvCache.empty
 
     def set_head_matmul(self, matmul: HeadMatmulFn) -> None:
-        """Computes the product of the head by `matmul` from now on."""
+        """Computes the head's product with `matmul` from now on."""
         self.head_matmul = matmul
 
     def set_cache(self, kind: type[KvCache | SplitKvCache]) -> None:
-        """Keeps keys and values in a cache of this kind from now on."""
+        """Stores keys and values in a cache of this kind from now on."""
         self.new_cache = kind.empty
 
     def __call__(
@@ -105,7 +108,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits, float32 [B, S, V]. Arguments as for `hidden`."""
+        """Computes logits, float32 [B, S, V]. Arguments as for `hidden`."""
         return self.logits(self.hidden(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key))
 
     def hidden(
@@ -117,13 +120,13 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """The hidden states that the head reads, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
+        """Computes the inputs of the head, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
         return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)[0]
 
     def hidden_of(
         self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> tuple[jax.Array, RouterStats | None]:
-        """`hidden_and_stats` of the rows of a batch: of all that this kind of model reads of it."""
+        """`hidden_and_stats` for the rows of a batch, with all inputs used by this kind of model."""
         tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)
 
@@ -136,74 +139,79 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterStats | None]:
-        """The hidden states that the head reads, [B, S, D] in `dtype`, and the statistics of routers, None without any.
+        """Computes the inputs of the head, [B, S, D] in `dtype`, and the router statistics (None without routers).
 
         Args:
             tokens_BS: int32.
             positions_BS: int32, position inside the document.
             segments_BS: int32; a position attends only to earlier ones of its row in the same segment; -1 is padding.
-            dtype: of activations and of the operands of matrix products.
-            key: for dropout; None switches it off.
+            dtype: dtype of activations and of the operands of matrix products.
+            key: for dropout; None disables it.
         """
-        keys = self.part_keys(key)
+        keys = self.dropout_keys(key)
         ring = uses_ring(self.spec.blocks, dtype, tokens_BS.shape[1])
-        # Here and not where rows are cut: integers go to their places and one stream comes back, which is little beside
-        # the keys of a layer, and what reads a row in its order (targets, losses of one's own) finds it as it was.
+        # Reordered here and not where rows are sharded: integers go to their ring positions and one stream comes back,
+        # which is small compared to the keys of a layer. Code that reads a row in order (targets, custom losses) sees
+        # the original layout.
         row = tokens_BS, positions_BS, segments_BS
-        inner_BS, at_BS, of_BS = map(to_zigzag, row) if ring else row
-        x_BSD = self.enter(inner_BS, at_BS, dtype=dtype, key=keys.enter)
+        ordered_tokens_BS, ordered_positions_BS, ordered_segments_BS = map(to_zigzag, row) if ring else row
+        x_BSD = self.embed_input(ordered_tokens_BS, ordered_positions_BS, dtype=dtype, key=keys.embed)
         stats = None
         if axis_size("pipeline") > 1:
-            x_BSD = run_stages(self.spec, self.blocks, x_BSD, at_BS, of_BS, key=keys.blocks, ring=ring)
+            x_BSD = run_stages(
+                self.spec, self.blocks, x_BSD, ordered_positions_BS, ordered_segments_BS, key=keys.blocks, ring=ring
+            )
         else:
-            context = make_context(self.spec.blocks, at_BS, of_BS, ring=ring)
+            context = make_context(self.spec.blocks, ordered_positions_BS, ordered_segments_BS, ring=ring)
             x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
         x_BSD = from_zigzag(x_BSD) if ring else x_BSD
-        return self.leave(x_BSD, tokens_BS, segments_BS, key=keys.leave), stats
+        return self.head_input(x_BSD, tokens_BS, segments_BS, key=keys.head), stats
 
-    def part_keys(self, key: jax.Array | None) -> PartKeys:
-        """The keys of dropout in the parts of the model, from that of a microbatch; None switches it off."""
+    def dropout_keys(self, key: jax.Array | None) -> DropoutKeys:
+        """Derives the dropout keys of the parts of the model from the key of a microbatch; None disables dropout."""
         if key is None:
-            return PartKeys()
-        enter, blocks = jax.random.split(key)
-        return PartKeys(enter, blocks)
+            return DropoutKeys()
+        embed_key, blocks_key = jax.random.split(key)
+        return DropoutKeys(embed_key, blocks_key)
 
-    def enter(
+    def embed_input(
         self, tokens_BS: jax.Array, positions_BS: jax.Array, *, dtype: DTypeLike, key: jax.Array | None
     ) -> jax.Array:
-        """The stream before the first layer, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
+        """Computes the stream before the first layer, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
         # Embeddings are added, scaled and normalized in float32, and rounded to the compute dtype once.
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
         return dropout(x_BSD, self.spec.embedding.dropout, key)
 
-    def leave(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: Any) -> jax.Array:
-        """The hidden states that the head reads, from the stream after the last layer."""
+    def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
+        """Computes the inputs of the head from the stream after the last layer."""
         del tokens_BS, segments_BS, key
         return self.final_norm(x_BSD)
 
     def head_weight(self) -> jax.Array:
-        """The matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""
+        """Matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""
         return read(self.embed.tokens if self.head is None else self.head)
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
-        """The head: float32 [B, S, V] from what `hidden` returns; the product is in the dtype of `h_BSD`."""
+        """Applies the head: float32 [B, S, V] from the result of `hidden`; the product is in the dtype of `h_BSD`."""
         w_VD = self.head_weight().astype(h_BSD.dtype)
         h_MD = h_BSD.reshape(-1, h_BSD.shape[-1])
         logits_MV = self.head_matmul(h_MD, w_VD)
-        if (most := self.spec.head.softcap) is not None:
-            # The reciprocal is written out because XLA may turn a division into it in one program and not in another.
-            logits_MV = most * jnp.tanh(logits_MV * (1.0 / most))
+        if (cap := self.spec.head.softcap) is not None:
+            # The explicit reciprocal is needed because XLA may turn a division into it in one program and not in
+            # another.
+            logits_MV = cap * jnp.tanh(logits_MV * (1.0 / cap))
         return logits_MV.reshape(*h_BSD.shape[:-1], -1)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
-        """An empty cache of `capacity` positions for each of `batch_size` rows; `decode` computes in its dtype."""
+        """Makes an empty cache with `capacity` positions for `batch_size` rows each; `decode` computes in its dtype."""
         attention = self.spec.blocks[0].attention
-        # One array for all layers: their heads agree in number and size, whatever else differs between them.
+        # One array for all layers: their heads agree in number and size, even if other settings differ.
         shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
         return self.new_cache(shape, dtype)
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """Goes on from a cache with the numbers of a full forward pass: logits, float32 [B, T, V], and the new cache.
+        """Continues from a cache with the same results as a full forward pass: logits, float32 [B, T, V], and the new
+        cache.
 
         Arguments as for `decode_hidden`.
         """
@@ -211,11 +219,12 @@ class Decoder(nnx.Module):
         return self.logits(h_BTD), cache
 
     def decode_hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """The hidden states at T more positions of each row, [B, T, D], and the cache with their keys and values.
+        """Computes the hidden states at T more positions of each row, [B, T, D], and the cache with their keys and
+        values.
 
-        A result at position p is right when positions 0 to p of its row were given in order, here or before. Shorter
-        rows are filled up on the right with any tokens at the positions that follow; what is returned there means
-        nothing, and a later call overwrites what they left in the cache.
+        A result at position p is valid if positions 0 to p of its row were passed in order, in this call or before.
+        Shorter rows are padded on the right with any tokens at the following positions; the results there are
+        meaningless, and a later call overwrites their cache entries.
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.dtype)
         context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity)

@@ -1,4 +1,4 @@
-"""A decoder that writes what an encoder hears.
+"""Encoder-decoder for speech: a decoder that generates text from encoded audio features.
 
 Shape letters: B rows, S positions, T new tokens, M frames of the input, P features of a frame, F positions of the
 encoder, C channels, D hidden dimension, L layers, K key heads, H head size.
@@ -28,11 +28,11 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 
 _WIDTH = 3
-"""Frames that a position of a convolution reads."""
+"""Width of the convolutions, in frames."""
 
 
 class Encoder(nnx.Module):
-    """The encoder of an `EncoderSpec`."""
+    """The encoder described by an `EncoderSpec`."""
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         assert spec.encoder is not None
@@ -41,7 +41,7 @@ class Encoder(nnx.Module):
         dim, kernel = {"embed": spec.hidden_dim}, {"kernel": _WIDTH}
         self.conv1 = Linear({**kernel, "features": self.spec.num_features}, dim, bias=True, init=init)
         self.conv2 = Linear({**kernel, "channels": spec.hidden_dim}, dim, bias=True, init=init)
-        # A parameter, since checkpoints hold it, in their precision; `frozen_params` of a model keeps it as it is.
+        # A parameter, since checkpoints hold it at their precision; `frozen_params` of a model keeps it fixed.
         table = jnp.asarray(sinusoids(self.spec.num_positions, spec.hidden_dim))
         self.positions = nnx.Param(table, logical_axes=("position", "embed"))
         self.blocks = build_blocks(self.stack, init=init)
@@ -51,19 +51,19 @@ class Encoder(nnx.Module):
     def __call__(
         self, features_BMP: jax.Array, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> jax.Array:
-        """The stream after the last layer, normalized: [B, F, D] in `dtype`; the key is for dropout.
+        """Computes the stream after the last layer, normalized: [B, F, D] in `dtype`; the key is for dropout.
 
         Raises:
-            UserError: for features of another shape than that of the spec.
+            UserError: for features whose shape does not match the spec.
         """
         self._check(features_BMP.shape)
-        enter, layers, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
+        dropout_key, layers_key, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
         activation = ACTIVATIONS[self.spec.activation]
-        x_BMD = activation(self.conv1(_windows(features_BMP.astype(dtype), 1), key=adapters))
-        x_BFD = activation(self.conv2(_windows(x_BMD, 2), key=adapters))
+        x_BMD = activation(self.conv1(_conv_windows(features_BMP.astype(dtype), 1), key=adapters))
+        x_BFD = activation(self.conv2(_conv_windows(x_BMD, 2), key=adapters))
         x_BFD = (x_BFD.astype(jnp.float32) + read(self.positions, jnp.float32)[None]).astype(dtype)
-        x_BFD = dropout(x_BFD, self.spec.dropout, enter)
-        x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, _unmasked_context(x_BFD), key=layers)
+        x_BFD = dropout(x_BFD, self.spec.dropout, dropout_key)
+        x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, _unmasked_context(x_BFD), key=layers_key)
         return self.final_norm(x_BFD)
 
     def _check(self, shape: tuple[int, ...]) -> None:
@@ -75,8 +75,8 @@ class Encoder(nnx.Module):
             )
 
 
-def _windows(x_BMC: jax.Array, stride: int) -> jax.Array:
-    """The frames that each position of a convolution reads, [B, M / stride, 3, C]; there are zeros around the row.
+def _conv_windows(x_BMC: jax.Array, stride: int) -> jax.Array:
+    """Gathers the frames read by each position of a convolution, [B, M / stride, 3, C]; the row is zero-padded.
 
     A convolution is then one product of two matrices, whose sums have the same order on every device.
     """
@@ -93,15 +93,15 @@ def _unmasked_context(x_BFD: jax.Array) -> ForwardContext:
 
 
 class EncodedCache(NamedTuple):
-    """Keys and values of the tokens so far, and of what the encoder made of the row."""
+    """Keys and values of the tokens so far, and of the encoder output."""
 
-    own: KvCache
+    self_attention: KvCache
     cross: KvCache
-    """[L, B, F, K, H]; never changes."""
+    """[L, B, F, K, H]; constant."""
 
 
 class EncoderDecoder(Decoder):
-    """A decoder with an encoder, whose layers attend to it between their attention and their MLP."""
+    """A decoder with an encoder. Each layer has cross-attention between self-attention and MLP."""
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         super().__init__(spec, rngs=rngs)
@@ -110,44 +110,44 @@ class EncoderDecoder(Decoder):
     def hidden_of(
         self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> tuple[jax.Array, RouterStats | None]:
-        """As for `Decoder`.
+        """Same as for `Decoder`.
 
         Raises:
             UserError: for a batch without features.
         """
         if batch.features is None:
-            raise UserError(_NOTHING_HEARD)
-        keys = self.part_keys(key)
+            raise UserError(_NO_FEATURES)
+        keys = self.dropout_keys(key)
         encoder_key = None if key is None else jax.random.fold_in(key, 2)
         tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
         memory_BFD = self.encoder(jnp.asarray(batch.features), dtype=dtype, key=encoder_key)
-        x_BSD = self.enter(tokens_BS, positions_BS, dtype=dtype, key=keys.enter)
+        x_BSD = self.embed_input(tokens_BS, positions_BS, dtype=dtype, key=keys.embed)
         context = make_context(self.spec.blocks, positions_BS, segments_BS)._replace(memory=memory_BFD)
         x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
-        return self.leave(x_BSD, tokens_BS, segments_BS, key=keys.leave), stats
+        return self.head_input(x_BSD, tokens_BS, segments_BS, key=keys.head), stats
 
     def hidden_and_stats(self, *_: Any, **__: Any) -> Any:
-        """Raises `UserError`: tokens alone are not enough for this model; `hidden_of` takes them with features."""
-        raise UserError(_NOTHING_HEARD)
+        """Raises `UserError`: this model needs features as well as tokens; use `hidden_of`."""
+        raise UserError(_NO_FEATURES)
 
     def init_cache(self, *_: Any, **__: Any) -> Any:
-        """Raises `UserError`: a cache of this model begins with features, `listen`."""
-        raise UserError(_NOTHING_HEARD)
+        """Raises `UserError`: a cache of this model is created from features; use `encode`."""
+        raise UserError(_NO_FEATURES)
 
-    def listen(self, features_BMP: jax.Array, capacity: int, *, dtype: DTypeLike = jnp.float32) -> EncodedCache:
-        """Encodes rows of features, and makes the cache from which `decode` goes on.
+    def encode(self, features_BMP: jax.Array, capacity: int, *, dtype: DTypeLike = jnp.float32) -> EncodedCache:
+        """Encodes rows of features, and makes the cache for `decode`.
 
         Args:
             features_BMP: float32.
-            capacity: positions of tokens of each row.
-            dtype: of the cache, in which everything is computed.
+            capacity: number of token positions per row.
+            dtype: dtype of the cache and of all computation.
         """
         memory_BFD = self.encoder(features_BMP, dtype=dtype)
 
         def keys_and_values(block: nnx.Module) -> tuple[jax.Array, jax.Array]:
             return block.cross.keys_and_values(memory_BFD)  # pyright: ignore[reportAttributeAccessIssue]
 
-        # All layers are alike, and so stacked in one place of the period.
+        # All layers are alike, so they are stacked in the only slot of the period.
         assert self.spec.period == 1
         cross = KvCache(*jax.lax.map(keys_and_values, self.blocks["0"]))
         return EncodedCache(super().init_cache(len(features_BMP), capacity, dtype=dtype), cross)
@@ -155,16 +155,16 @@ class EncoderDecoder(Decoder):
     def decode_hidden(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: EncodedCache
     ) -> tuple[jax.Array, EncodedCache]:
-        """As for `Decoder`, with a cache that `listen` made."""
-        own = cache.own
-        x_BTD = self.embed(tokens_BT, positions_BT).astype(own.k.dtype)
-        context = make_cache_context(self.spec.blocks, positions_BT, own.k.shape[2])._replace(memory=cache.cross)
-        x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=own)
+        """Same as for `Decoder`, with a cache made by `encode`."""
+        self_cache = cache.self_attention
+        x_BTD = self.embed(tokens_BT, positions_BT).astype(self_cache.k.dtype)
+        context = make_cache_context(self.spec.blocks, positions_BT, self_cache.k.shape[2])._replace(memory=cache.cross)
+        x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=self_cache)
         assert filled is not None
-        return self.final_norm(x_BTD), cache._replace(own=filled)
+        return self.final_norm(x_BTD), cache._replace(self_attention=filled)
 
 
-_NOTHING_HEARD = (
+_NO_FEATURES = (
     "this model writes what it hears, but there is text alone: its rows need the features of audio (`data.format: "
     "{type: audio}`), and it goes on from no prompt of text"
 )

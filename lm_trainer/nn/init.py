@@ -1,4 +1,4 @@
-"""Initial values of parameters with their logical axes, and stacking of the parameters of many layers."""
+"""Initial values of parameters with their logical axes, and stacking of parameters over layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 LOGICAL_AXES = "logical_axes"
-"""The metadata key of a parameter's logical axes. Flax gives no meaning to it: no mesh is needed to build a model."""
+"""Metadata key of a parameter's logical axes. Flax ignores it, so building a model needs no mesh."""
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -27,11 +27,11 @@ class Initializer:
     residual_std: float
     """Standard deviation of weights that write to the residual stream."""
     flat: bool = False
-    """Draws one long row and reshapes it: compiles up to five times faster, but on a mesh each device first holds the
-    whole array. For small arrays, such as a parameter of one layer."""
+    """Samples one long row and reshapes it: compiles up to five times faster, but on a mesh each device first holds the
+    full array. For small arrays, such as a parameter of one layer."""
 
     def normal(self, dims: Mapping[str, int], *, residual: bool = False) -> nnx.Param:
-        """Draws from the normal distribution with mean 0."""
+        """Samples from the normal distribution with mean 0."""
         shape = tuple(dims.values())
         # Both ways draw the same bits: a generator numbers the elements of an array in C order.
         draw = jax.random.normal(self.rngs.params(), (math.prod(shape),) if self.flat else shape, jnp.float32)
@@ -44,9 +44,9 @@ class Initializer:
 
 
 def build_stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:
-    """Builds one module for as many layers as there are keys: each parameter has a leading `layers` axis.
+    """Builds one module with the parameters of as many layers as keys: each parameter has a leading `layers` axis.
 
-    They are built in a loop, so that only one layer's worth of random numbers exists at a time.
+    The layers are built in a loop, so only one layer's random numbers exist at a time.
     """
     module = jax.lax.map(lambda key: build(nnx.Rngs(key)), keys)
     for _, variable in nnx.iter_graph(module):

@@ -23,17 +23,17 @@ MatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Adapter(Protocol):
-    """A trained module beside a linear map; its result is added to that of the map."""
+    """A trained module whose result is added to the result of a linear map."""
 
     def __call__(self, x_MI: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Returns [M, O] in the dtype of `x_MI`; the key is for dropout, None switches it off."""
+        """Returns [M, O] in the dtype of `x_MI`; the key is for dropout, None disables it."""
         ...
 
 
 class Linear(nnx.Module):
     """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs.
 
-    The weight keeps its dimensions, (embed, heads, head_size) for example, so that a mesh can shard any of them.
+    The weight keeps its dimensions, (embed, heads, head_size) for example, so a mesh can shard any of them.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Linear(nnx.Module):
         self.weight = init.normal({**inputs, **outputs}, residual=residual)
         self.bias = init.constant(outputs, 0.0) if bias else None
         self.matmul: MatmulFn = jnp.matmul
-        # The attribute names the adapter's parameters in checkpoints: `<place>.lora.a`.
+        # This attribute is part of the names of adapter parameters in checkpoints: `<module path>.lora.a`.
         self.lora: Adapter | None = None
 
     def set_matmul(self, matmul: MatmulFn) -> None:
-        """Computes the product by `matmul` from now on, for example one that rounds its operands to 8 bits."""
+        """Computes the product with `matmul` from now on, for example with operands rounded to 8 bits."""
         self.matmul = matmul
 
     def set_adapter(self, adapter: Adapter) -> None:
@@ -63,25 +63,27 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.
 
-        The key is for the dropout of an adapter, None switches it off.
+        The key is for dropout in an adapter, None disables it.
         """
-        lead = x.shape[: x.ndim - len(self.in_shape)]
+        leading_shape = x.shape[: x.ndim - len(self.in_shape)]
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
         w_IO = read(self.weight, x.dtype).reshape(math.prod(self.in_shape), -1)
         x_MI = x.reshape(-1, w_IO.shape[0])
         y_MO = self.matmul(x_MI, w_IO)
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
-        y = y_MO.reshape(*lead, *self.out_shape)
+        y = y_MO.reshape(*leading_shape, *self.out_shape)
         return y if self.bias is None else y + with_rank_of(read(self.bias, x.dtype), y)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Sets elements to zero with probability `rate` and scales the rest, so that the mean stays; no key, no change."""
+    """Zeroes elements with probability `rate` and scales the others to keep the mean; without a key it returns `x`
+    unchanged.
+    """
     if key is None or rate == 0.0:
         return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+    keep_mask = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep_mask, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 
 def gelu_new(x: jax.Array) -> jax.Array:

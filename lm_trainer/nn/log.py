@@ -1,8 +1,7 @@
-"""`log`: reports a value from inside a model or a loss, wherever in it the value is computed.
+"""`log`: reports a value computed anywhere inside a model or a loss.
 
-While a step is traced, a call leaves an equation of the primitive `log_p` in the jaxpr, which
-`lm_trainer.step.loss.logged` turns into a result of the loss. Otherwise a call does nothing, and leaves nothing in any
-program.
+While a step is traced, a call adds an equation of the primitive `log_p` to the jaxpr, which
+`lm_trainer.step.loss.logged` turns into a result of the loss. Otherwise a call has no effect on any program.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from jax.interpreters import ad, batching
 from lm_trainer.core.errors import UserError
 
 RESERVED = frozenset({"loss", "weight", "grad_norm", "tokens", "squares", "learning_rate"})
-"""Names that a step gives to scalars of its own."""
+"""Names that a step uses for its own scalars."""
 
-# A context that JAX counts into the keys of its caches of traced functions: a function that was traced while nobody
-# listened is traced again. None: nobody listens; "": a step does; else the reason why a value cannot be taken here.
+# A context that JAX includes in the cache keys of traced functions: a function traced without a listener is traced a
+# second time with one. None: no listener; "": a step listens; otherwise the reason why values cannot be logged here.
 _listener = jax.make_user_context(None)
 
 
@@ -40,19 +39,19 @@ class Entry(NamedTuple):
 def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"] = "mean", each: bool = False) -> None:
     """Logs a scalar as `train/NAME` and, in evaluation, `eval/NAME`; see docs/how-to/track-a-run.md.
 
-    May be called under `jit`, `scan`, `cond` (alike in all branches) and `jax.checkpoint`. No gradient flows through
-    it. A call that runs more than once in a microbatch, as one in a layer does, gives the mean of its values. Outside
-    of a training step or an evaluation it does nothing.
+    May be called under `jit`, `scan`, `cond` (identically in all branches) and `jax.checkpoint`. No gradient flows
+    through it. A call that runs several times in a microbatch, for example in a layer, reports the mean of its values.
+    Outside of a training step or an evaluation it has no effect.
 
     Args:
-        name: of one call in the source; may have a group, as `attention/entropy`.
-        value: a scalar, which becomes float32.
+        name: unique to one call in the source; may have a group, as `attention/entropy`.
+        value: a scalar, converted to float32.
         reduce: `mean`: a property of the microbatch, averaged over microbatches by the sums of their weights. `sum`: a
-            sum over tokens, each times its weight, which is added over microbatches and divided by the sum of weights.
-        each: also log the values of one call by themselves, as `NAME/0`, `NAME/1`, ... in the order of execution.
+            weighted sum over tokens, which is added over microbatches and divided by the sum of weights.
+        each: also log every execution of the call separately, as `NAME/0`, `NAME/1`, ... in the order of execution.
 
     Raises:
-        UserError: for a value that is no scalar, a name that is reserved, or a place from which no value can be taken.
+        UserError: for a non-scalar value, a reserved name, or a call in code whose values cannot be returned.
     """
     listener = _listener.value
     if listener is None:
@@ -71,13 +70,13 @@ def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"
     log_p.bind(x, entry=entry)
 
 
-def listening() -> AbstractContextManager[Any]:
-    """Lets calls of `log` leave their equations in what is traced meanwhile."""
+def listening() -> AbstractContextManager[None]:
+    """Makes calls of `log` add their equations to programs traced in this context."""
     return _listener("")
 
 
-def refusing(reason: str) -> AbstractContextManager[Any]:
-    """Refuses calls of `log` with this reason in what is traced meanwhile, where a step would lose their values."""
+def refusing(reason: str) -> AbstractContextManager[None]:
+    """Refuses calls of `log` with this reason in programs traced in this context; a step would lose their values."""
     return _listener(reason)
 
 
@@ -99,12 +98,12 @@ def _batched(values: Any, dims: Any, *, entry: Entry) -> Any:
 
 
 def _differentiated(primals: Any, tangents: Any, *, entry: Entry) -> Any:
-    del tangents  # of a value through which no gradient flows
+    del tangents  # of a value without gradient
     return log_p.bind(*primals, entry=entry), []
 
 
 log_p = Primitive("log")
-"""Takes a float32 scalar and its `Entry`, and has no result."""
+"""Takes a float32 scalar and its `Entry`, and returns no result."""
 log_p.multiple_results = True
 log_p.def_abstract_eval(lambda _, **__: [])
 batching.primitive_batchers[log_p] = _batched

@@ -14,8 +14,8 @@ from lm_trainer.core.config import Config
 
 
 class LoraConfig(Config):
-    """Low-rank adapters: beside each chosen linear layer W of a frozen model, x W + scale * (x A) B with only A and B
-    trained. The scale is alpha / rank. B starts at zero, so training starts at the model itself.
+    """Low-rank adapters: each selected linear layer W of a frozen model computes x W + scale * (x A) B, with only A and
+    B trained. The scale is alpha / rank. B starts at zero, so training starts from the unchanged model.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -35,14 +35,14 @@ class LoraConfig(Config):
     alpha: PositiveFloat = 8.0
     """The adapter's product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what enters an adapter; what enters the frozen layer stays whole."""
+    """Dropout on the input of an adapter; the input of the frozen layer is not dropped."""
     target_modules: str | tuple[str, ...] | None = None
     """Linear layers that get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
-    v_proj]` or `[attention.*]`: whole components from the end of a layer's name here or in `transformers`, `*` for
-    anything. A string: a regular expression for the whole of either name."""
+    v_proj]` or `[attention.*]`: complete components from the end of a layer's name here or in `transformers`, `*` for
+    anything. A string: a regular expression that matches the complete name in either form."""
     use_rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead, so that the size of updates does not shrink as the rank grows
-    (Kalajdzievski 2023, arXiv 2312.03732)."""
+    """Multiply by alpha / sqrt(rank) instead, so the size of updates does not shrink as the rank grows (Kalajdzievski
+    2023, arXiv 2312.03732)."""
 
     @field_validator("target_modules")
     @classmethod
@@ -60,18 +60,18 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """The factor of the adapter's product."""
+        """Factor of the adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def patterns(self) -> tuple[str, ...] | None:
-        """The patterns of `target_modules`, each of which must match a layer; None: every layer is chosen."""
+        """The patterns of `target_modules`, each of which must match a layer; None: every layer is selected."""
         if self.target_modules in (None, "all-linear"):
             return None
         return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Returns true if `pattern`, one of `patterns`, matches the module of this dotted name."""
+        """Returns true if `pattern`, one of `patterns`, matches the module with this dotted name."""
         if isinstance(self.target_modules, str):
             return re.fullmatch(pattern, name) is not None
         parts = name.split(".")
@@ -79,4 +79,4 @@ class LoraConfig(Config):
 
 
 AnyAdapter = LoraConfig
-"""The kinds of adapter that `adapter:` accepts."""
+"""The kinds of adapter accepted by `adapter:`."""

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token, whole or in blocks of tokens that never hold all logits at once.
+"""Cross-entropy of the next token, computed at once or in blocks of tokens that never hold all logits together.
 
 Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D hidden dimension, V vocabulary.
 """
@@ -6,7 +6,8 @@ Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D h
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +18,27 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.parallel.collectives import batch_parts, group_sum, whole_on_one
 
+Carry = TypeVar("Carry")
+Out = TypeVar("Out")
+_Block = tuple[jax.Array, jax.Array, jax.Array]
+"""Hidden states [C, D], targets [C] and weights [C] of a block, or of all blocks with a leading axis."""
+
 
 class LossTerms(NamedTuple):
-    """Terms computed of the logits besides the cross-entropy."""
+    """Terms computed from the logits in addition to the cross-entropy."""
 
     z_loss_weight: float = 0.0
     """Weight of the penalty that keeps the softmax's normalizer near 1; 0: none."""
     entropy: bool = False
-    """Asks for the sum of the entropies of the predicted distributions."""
+    """Requests the sum of the entropies of the predicted distributions."""
 
 
 CROSS_ENTROPY = LossTerms()
-"""Nothing else."""
+"""Only the cross-entropy."""
 
 
 class TokenSums(NamedTuple):
-    """Sums over tokens, each with its weight: float32 scalars, None for what `LossTerms` does not ask for."""
+    """Weighted sums over tokens: float32 scalars, None for terms not requested by `LossTerms`."""
 
     nll: jax.Array
     """-log p(target), in nats."""
@@ -51,19 +57,19 @@ def token_loss(
     block_size: int | None = None,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """The weighted sum of -log p(target) in nats, the sum of the weights, and other sums with the same weights.
+    """Returns the weighted sum of -log p(target) in nats, the sum of the weights, and other sums with the same weights.
 
-    Float32 scalars; sums, because they add up over microbatches where means do not. The penalties of routers and the
-    z-loss are part of the gradient of the loss but not of its value, which so means the same for every model.
+    Float32 scalars; sums, because they add up over microbatches and means do not. The penalties of routers and the
+    z-loss contribute to the gradient of the loss but not to its value, which so means the same for every model.
 
     Args:
         model: the decoder.
         batch: the rows; their weights may be any numbers.
         dtype: compute dtype; the loss itself is float32.
-        key: for dropout; None switches it off.
-        block_size: how many tokens are processed together in the head; None: all. Smaller blocks need less memory
+        key: for dropout; None disables it.
+        block_size: number of tokens that the head processes together; None: all. Smaller blocks need less memory
             (`block_size` x V logits at a time); from about 512 on they cost no time.
-        terms: what else is computed of the logits; `z_loss` and `entropy` are then among the other sums.
+        terms: additional terms computed from the logits; `z_loss` and `entropy` are then among the other sums.
     """
     h_BSD, stats = model.hidden_of(batch, dtype=dtype, key=key)
     return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
@@ -78,19 +84,19 @@ def hidden_loss(
     block_size: int | None = None,
     terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """As `token_loss`, from what `Decoder.hidden_and_stats` returns."""
+    """Same as `token_loss`, from the results of `Decoder.hidden_and_stats`."""
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
     settings = _Settings(block_size, model.spec.head.softcap, terms, batch_parts())
-    found: Any = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
-    loss, *others = found
+    sums_of_terms: TokenSums = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
+    loss, *other_terms = sums_of_terms
     weight = jnp.sum(weights_N)
-    sums = zip(TokenSums._fields[1:], others, strict=True)
+    sums = zip(TokenSums._fields[1:], other_terms, strict=True)
     metrics = {name: jax.lax.stop_gradient(value) for name, value in sums if value is not None}
     if stats is None:
         return loss, weight, metrics
-    # Means over layers and tokens, times the weight of the microbatch: so they add up over microbatches as losses do.
+    # Means over layers and tokens, times the weight of the microbatch, so they add up over microbatches as losses do.
     tokens = jnp.maximum(group_sum(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
     means = jax.tree.map(lambda share: share * (group_sum(weight) / (model.spec.num_routers * tokens)), stats)
     metrics |= {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
@@ -101,11 +107,11 @@ def hidden_loss(
 def token_nll(
     model: Decoder, batch: Batch, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """As `token_loss` without dropout, with values of each position as the other sums, float32 [B, S].
+    """Same as `token_loss` without dropout, with per-position values as the other sums, float32 [B, S].
 
-    `nll` is -log p(target); with `top`, `rank` is the number of tokens that are likelier than the target, and `top_ids`
-    and `top_nll`, [B, S, top], are the likeliest tokens. Where devices share a microbatch, all of its positions are in
-    these arrays on one of them, and zeros on the others.
+    `nll` is -log p(target). With `top`, `rank` is the number of tokens more likely than the target, and `top_ids` and
+    `top_nll`, [B, S, top], are the most likely tokens. If devices share a microbatch, one of them has the values of all
+    positions in these arrays, and the others have zeros.
     """
     h_BSD, _ = model.hidden_of(batch, dtype=dtype)
     return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
@@ -114,23 +120,23 @@ def token_nll(
 def hidden_nll(
     model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """As `token_nll`, from what `Decoder.hidden` returns."""
+    """Same as `token_nll`, from the result of `Decoder.hidden`."""
     settings = _Settings(block_size, model.spec.head.softcap, parts=batch_parts())
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
-    blocks, w_VD = _in_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
+    blocks, w_VD = _split_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
 
-    def body(nothing: tuple[()], block: Any) -> tuple[tuple[()], dict[str, jax.Array]]:
+    def body(carry: tuple[()], block: _Block) -> tuple[tuple[()], dict[str, jax.Array]]:
         h_CD, targets_C, _ = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
-        found = {"nll": softmax.of_tokens(CROSS_ENTROPY).nll}
-        return nothing, found | (softmax.likeliest(targets_C, top) if top else {})
+        values = {"nll": softmax.of_tokens(CROSS_ENTROPY).nll}
+        return carry, values | (softmax.top_tokens(targets_C, top) if top else {})
 
-    each = _fold(body, (), blocks)[1]
-    found = {name: _out_of_blocks(x, h_ND.shape[0], settings.parts) for name, x in each.items()}
-    found = {name: x.reshape(*h_BSD.shape[:2], *x.shape[1:]) for name, x in found.items()}
+    stacked = _scan_blocks(body, (), blocks)[1]
+    per_position = {name: _merge_blocks(x, h_ND.shape[0], settings.parts) for name, x in stacked.items()}
+    per_position = {name: x.reshape(*h_BSD.shape[:2], *x.shape[1:]) for name, x in per_position.items()}
     weights_BS = jnp.asarray(batch.weights).astype(jnp.float32)
-    metrics = {name: whole_on_one(x) for name, x in found.items()}
-    return jnp.sum(weights_BS * found["nll"]), jnp.sum(weights_BS), metrics
+    metrics = {name: whole_on_one(x) for name, x in per_position.items()}
+    return jnp.sum(weights_BS * per_position["nll"]), jnp.sum(weights_BS), metrics
 
 
 def weighted_nll(
@@ -142,7 +148,7 @@ def weighted_nll(
     softcap: float | None = None,
 ) -> jax.Array:
     """sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; `softcap` as in `HeadSpec`."""
-    sums: Any = _token_sums(h_ND, w_VD, targets_N, weights_N, _Settings(block_size, softcap))
+    sums: TokenSums = _token_sums(h_ND, w_VD, targets_N, weights_N, _Settings(block_size, softcap))
     return sums.nll
 
 
@@ -153,27 +159,27 @@ class _Settings(NamedTuple):
     softcap: float | None
     terms: LossTerms = CROSS_ENTROPY
     parts: int = 1
-    """Parts of the tokens that lie on devices of their own, of which each is cut into blocks."""
+    """Parts of the tokens on different devices, each of which is split into blocks."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _token_sums(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> TokenSums:
-    """Sums over the tokens; the gradient of `nll` is that of `nll + z_loss`, and the others have none.
+    """Sums over the tokens; the gradient of `nll` is the gradient of `nll + z_loss`, and the other terms have none.
 
-    Under differentiation the gradients are made block by block in the forward pass, while the logits are there, so
-    that no logits are kept or recomputed; without it nothing but the sums is computed. Products are in the dtype of
-    `h_ND` and logits in float32; the gradient of `w_VD` is summed in float32 over the blocks.
+    Under differentiation the gradients are computed block by block in the forward pass, while the logits exist, so no
+    logits are saved or recomputed; otherwise only the sums are computed. Products are in the dtype of `h_ND` and logits
+    in float32; the gradient of `w_VD` is summed in float32 over the blocks.
     """
-    blocks = _in_blocks(h_ND, targets_N, weights_N, settings)
+    blocks = _split_blocks(h_ND, targets_N, weights_N, settings)
 
-    def body(totals: TokenSums, block: Any) -> tuple[TokenSums, None]:
+    def body(totals: TokenSums, block: _Block) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
-        return _add(totals, softmax.of_tokens(settings.terms), weights_C), None
+        return _add_weighted(totals, softmax.of_tokens(settings.terms), weights_C), None
 
-    return _fold(body, _zero_sums(settings.terms), blocks, w_VD)[0]
+    return _scan_blocks(body, _zero_sums(settings.terms), blocks, w_VD)[0]
 
 
 class _Softmax(NamedTuple):
@@ -184,16 +190,16 @@ class _Softmax(NamedTuple):
     e_CV: jax.Array
     """exp(shifted)."""
     sums_C1: jax.Array
-    """The row sums of e."""
+    """Row sums of e."""
     log_z_C1: jax.Array
-    """The logarithms of the row sums of exp(logits)."""
+    """Logarithms of the row sums of exp(logits)."""
     right_C1: jax.Array
-    """The logits of the targets."""
+    """Logits of the targets."""
     slopes_CV: jax.Array | None
     """Derivatives of the softcapped logits by the logits."""
 
     def of_tokens(self, terms: LossTerms) -> TokenSums:
-        """The summands of each token, float32 [C]."""
+        """Computes the summands of each token, float32 [C]."""
         z_loss_C = entropy_C = None
         nll_C = (self.log_z_C1 - self.right_C1)[:, 0]
         if terms.z_loss_weight:
@@ -203,9 +209,9 @@ class _Softmax(NamedTuple):
             entropy_C = (jnp.log(self.sums_C1) - expected_C1)[:, 0]
         return TokenSums(nll_C, z_loss_C, entropy_C)
 
-    def likeliest(self, targets_C: jax.Array, count: int) -> dict[str, jax.Array]:
-        """As `token_nll` with `top`, float32 [C] and [C, count]."""
-        # Among the same numbers, so that no rounding puts a token before itself.
+    def top_tokens(self, targets_C: jax.Array, count: int) -> dict[str, jax.Array]:
+        """Same as `token_nll` with `top`, float32 [C] and [C, count]."""
+        # Compares identical numbers, so rounding cannot rank a token before itself.
         target_C1 = jnp.take_along_axis(self.shifted_CV, targets_C[:, None], axis=-1, mode="fill")
         rank_C = jnp.sum(self.shifted_CV > target_C1, axis=-1)
         top_CK, ids_CK = jax.lax.top_k(self.shifted_CV, count)
@@ -213,7 +219,7 @@ class _Softmax(NamedTuple):
         return {"rank": rank_C.astype(jnp.float32), "top_ids": ids_CK.astype(jnp.float32), "top_nll": top_nll_CK}
 
     def scale(self, terms: LossTerms) -> jax.Array:
-        """[C, 1]: times e, the derivative of nll + z_loss for the logits, but for the 1 of the target."""
+        """[C, 1]: times e, the derivative of nll + z_loss by the logits, except for the 1 of the target."""
         reciprocal_C1 = 1.0 / self.sums_C1
         if not terms.z_loss_weight:
             return reciprocal_C1
@@ -226,23 +232,23 @@ def _softmax(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array, softcap: fl
     if softcap is not None:
         bounded_CV = jnp.tanh(logits_CV * (1.0 / softcap))
         logits_CV, slopes_CV = softcap * bounded_CV, 1.0 - jnp.square(bounded_CV)
-    # The largest exponent is 0, so that no exponential overflows and the sum is at least 1.
+    # The largest exponent is 0, so no exponential overflows and the sum is at least 1.
     highest_C1 = jnp.max(logits_CV, axis=-1, keepdims=True)
     shifted_CV = logits_CV - highest_C1
     e_CV = jnp.exp(shifted_CV)
     sums_C1 = jnp.sum(e_CV, axis=-1, keepdims=True)
-    # A target past the vocabulary makes the loss NaN, which is noticed, instead of that of another token.
+    # A target past the vocabulary makes the loss NaN, which is noticed, instead of the loss of another token.
     right_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
     return _Softmax(shifted_CV, e_CV, sums_C1, highest_C1 + jnp.log(sums_C1), right_C1, slopes_CV)
 
 
 def _zero_sums(terms: LossTerms) -> TokenSums:
-    # Arrays of their own: one array in two places of a loop's start would be one value to the compiler.
-    asked = (True, bool(terms.z_loss_weight), terms.entropy)
-    return TokenSums(*(jnp.zeros((), jnp.float32) if there else None for there in asked))  # pyright: ignore[reportArgumentType]
+    # Separate arrays: one array used twice in a loop's initial value would be a single value to the compiler.
+    requested = (True, bool(terms.z_loss_weight), terms.entropy)
+    return TokenSums(*(jnp.zeros((), jnp.float32) if is_requested else None for is_requested in requested))  # pyright: ignore[reportArgumentType]
 
 
-def _add(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) -> TokenSums:
+def _add_weighted(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) -> TokenSums:
     return jax.tree.map(lambda total, x_C: total + jnp.sum(weights_C * x_C), totals, tokens)
 
 
@@ -250,35 +256,37 @@ def _add(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) -> TokenSum
 def _forward(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[TokenSums, tuple[jax.Array, jax.Array, jax.Array]]:
-    # Cast here, once, and not again for every block.
-    blocks, terms = _in_blocks(h_ND, targets_N, weights_N, settings), settings.terms
+    # Cast once here, instead of in every block.
+    blocks, terms = _split_blocks(h_ND, targets_N, weights_N, settings), settings.terms
     cast_VD = w_VD.astype(h_ND.dtype)
 
-    def body(carry: tuple[TokenSums, jax.Array], block: Any) -> tuple[Any, Any]:
+    def body(
+        carry: tuple[TokenSums, jax.Array], block: _Block
+    ) -> tuple[tuple[TokenSums, jax.Array], tuple[jax.Array, jax.Array]]:
         totals, dw = carry
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, cast_VD, targets_C, settings.softcap)
         tokens = softmax.of_tokens(terms)
         loss_C = tokens.nll if tokens.z_loss is None else tokens.nll + tokens.z_loss
         scale_C1 = softmax.scale(terms)
-        # A comparison that fuses into the subtraction, where a scatter would be an operation of its own.
+        # A comparison fuses into the subtraction; a scatter would be a separate operation.
         hot_CV = targets_C[:, None] == jnp.arange(w_VD.shape[0])[None, :]
         d_CV = weights_C[:, None] * (softmax.e_CV * scale_C1 - hot_CV)
-        # Rounded to the compute dtype, so that both products of the backward pass run in it.
+        # Rounded to the compute dtype, so both products of the backward pass run in it.
         d_CV = (d_CV if softmax.slopes_CV is None else d_CV * softmax.slopes_CV).astype(h_CD.dtype)
         dw = dw + _head_gradient(d_CV, h_CD, settings.parts)
-        return (_add(totals, tokens, weights_C), dw), (d_CV @ cast_VD, loss_C)
+        return (_add_weighted(totals, tokens, weights_C), dw), (d_CV @ cast_VD, loss_C)
 
     shape = w_VD.shape if settings.parts == 1 else (settings.parts, *w_VD.shape)
     zero = (_zero_sums(terms), jnp.zeros(shape, jnp.float32))
-    (totals, dw), (dh, loss) = _fold(body, zero, blocks, w_VD)
+    (totals, dw), (dh, loss) = _scan_blocks(body, zero, blocks, w_VD)
     dw_VD = dw if settings.parts == 1 else jnp.sum(dw, axis=0)
-    dh_ND, loss_N = (_out_of_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
+    dh_ND, loss_N = (_merge_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
     return totals, (dh_ND, dw_VD.astype(w_VD.dtype), loss_N)
 
 
 def _head_gradient(d_CV: jax.Array, h_CD: jax.Array, parts: int) -> jax.Array:
-    """float32 [V, D]; of several parts [parts, V, D], which no device adds to another's before the last block."""
+    """float32 [V, D]; with several parts [parts, V, D], which are added across devices only after the last block."""
     if parts == 1:
         return jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
     d_PCV, h_PCD = (x.reshape(parts, -1, x.shape[-1]) for x in (d_CV, h_CD))
@@ -290,7 +298,7 @@ def _backward(
     settings: _Settings, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangents: TokenSums
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     del settings
-    # The gradients are those for a cotangent of 1. The loss is linear in the weights, so that the losses are theirs.
+    # The gradients assume a cotangent of 1. The loss is linear in the weights, so the losses are their gradient.
     dh_ND, dw_VD, loss_N = (r.astype(jnp.float32) * cotangents.nll for r in residuals)
     return dh_ND.astype(residuals[0].dtype), dw_VD.astype(residuals[1].dtype), None, loss_N
 
@@ -298,46 +306,48 @@ def _backward(
 _token_sums.defvjp(_forward, _backward)
 
 
-def _in_blocks(
+def _split_blocks(
     h_ND: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens as [blocks, C, ...], filled up with tokens of weight 0.
+    """Splits the tokens into [blocks, C, ...], padded with tokens of weight 0.
 
-    Of several parts, a block has C / parts tokens of each: cut across parts, it would be one device's alone, and XLA
-    would share its logits out over all of them.
+    With several parts, a block has C / parts tokens of each: a block within one part would belong to a single device,
+    and XLA would distribute its logits over all devices.
     """
     parts = settings.parts
     n = h_ND.shape[0] // parts
     size = min(settings.block_size or n, n)
     count = -(-n // size)
 
-    def cut(a: jax.Array) -> jax.Array:
+    def split(a: jax.Array) -> jax.Array:
         if parts == 1:
-            # Zeros give a finite loss, which the weight of 0 takes out of every sum exactly.
+            # Zeros give a finite loss, which the weight of 0 removes from every sum exactly.
             return jnp.pad(a, [(0, count * size - n)] + [(0, 0)] * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
         x = a.reshape(parts, n, *a.shape[1:])
         x = jnp.pad(x, [(0, 0), (0, count * size - n)] + [(0, 0)] * (a.ndim - 1))
         x = jnp.moveaxis(x.reshape(parts, count, size, *a.shape[1:]), 1, 0)
         return x.reshape(count, parts * size, *a.shape[1:])
 
-    return cut(h_ND), cut(targets_N), cut(weights_N)
+    return split(h_ND), split(targets_N), split(weights_N)
 
 
-def _out_of_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
-    """[N, ...] from [blocks, C, ...]: the inverse of `_in_blocks`."""
+def _merge_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
+    """Restores [N, ...] from [blocks, C, ...]: the inverse of `_split_blocks`."""
     if parts == 1:
         return x.reshape(-1, *x.shape[2:])[:n]
     x = jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
     return x.reshape(parts, -1, *x.shape[3:])[:, : n // parts].reshape(n, *x.shape[3:])
 
 
-def _fold(body: Any, zero: Any, blocks: Any, *others: jax.Array) -> Any:
-    """`lax.scan`, without a loop for a single block; `others` are the arrays besides `blocks` that `body` reads."""
+def _scan_blocks(
+    body: Callable[[Carry, _Block], tuple[Carry, Out]], zero: Carry, blocks: _Block, *closed_over: jax.Array
+) -> tuple[Carry, Out]:
+    """`lax.scan`, without a loop for a single block; `closed_over` are arrays read by `body` other than `blocks`."""
     if jax.tree.leaves(blocks)[0].shape[0] == 1:
         carry, out = body(zero, jax.tree.map(lambda a: a[0], blocks))
         return carry, jax.tree.map(lambda a: a[None], out)
-    # Inside a shard_map a loop insists that its start varies over the devices as its end does. A zero that is made
-    # from the inputs does, on every version of JAX, and costs nothing.
-    inputs = [*jax.tree.leaves(blocks), *others]
-    nothing = sum(jnp.where(False, a.reshape(-1)[0], 0).astype(jnp.float32) for a in inputs)
-    return jax.lax.scan(body, jax.tree.map(lambda a: a + nothing, zero), blocks)
+    # Inside a shard_map, a loop requires its initial value to vary over devices like its result. A zero derived from
+    # the inputs does, on every version of JAX, at no cost.
+    inputs = [*jax.tree.leaves(blocks), *closed_over]
+    zero_from_inputs = sum(jnp.where(False, a.reshape(-1)[0], 0).astype(jnp.float32) for a in inputs)
+    return jax.lax.scan(body, jax.tree.map(lambda a: a + zero_from_inputs, zero), blocks)

@@ -1,4 +1,4 @@
-"""The position-wise part of a layer.
+"""The position-wise MLP of a layer.
 
 Shape letters: B rows, S positions, D hidden dimension.
 """
@@ -18,14 +18,14 @@ class Mlp(nnx.Module):
 
     def __init__(self, spec: MlpSpec, dim: int, *, init: Initializer):
         self.spec = spec
-        # The order of these lines is that of the random keys: another one would draw other initial weights.
+        # The order of these lines determines the random keys: another order would change the initial weights.
         self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init)
         self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, bias=spec.bias, init=init, residual=True)
         gate = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init) if spec.gated else None
         self.gate = gate
 
     def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Returns [B, S, D] in the dtype of `x_BSD`; the key is for the dropout of adapters."""
+        """Returns [B, S, D] in the dtype of `x_BSD`; the key is for dropout in adapters."""
         activation = ACTIVATIONS[self.spec.activation]
         if self.gate is None:
             return self.down(activation(self.up(x_BSD, key=key)), key=key)

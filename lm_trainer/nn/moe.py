@@ -1,8 +1,7 @@
-"""A mixture of experts in the place of the MLP: each token is computed by the few experts that its router chooses.
+"""A mixture of experts instead of the MLP: a router selects a few experts for each token.
 
-Shape letters: B rows, S positions, M tokens (B x S), D hidden dimension, F width of an expert, E experts, K experts of
-each token, A assignments (M x K),
-Y experts and their widths (E x F).
+Shape letters: B rows, S positions, M tokens (B x S), D hidden dimension, F width of an expert, E experts, K experts per
+token, A assignments (M x K), Y experts and their widths (E x F).
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class RouterStats(NamedTuple):
-    """Statistics of routers, summed over layers and over the tokens that are no padding; float32 scalars."""
+    """Router statistics, summed over layers and non-padding tokens; float32 scalars."""
 
     balance: jax.Array
     """Times tokens: E * sum_e f_e P_e, with f the assignments of an expert per token and P its mean probability (Fedus
-    et al. 2021, equation 4). K where experts share the tokens equally, more otherwise."""
+    et al. 2021, equation 4). K if experts share the tokens equally, more otherwise."""
     z: jax.Array
     """log(sum(exp(router logits)))^2 (Zoph et al. 2022, equation 5)."""
     overload: jax.Array
@@ -41,12 +40,14 @@ class RouterStats(NamedTuple):
 
 
 def zero_router_stats() -> RouterStats:
-    """The sums of nothing."""
+    """Initial values of the sums."""
     return RouterStats(*(jnp.zeros((), jnp.float32),) * len(RouterStats._fields))
 
 
 class Moe(nnx.Module):
-    """Every token gets all its experts (no capacity, nothing dropped); their results are added by router weight."""
+    """Computes all selected experts of every token (no capacity limit, no dropped tokens), and adds results by router
+    weight.
+    """
 
     def __init__(self, spec: MoeSpec, dim: int, *, init: Initializer):
         self.spec = spec
@@ -58,39 +59,41 @@ class Moe(nnx.Module):
         self.down = init.normal(down, residual=True)
 
     def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
-        """The result in the dtype of `x_BSD`, and the statistics over the tokens where `valid_BS`, boolean, is true."""
+        """Returns the result in the dtype of `x_BSD`, and the statistics over the tokens where the boolean `valid_BS`
+        is true.
+        """
         spec = self.spec
         x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        # Columns of the router are stored with their experts, but the choice is among all experts.
+        # Columns of the router are stored with their experts, but a token chooses among all experts.
         router_DE = all_gather(read(self.router), "expert", 1)
-        # In float32: rounding would change which experts are chosen (Fedus et al. 2021, section 2.4).
+        # In float32: rounding would change the selected experts (Fedus et al. 2021, section 2.4).
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
-        # XLA would choose among the rows of all devices, on each of them.
+        # XLA would run top-k over the rows of all devices, on each of them.
         weights_MK, experts_MK = from_own_rows(lambda probs_ME: jax.lax.top_k(probs_ME, spec.top_k), (probs_ME,), ())
         if spec.renormalize:
             weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
-        y_MD = self._mixed(x_MD, experts_MK, weights_MK)
-        stats = _stats(spec, logits_ME, probs_ME, experts_MK, valid_BS.reshape(-1))
+        y_MD = self._mix_experts(x_MD, experts_MK, weights_MK)
+        stats = _router_stats(spec, logits_ME, probs_ME, experts_MK, valid_BS.reshape(-1))
         return y_MD.reshape(x_BSD.shape), stats
 
-    def _mixed(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
-        """The sum of the results of each token's experts, by weight.
+    def _mix_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+        """Adds the results of each token's experts, by weight.
 
-        Where devices share the experts, each computes its own for the tokens of all, and gets back the sums of its own
-        tokens: whatever the router chooses, nothing is dropped, and nothing but tokens travels.
+        If devices share the experts, each computes its local experts for the tokens of all devices, and receives the
+        sums of its local tokens. Tokens are never dropped, and only tokens are communicated.
         """
         x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
-        if _dense(self.spec):
-            return reduce_scatter(self._by_all(x_MD, experts_MK, weights_MK), "expert", 0)
-        # Sorted among the rows of all devices, every token would travel to all of them.
+        if _use_dense(self.spec):
+            return reduce_scatter(self._dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
+        # Sorted among the rows of all devices, every token would be sent to all of them.
         weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
-        y_MKD = from_own_rows(self._compute, (x_MD, experts_MK), weights)
+        y_MKD = from_own_rows(self._grouped_experts, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 
-    def _by_all(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
-        """The experts of this device side by side as one MLP, with weights of 0 for what was not chosen."""
+    def _dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+        """Computes the experts of this device as one wide MLP, with weights of 0 for unselected experts."""
         dtype, count = x_MD.dtype, self.gate[...].shape[0]
         first = axis_index("expert") * count if axis_size("expert") > 1 else 0
         chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)[None, None, :]
@@ -105,10 +108,10 @@ class Moe(nnx.Module):
         down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
-    def _compute(
+    def _grouped_experts(
         self, x_MD: jax.Array, experts_MK: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
     ) -> jax.Array:
-        """The results of each token's experts, [M, K, D]; zero for the experts of other devices.
+        """Computes each token's experts, [M, K, D]; zero for the experts of other devices.
 
         Assignments are sorted by expert, multiplied in groups, and sorted back.
         """
@@ -116,21 +119,21 @@ class Moe(nnx.Module):
         experts_A, count = experts_MK.reshape(-1), gate_EDF.shape[0]
         if shared:
             experts_A = experts_A - axis_index("expert") * count
-            # Assignments to experts of other devices are numbered past all of ours, so that they are sorted to the end.
+            # Assignments to experts of other devices get numbers past all local ones, so they are sorted to the end.
             experts_A = jnp.where((experts_A >= 0) & (experts_A < count), experts_A, count)
-        # Stable, so that the order of the tokens of an expert, and with it that of sums over them, is fixed.
+        # Stable, to fix the order of the tokens of an expert, and with it the order of sums over them.
         order_A = jnp.argsort(experts_A, stable=True)
         inverse_A = jnp.argsort(order_A, stable=True)
         counts_E = jnp.bincount(experts_A, length=count + shared)[:count].astype(jnp.int32)
         x_AD = _permute(jnp.repeat(x_MD, top_k, axis=0), order_A, inverse_A)
-        # `ragged_dot` does not promise anything for rows past the last group: they are zeroed before and after it.
-        mine_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
-        x_AD = jnp.where(mine_A1, x_AD, 0) if shared else x_AD
+        # `ragged_dot` does not guarantee results for rows past the last group: they are zeroed before and after it.
+        local_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
+        x_AD = jnp.where(local_A1, x_AD, 0) if shared else x_AD
         gate_AF = jax.lax.ragged_dot(x_AD, gate_EDF, counts_E)
         up_AF = jax.lax.ragged_dot(x_AD, up_EDF, counts_E)
         h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
         y_AD = jax.lax.ragged_dot(h_AF, down_EFD, counts_E)
-        y_AD = jnp.where(mine_A1, y_AD, 0) if shared else y_AD
+        y_AD = jnp.where(local_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
 
 
@@ -141,11 +144,11 @@ def _announce(platform: str) -> None:
     )
 
 
-def _dense(spec: MoeSpec) -> bool:
+def _use_dense(spec: MoeSpec) -> bool:
     """`spec.dense` with its default resolved.
 
-    Only for TPUs has XLA a product of groups. Elsewhere its product computes every expert for every assignment, which
-    is `top_k` times as much.
+    XLA has a grouped product only for TPUs. On other platforms its product computes every expert for every assignment,
+    which is `top_k` times as much work.
     """
     platform = target_platform()
     if spec.dense is None and platform != "tpu":
@@ -156,7 +159,7 @@ def _dense(spec: MoeSpec) -> bool:
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order]; its gradient is a permutation as well, where a gather's would add in an order that is not fixed."""
+    """x[order]; its gradient is a permutation as well, while a gather's gradient would add in a varying order."""
     del inverse
     return x[order]
 
@@ -172,17 +175,21 @@ def _permute_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Arr
 _permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _stats(
+def _router_stats(
     spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, valid_M: jax.Array
 ) -> RouterStats:
-    # Devices that share a microbatch report shares that add up: what is not linear is of the whole microbatch.
+    # Devices that share a microbatch report shares that add up: non-linear statistics are computed over the full
+    # microbatch.
     valid_M1 = valid_M.astype(jnp.float32)[:, None]
     tokens = jnp.sum(valid_M1)
-    one = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
-    # Counts have no gradient: that of the balance flows through the probabilities (Fedus et al. 2021, section 2.2).
+    inverse_tokens = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
+    # Counts have no gradient: the gradient of the balance flows through the probabilities (Fedus et al. 2021, section
+    # 2.2).
     chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts)[None, None, :], axis=1)
-    load_E = one * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
-    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
+    load_E = inverse_tokens * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
+    balance = (
+        spec.num_experts * jnp.sum(load_E * inverse_tokens * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
+    )
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * valid_M1)
     overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
     return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)

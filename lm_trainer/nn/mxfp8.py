@@ -1,12 +1,12 @@
-"""Matrix products of MXFP8: 32 numbers of e4m3 along the sum share a power of two, their scale.
+"""MXFP8 matrix products: 32 e4m3 numbers along the contracted dimension share a power of two, their scale.
 
-The format is that of the OCP Microscaling specification 1.0 (section 5.2, block size 32, scales in e8m0). Scales are
-rounded up, so that the largest number of a block does not saturate, and gradients are in e4m3 too (Mishra et al. 2025,
-arXiv 2506.08027, sections 3 and 4). Each product has blocks along its own sum, of operands in full precision: x and w
-along the inputs, the gradient and w along the outputs, x and the gradient along the rows.
+The format follows the OCP Microscaling specification 1.0 (section 5.2, block size 32, scales in e8m0). Scales are
+rounded up, so the largest number of a block does not saturate, and gradients are in e4m3 too (Mishra et al. 2025, arXiv
+2506.08027, sections 3 and 4). Each product has blocks along its own contracted dimension, quantized from operands in
+full precision: x and w along the inputs, the gradient and w along the outputs, x and the gradient along the rows.
 
-Shape letters: M rows, I inputs, O outputs; R rows of an operand, N those of the other one, K terms of the sum, B blocks
-of them.
+Shape letters: M rows, I inputs, O outputs; R rows of an operand, N rows of the other one, K terms of the sum, B blocks
+of the terms.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from lm_trainer.parallel.target_platform import target_platform
 
 BLOCK = 32
 RESIDUAL = "block_scaled_product"
-"""The name of products for rematerialisation, to which they are no dots."""
+"""Name of products for rematerialisation, which does not see them as dots."""
 _MANTISSA, _BIAS = 23, 127
 """Bits of the mantissa of a float32, and the bias of its exponent and of e8m0."""
 
 
 class Mxfp8(NamedTuple):
-    """An operand; each number is that of its code times the scale of its block."""
+    """An operand; each number is its code times the scale of its block."""
 
     codes_RK: jax.Array
     """float8_e4m3fn; K is a multiple of 32."""
     scales_RB: jax.Array
-    """float8_e8m0fnu, one for each 32 codes of a row."""
+    """float8_e8m0fnu, one per 32 codes of a row."""
 
 
 def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
-    """Rounds each number to the nearest code, ties to even, with the least scale at which none of a block saturates.
+    """Rounds each number to the nearest code, ties to even, with the smallest scale at which its block does not
+    saturate.
 
-    Rows are filled up with zeros to a multiple of 32. A block with a number that is not finite becomes NaN. The least
-    scale is 2^-117, at which the least code stands for the least normal float32.
+    Rows are padded with zeros to a multiple of 32. A block with a non-finite number becomes NaN. The smallest scale is
+    2^-117, at which the smallest code represents the smallest normal float32.
     """
     length = x_RK.shape[1]
     x_RB32 = jnp.pad(x_RK, ((0, 0), (0, -length % BLOCK))).reshape(len(x_RK), -1, BLOCK)
-    # Floats until one of 32 is left: integers of all of them would take memory of their own.
+    # Stays in floating point until one of 32 is left: converting all of them to integers would allocate extra memory.
     largest_RB = jnp.max(jnp.abs(x_RB32), axis=2).astype(jnp.float32)
     scales_RB = shared_exponents(largest_RB, SIGNED, Blocks(1, 1)) - jnp.uint8(SIGNED.highest)
-    # A product with a power of two is exact, a quotient need not be on every device.
+    # A product with a power of two is exact; a quotient may be inexact on some devices.
     bits_RB = (2 * _BIAS - scales_RB.astype(jnp.int32)) << _MANTISSA
     inverse_RB = jax.lax.bitcast_convert_type(bits_RB, jnp.float32)
-    # Said of the block, because a conversion that saturates makes a number of what is infinite.
+    # Set for the whole block, because a saturating conversion turns infinities into numbers.
     inverse_RB = jnp.where(jnp.isfinite(largest_RB), inverse_RB, jnp.nan)
     codes_RB32 = (x_RB32.astype(jnp.float32) * inverse_RB[..., None]).astype(jnp.float8_e4m3fn)
     scales_RB = jax.lax.bitcast_convert_type(scales_RB, jnp.float8_e8m0fnu)
@@ -61,23 +62,23 @@ def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
 
 
 def product(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
-    """The products of all rows of x with all rows of y, [R, N] in the dtype of x, from operands in MXFP8.
+    """Multiplies all rows of x with all rows of y, [R, N] in the dtype of x, from operands in MXFP8.
 
-    NVIDIA GPUs from Blackwell on have instructions for it. Elsewhere the same numbers are multiplied in bfloat16, or
-    float32, which hold each of them exactly.
+    NVIDIA GPUs from Blackwell on have instructions for it. Other platforms multiply the same numbers in bfloat16 or
+    float32, which represent each of them exactly.
 
     Args:
         x_RK: floats.
         y_NK: floats.
     """
     x, y = to_mxfp8(x_RK), to_mxfp8(y_NK)
-    # Scales are no float16.
+    # float16 cannot represent the scales.
     dtype = jnp.bfloat16 if x_RK.dtype == jnp.bfloat16 else jnp.float32
     if target_platform() == "gpu":
         batches = (array[None] for array in (x.codes_RK, y.codes_RK, x.scales_RB, y.scales_RB))
-        found_RN = jax.nn.scaled_matmul(*batches, preferred_element_type=dtype)[0]
+        product_RN = jax.nn.scaled_matmul(*batches, preferred_element_type=dtype)[0]
     else:
-        found_RN = jax.lax.scaled_dot(
+        product_RN = jax.lax.scaled_dot(
             x.codes_RK,
             y.codes_RK,
             lhs_scale=x.scales_RB,
@@ -85,11 +86,11 @@ def product(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
             dimension_numbers=(((1,), (1,)), ((), ())),
             preferred_element_type=dtype,
         )
-    return found_RN.astype(x_RK.dtype)
+    return product_RN.astype(x_RK.dtype)
 
 
-def blocks_not_whole(inputs: int, outputs: int) -> str | None:
-    """The reason for which a linear map of this size has no products in MXFP8; None: it has."""
+def block_size_mismatch(inputs: int, outputs: int) -> str | None:
+    """Reason why a linear map of this size cannot use MXFP8 products; None if it can."""
     if inputs % BLOCK == 0 and outputs % BLOCK == 0:
         return None
     return (
@@ -102,20 +103,20 @@ def blocks_not_whole(inputs: int, outputs: int) -> str | None:
 class Mxfp8Matmul:
     """`matmul(x_MI, w_IO)`: their matrix product from operands in MXFP8, in the dtype of `x_MI`.
 
-    The gradient is that of the product as if nothing had been rounded (straight-through).
+    The gradient ignores the rounding (straight-through).
     """
 
     backward: bool
-    """Compute the products of the backward pass from operands in MXFP8 too, instead of as they are."""
+    """Compute the products of the backward pass from operands in MXFP8 too, instead of in their own dtype."""
 
     def __call__(self, x_MI: jax.Array, w_IO: jax.Array) -> jax.Array:
         """Returns [M, O].
 
         Raises:
-            UserError: where blocks would not be whole, so that they depended on how devices share the product.
+            UserError: if blocks would be incomplete, so results would depend on how devices share the product.
         """
-        if why := blocks_not_whole(*w_IO.shape):
-            raise UserError(f"trainer.quantization: on each device {why}")
+        if reason := block_size_mismatch(*w_IO.shape):
+            raise UserError(f"trainer.quantization: on each device {reason}")
         return checkpoint_name(_matmul(x_MI, w_IO, self.backward), RESIDUAL)
 
 

@@ -36,12 +36,12 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        # Epsilon is under the root, as in the published models.
-        # Of centred values the mean square is the variance, so both kinds share this line.
+        # Epsilon is inside the root, as in the published models. For centred values the mean square is the variance, so
+        # both kinds share this line.
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
         if self.scale is not None:
             scale = with_rank_of(read(self.scale, jnp.float32), y)
-            # The sum is formed in float32: just above 1, bfloat16 has steps of 1/128.
+            # Added in float32: just above 1, bfloat16 has steps of 1/128.
             y = y * (1.0 + scale if self.spec.unit_offset else scale)
         if self.bias is not None:
             y = y + with_rank_of(read(self.bias, jnp.float32), y)
@@ -49,7 +49,7 @@ class Norm(nnx.Module):
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """Returns its argument; stands in the place of an absent norm."""
+    """Returns its argument; used for an absent norm."""
     return x
 
 
@@ -59,7 +59,7 @@ def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Initializ
 
 
 def norms_of(module: nnx.Module) -> dict[str, str]:
-    """Returns `LayerNorm` or `RMSNorm` for the dotted name of each parameter of a norm in a module."""
+    """Returns `LayerNorm` or `RMSNorm` for the dotted name of each norm parameter of a module."""
     classes = {
         path: _KINDS[node.spec.kind] if isinstance(node, Norm) else type(node).__name__
         for path, node in nnx.iter_graph(module)

@@ -1,6 +1,7 @@
-"""Layers cut over devices, each with a run of them, through which the rows of a microbatch flow (GPipe).
+"""Pipeline parallelism (GPipe): each device has a contiguous run of layers, and the rows of a microbatch flow through
+them.
 
-Shape letters: B rows of this device, R rows of all stages, S positions, D hidden dimension, L turns of the schedule.
+Shape letters: B rows of this device, R rows of all stages, S positions, D hidden dimension, L steps of the schedule.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ def run_stages(  # noqa: PLR0913 - what a pass through the layers shares
     key: jax.Array | None = None,
     ring: bool = False,
 ) -> jax.Array:
-    """The stream after all layers, in `shard_map` over `pipeline`; before and after, each device has rows of its own.
+    """Computes the stream after all layers, in `shard_map` over `pipeline`; inputs and results are sharded by rows.
 
-    One row is computed at a time: at turn t, stage s has row t - s, and hands it on (Huang et al. 2019). With R rows
-    and P stages, P - 1 of R + P - 1 turns of each device are idle, and it keeps what R rows need for the gradient.
+    One row is computed at a time: at step t, stage s has row t - s, and passes it on (Huang et al. 2019). With R rows
+    and P stages, each device is idle for P - 1 of R + P - 1 steps, and saves values of R rows for the gradient.
 
     Args:
-        spec: of the whole model, whose layers are a multiple of P repeats of their period, without routers.
+        spec: spec of the full model, whose layers are a multiple of P repeats of their period, without routers.
         blocks: this device's layers.
-        x_BSD: what enters the first layer.
+        x_BSD: input of the first layer.
         positions_BS: as for `Decoder`.
         segments_BS: as for `Decoder`.
-        key: for dropout; None switches it off.
+        key: for dropout; None disables it.
         ring: as for `make_context`.
     """
     stages, stage = axis_size("pipeline"), axis_index("pipeline")
-    mine = dataclasses.replace(spec, blocks=spec.blocks[: len(spec.blocks) // stages])
-    first = stage * len(mine.blocks)
+    stage_spec = dataclasses.replace(spec, blocks=spec.blocks[: len(spec.blocks) // stages])
+    first = stage * len(stage_spec.blocks)
     x_RSD, positions_RS, segments_RS = (all_gather(x, "pipeline", 0) for x in (x_BSD, positions_BS, segments_BS))
     rows = x_RSD.shape[0]
 
-    def turn(arrived_1SD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # A stage that has no row, at the start and at the end, computes one whose result nobody reads.
+    def pipeline_step(arrived_1SD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A stage without a row, at the start and at the end, computes one whose result is ignored.
         row = jnp.clip(t - stage, 0, rows - 1)
-        here = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1)  # noqa: E731
-        entering_1SD = jnp.where(stage == 0, here(x_RSD), arrived_1SD)
-        context = make_context(spec.blocks, here(positions_RS), here(segments_RS), ring=ring)
-        turn_key = None if key is None else jax.random.fold_in(key, t)
-        y_1SD, _, _ = run_blocks(mine, blocks, entering_1SD, context, key=turn_key, first=first)
+        current_row = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1)  # noqa: E731
+        entering_1SD = jnp.where(stage == 0, current_row(x_RSD), arrived_1SD)
+        context = make_context(spec.blocks, current_row(positions_RS), current_row(segments_RS), ring=ring)
+        step_key = None if key is None else jax.random.fold_in(key, t)
+        y_1SD, _, _ = run_blocks(stage_spec, blocks, entering_1SD, context, key=step_key, first=first)
         return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD
 
-    # Idle turns compute what nobody reads, and would be counted.
+    # Idle steps compute values that are ignored, and would be counted.
     with refusing("pipeline_axis_size is not 1, and this is inside a layer"):
-        _, y_L1SD = jax.lax.scan(turn, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
-    # Row r leaves the last stage at turn r + stages - 1. The other stages contribute zeros to a sum, of which each
-    # device gets its own rows.
+        _, y_L1SD = jax.lax.scan(pipeline_step, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
+    # Row r leaves the last stage at step r + stages - 1. The other stages contribute zeros to a sum, of which each
+    # device receives its own rows.
     y_RSD = jnp.where(stage == stages - 1, y_L1SD[stages - 1 :, 0], 0)
     return reduce_scatter(y_RSD, "pipeline", 0)

@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits: int8 or fp8 operands with a scale for every row and column, through `qwix`, or MXFP8.
+"""Matrix products in 8 bits: int8 or fp8 operands with one scale per row and column, through `qwix`, or MXFP8.
 
 Shape letters: M rows, I inputs, O outputs.
 """
@@ -20,6 +20,7 @@ from lm_trainer.core.errors import UserError
 if TYPE_CHECKING:
     import jax
     from flax import nnx
+    from jax.typing import DTypeLike
 
     from lm_trainer.nn.linear import MatmulFn
 
@@ -42,36 +43,36 @@ class QuantizationConfig(Config):
     respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {"fp8": {True: ("type", "fp8")}}
 
     targets: str | tuple[str, ...] | None = None
-    """Linear maps, by their place in the model: a regular expression for the whole of it, such as `.*mlp.*`, or a list
-    of parts of it, such as `[mlp, attention.out]`; null: all of them."""
+    """Linear maps, by their path in the model: a regular expression that matches the complete path, such as `.*mlp.*`,
+    or a list of parts of it, such as `[mlp, attention.out]`; null: all of them."""
     backward: bool = False
-    """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
+    """Quantize the incoming gradients as well, so the products of the backward pass are in 8 bits too."""
 
     @abstractmethod
     def matmul(self) -> MatmulFn:
-        """The product that takes the place of those of the linear maps."""
+        """Returns the product to use in the linear maps."""
 
-    def why_not(self, inputs: int, outputs: int) -> str | None:
-        """The reason for which a linear map of this size cannot compute in this format; None: it can."""
+    def unsupported_reason(self, inputs: int, outputs: int) -> str | None:
+        """Reason why a linear map of this size cannot compute in this format; None if it can."""
         del inputs, outputs
         return None
 
-    def selects(self, place: str) -> bool:
-        """Returns true if the linear map at this dotted place of the model computes in 8 bits."""
+    def selects(self, path: str) -> bool:
+        """Returns true if the linear map at this dotted path of the model computes in 8 bits."""
         match self.targets:
             case None:
                 return True
             case str():
-                return re.fullmatch(self.targets, place) is not None
+                return re.fullmatch(self.targets, path) is not None
             case parts:
-                return any(part in place for part in parts)
+                return any(part in path for part in parts)
 
 
 class ChannelwiseConfig(QuantizationConfig):
-    """A scale for each row of the activations and each column of the weights."""
+    """One scale per row of the activations and per column of the weights."""
 
     @model_validator(mode="after")
-    def _qwix_is_there(self) -> ChannelwiseConfig:
+    def _qwix_is_installed(self) -> ChannelwiseConfig:
         if importlib.util.find_spec("qwix") is None:
             raise ValueError(
                 'quantization needs the package qwix; install it with pip install "lm_trainer[quantization]"'
@@ -79,8 +80,8 @@ class ChannelwiseConfig(QuantizationConfig):
         return self
 
     @abstractmethod
-    def dtypes(self) -> tuple[Any, Any]:
-        """The dtypes of operands and of incoming gradients (None: not quantized)."""
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
+        """Dtypes of operands and of incoming gradients (None: not quantized)."""
 
     def matmul(self) -> MatmulFn:
         return quantized_matmul(*self.dtypes())
@@ -91,7 +92,7 @@ class Int8Config(ChannelwiseConfig):
 
     type: Literal["int8"] = "int8"
 
-    def dtypes(self) -> tuple[Any, Any]:
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
         import jax.numpy as jnp
 
         return jnp.int8, jnp.int8 if self.backward else None
@@ -102,7 +103,7 @@ class Fp8Config(ChannelwiseConfig):
 
     type: Literal["fp8"] = "fp8"
 
-    def dtypes(self) -> tuple[Any, Any]:
+    def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
         import jax.numpy as jnp
 
         return jnp.float8_e4m3fn, jnp.float8_e5m2 if self.backward else None
@@ -113,58 +114,58 @@ class Mxfp8Config(QuantizationConfig):
 
     type: Literal["mxfp8"] = "mxfp8"
     backward: bool = True
-    """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
+    """Quantize the incoming gradients as well, so the products of the backward pass are in 8 bits too."""
 
     def matmul(self) -> MatmulFn:
         from lm_trainer.nn.mxfp8 import Mxfp8Matmul
 
         return Mxfp8Matmul(self.backward)
 
-    def why_not(self, inputs: int, outputs: int) -> str | None:
-        from lm_trainer.nn.mxfp8 import blocks_not_whole
+    def unsupported_reason(self, inputs: int, outputs: int) -> str | None:
+        from lm_trainer.nn.mxfp8 import block_size_mismatch
 
-        return blocks_not_whole(inputs, outputs)
+        return block_size_mismatch(inputs, outputs)
 
 
 AnyQuantization = Annotated[Int8Config | Fp8Config | Mxfp8Config, Field(discriminator="type")]
 
 
 def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
-    """Lets the linear maps that `config` selects compute in 8 bits; changes no parameter.
+    """Makes the linear maps selected by `config` compute in 8 bits; changes no parameter.
 
     Raises:
-        UserError: when it selects none, or one whose size its format does not take.
+        UserError: if it selects none, or one with a size that its format does not support.
     """
     from flax import nnx
 
     from lm_trainer.nn.linear import Linear
 
-    places = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    chosen = [place for place in places if config.selects(place)]
-    if not chosen:
+    linears = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    selected = [path for path in linears if config.selects(path)]
+    if not selected:
         raise UserError(
             f"trainer.quantization.targets: {config.targets!r} selects no linear map; there are: "
-            f"{', '.join(sorted(places))}"
+            f"{', '.join(sorted(linears))}"
         )
-    # One object for all layers: programs are traced anew for a matmul that is not equal to the one before.
+    # One object for all layers: programs are retraced for each matmul that differs from the previous one.
     matmul = config.matmul()
-    for place in chosen:
-        linear = places[place]
-        if why := config.why_not(math.prod(linear.in_shape), math.prod(linear.out_shape)):
-            raise UserError(f"trainer.quantization: model.{place}: {why}")
+    for path in selected:
+        linear = linears[path]
+        if reason := config.unsupported_reason(math.prod(linear.in_shape), math.prod(linear.out_shape)):
+            raise UserError(f"trainer.quantization: model.{path}: {reason}")
         linear.set_matmul(matmul)
 
 
-def quantized_matmul(dtype: Any, gradient_dtype: Any) -> MatmulFn:
+def quantized_matmul(dtype: DTypeLike, gradient_dtype: DTypeLike | None) -> MatmulFn:
     """`matmul(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
 
-    Each row of x and each column of w is divided by its largest absolute value. The gradient is that of the product as
-    if nothing had been rounded (straight-through), with incoming gradients in `gradient_dtype` unless it is None.
+    Each row of x and each column of w is divided by its largest absolute value. The gradient ignores the rounding
+    (straight-through), with incoming gradients in `gradient_dtype` unless it is None.
     """
-    # The part of qwix beneath its interception of modules, which finds parameters only by the objects they are.
+    # The part of qwix below its interception of modules, which finds parameters only by object identity.
     from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
 
-    # With gradients of 16 or 32 bits, the backward pass multiplies them with the operands as they were before rounding.
+    # With gradients of 16 or 32 bits, the backward pass multiplies them with the operands before rounding.
     config = DotGeneralQtConfig(
         lhs_qtype=dtype,
         rhs_qtype=dtype,
@@ -176,7 +177,7 @@ def quantized_matmul(dtype: Any, gradient_dtype: Any) -> MatmulFn:
 
 
 class _QuantizedMatmul:
-    """A callable that is equal to itself only, so that programs are traced once."""
+    """A callable that is equal only to itself, so programs are traced once."""
 
     def __init__(self, product: Callable[..., jax.Array], config: Any):
         self._product, self._config = product, config

@@ -1,16 +1,17 @@
-"""Ring attention: devices that share the positions of a row pass keys and values on, and never hold those of all.
+"""Ring attention: devices that share the positions of a row pass keys and values around, and never hold all of them.
 
-Blocks of keys go from device to device, and each adds what its queries find in them to a softmax with a running maximum
-(Liu et al. 2023, arXiv 2310.01889; Milakov and Gimelshein 2018, arXiv 1805.02867). The backward pass sends them round
-again, computes the probabilities anew from the logarithm of their sum, and sends the gradients of keys and values along
-(Dao et al. 2022, arXiv 2205.14135, algorithm 4). No array has both all queries and all keys.
+Blocks of keys move from device to device, and each device adds their contribution for its queries to a softmax with a
+running maximum (Liu et al. 2023, arXiv 2310.01889; Milakov and Gimelshein 2018, arXiv 1805.02867). The backward pass
+sends them around a second time, recomputes the probabilities from the logarithm of their sum, and sends the gradients
+of keys and values along (Dao et al. 2022, arXiv 2205.14135, algorithm 4). No array covers both all queries and all
+keys.
 
-A causal mask leaves the last positions of a row most of the work. So a row is cut into twice as many chunks as there
-are devices, and device i of n has the chunks i and 2n - 1 - i (Grattafiori et al. 2024, arXiv 2407.21783, section
-3.3.2): all compute the same number of blocks.
+With a causal mask, the last positions of a row need most of the work. So a row is split into twice as many chunks as
+devices, and device i of n has the chunks i and 2n - 1 - i (Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2):
+all devices compute the same number of blocks.
 
 Shape letters: B rows, S queries, T keys (of all devices), N heads, K key and value heads, G query heads that share one
-of these, H head size, L blocks of positions on one device, Q queries of a block, C keys of a block.
+key head, H head size, L blocks of positions on one device, Q queries of a block, C keys of a block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,18 @@ from jax import lax
 from lm_trainer.nn.attention_kernel import MASK_VALUE
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.positions import alibi_slopes
-from lm_trainer.nn.ring_layout import RingLayout
+from lm_trainer.nn.ring_layout import Index, RingLayout
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.collectives import axis_index, axis_size, rotate
 
+Entries = TypeVar("Entries")
+Shared = TypeVar("Shared")
+State = TypeVar("State")
+KeysAndValues = tuple[jax.Array, ...]
 
-class RowPlaces(NamedTuple):
-    """Segments and positions of a row, int32: of the queries of this device, and of the keys of all of them in turn."""
+
+class RowMetadata(NamedTuple):
+    """Segments and positions of a row, int32: for this device's queries, and for the keys of all devices in order."""
 
     segments_BS: jax.Array
     segments_BT: jax.Array
@@ -46,31 +52,31 @@ def ring_attention(
     q_BSNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    places: RowPlaces,
+    row: RowMetadata,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q k^T + bias) v, [B, S, N, H] in the dtype of `v_BSKH`; scores and softmax are float32.
+    """Computes softmax(q k^T + bias) v, [B, S, N, H] in the dtype of `v_BSKH`; scores and softmax are float32.
 
-    Every sum has an order that follows from the number of devices along `context` alone.
+    The order of every sum depends only on the number of devices along `context`.
 
     Args:
-        spec: of the attention; its layout is `RingLayout.of`.
-        q_BSNH: this device's queries, scaled already, with positions as `to_zigzag` lays them.
-        k_BSKH: its keys.
-        v_BSKH: its values.
-        places: of all of these.
-        key: for the dropout of probabilities; None switches it off.
+        spec: the attention; its layout is `RingLayout.of`.
+        q_BSNH: this device's queries, already scaled, with positions in the order of `to_zigzag`.
+        k_BSKH: this device's keys.
+        v_BSKH: this device's values.
+        row: segments and positions of these queries and keys.
+        key: for dropout of the probabilities; None disables it.
     """
     layout = RingLayout.of(spec, q_BSNH.shape[1], axis_size("context"))
     key_data = None if key is None or spec.scores.dropout == 0.0 else jax.random.key_data(key)
     q_LBKGQH = _blocks(layout, q_BSNH, k_BSKH.shape[2])
     k_LBKCH, v_LBKCH = (_blocks(layout, x, x.shape[2])[:, :, :, 0] for x in (k_BSKH, v_BSKH))
-    o_LBKGQH: Any = _attend(_Ring(spec, layout), q_LBKGQH, k_LBKCH, v_LBKCH, places, key_data)
+    o_LBKGQH: Any = _attend(_Ring(spec, layout), q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data)
     return jnp.transpose(o_LBKGQH, (1, 0, 4, 2, 3, 5)).reshape(*q_BSNH.shape[:3], v_BSKH.shape[3])
 
 
 def _blocks(layout: RingLayout, x_BSNH: jax.Array, groups: int) -> jax.Array:
-    """Returns [L, B, K, G, Q, H]."""
+    """Reshapes to [L, B, K, G, Q, H]."""
     rows, _, heads, size = x_BSNH.shape
     parts = x_BSNH.reshape(rows, -1, layout.size, groups, heads // groups, size)
     return jnp.transpose(parts, (1, 0, 3, 4, 2, 5))
@@ -84,111 +90,134 @@ class _Ring:
     layout: RingLayout
 
     def scores(
-        self, q_BKGQH: jax.Array, k_BKCH: jax.Array, places: RowPlaces, pair: _Pair
+        self, q_BKGQH: jax.Array, k_BKCH: jax.Array, row: RowMetadata, pair: _Pair
     ) -> tuple[jax.Array, jax.Array]:
-        """float32 [B, K, G, Q, C]: the scores before biases and mask, which `softcap` bounds, and after them."""
+        """float32 [B, K, G, Q, C]: scores before biases and mask, bounded by `softcap`, and scores after both."""
         product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         plain_BKGQC = product("bkgqh,bkch->bkgqc", q_BKGQH, k_BKCH)
-        if (most := self.spec.scores.softcap) is not None:
-            plain_BKGQC = most * jnp.tanh(plain_BKGQC * (1.0 / most))
+        if (cap := self.spec.scores.softcap) is not None:
+            plain_BKGQC = cap * jnp.tanh(plain_BKGQC * (1.0 / cap))
         biased_BKGQC = plain_BKGQC
         if isinstance(self.spec.positions, AlibiSpec):
             slopes_N = jnp.asarray(alibi_slopes(self.spec.positions, self.spec.num_heads))
             slopes_1KG11 = slopes_N.reshape(1, self.spec.kv_heads, -1, 1, 1)
-            distances_BQC = pair.of_queries(places.positions_BS) - pair.of_keys(places.positions_BT)
+            distances_BQC = pair.of_queries(row.positions_BS) - pair.of_keys(row.positions_BT)
             biased_BKGQC = biased_BKGQC - slopes_1KG11 * distances_BQC[:, None, None].astype(jnp.float32)
-        same_BQC = pair.of_queries(places.segments_BS) == pair.of_keys(places.segments_BT)
-        seen_B11QC = (same_BQC & pair.in_sight(self.spec.window))[:, None, None]
-        return plain_BKGQC, jnp.where(seen_B11QC, biased_BKGQC, MASK_VALUE)
+        same_BQC = pair.of_queries(row.segments_BS) == pair.of_keys(row.segments_BT)
+        visible_B11QC = (same_BQC & pair.visible(self.spec.window))[:, None, None]
+        return plain_BKGQC, jnp.where(visible_B11QC, biased_BKGQC, MASK_VALUE)
 
     def drop(self, x_BKGQC: jax.Array, key_data: jax.Array | None, pair: _Pair) -> jax.Array:
-        """Dropout with numbers that belong to the pair of blocks, so that the backward pass draws them again."""
+        """Dropout with a key per pair of blocks, so the backward pass draws the same numbers."""
         if key_data is None:
             return x_BKGQC
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), pair.query_block)
         return dropout(x_BKGQC, self.spec.scores.dropout, jax.random.fold_in(key, pair.key_block))
 
-    def over_pairs(self, owner: Any, per_query: Any, shared: Any, one: Callable[[Any, Any, _Pair], Any]) -> Any:
-        """Takes each block of this device's queries to the blocks of `owner`'s keys that it sees anything of, in the
-        order of the row.
+    def over_pairs(
+        self,
+        owner: Index,
+        per_query: Entries,
+        shared: Shared,
+        attend_pair: Callable[[Entries, Shared, _Pair], tuple[Entries, Shared]],
+    ) -> tuple[Entries, Shared]:
+        """Applies a function to each block of local queries and the visible blocks of `owner`'s keys, in row order.
 
         Args:
-            owner: the device that the keys come from.
+            owner: the device whose keys these are.
             per_query: arrays with an entry for each block of queries.
-            shared: arrays for all of them.
-            one: `one(entries, shared, pair)` returns both anew.
+            shared: arrays shared by all blocks.
+            attend_pair: `attend_pair(entries, shared, pair)` returns updated values of both.
         """
-        layout, own = self.layout, axis_index("context") if self.layout.devices > 1 else 0
+        layout, device = self.layout, axis_index("context") if self.layout.devices > 1 else 0
 
-        def queries(local: jax.Array, state: Any) -> Any:
+        def queries(local: jax.Array, state: tuple[Entries, Shared]) -> tuple[Entries, Shared]:
             per_query, shared = state
-            query_block = layout.block(own, local)
-            state = jax.tree.map(lambda x: _at(x, local), per_query), shared
+            query_block = layout.block(device, local)
+            state = jax.tree.map(lambda x: _block_at(x, local), per_query), shared
             for half in (0, 1):
                 first = layout.chunk(owner, half) * layout.blocks
 
-                def keys(block: jax.Array, state: Any, half: int = half, first: Any = first) -> Any:
-                    at = half * layout.blocks + block - first
-                    pair = _Pair(layout.size, local, query_block, owner * 2 * layout.blocks + at, at, block)
+                def keys(
+                    block: jax.Array, state: tuple[Entries, Shared], half: int = half, first: Index = first
+                ) -> tuple[Entries, Shared]:
+                    local_key = half * layout.blocks + block - first
+                    pair = _Pair(
+                        layout.size, local, query_block, owner * 2 * layout.blocks + local_key, local_key, block
+                    )
                     entries, shared = state
-                    return one(entries, shared, pair)
+                    return attend_pair(entries, shared, pair)
 
-                low, high = layout.seen(query_block, first)
+                low, high = layout.visible_blocks(query_block, first)
                 state = lax.fori_loop(low, high, keys, state)
             entries, shared = state
-            return jax.tree.map(lambda x, new: _put(x, new, local), per_query, entries), shared
+            return jax.tree.map(lambda x, new: _update_block(x, new, local), per_query, entries), shared
 
         return lax.fori_loop(0, 2 * layout.blocks, queries, (per_query, shared))
 
 
 class _Pair(NamedTuple):
-    """A block of queries and a block of keys; all but the first are int32 scalars."""
+    """A block of queries and a block of keys; all fields but the first are int32 scalars."""
 
     size: int
     local_query: jax.Array
-    """The number among this device's blocks."""
-    query_block: jax.Array
-    """The number among the row's."""
-    gathered_key: jax.Array
-    """The number among those of all devices in turn."""
-    local_key: jax.Array
-    """The number among those of the device that the keys come from."""
+    """Index among this device's blocks."""
+    query_block: Index
+    """Index in the row."""
+    gathered_key: Index
+    """Index among the blocks of all devices in order."""
+    local_key: Index
+    """Index on the device whose keys these are."""
     key_block: jax.Array
 
     def of_queries(self, x_BS: jax.Array) -> jax.Array:
-        """Returns [B, Q, 1]."""
+        """Slices [B, Q, 1]."""
         return lax.dynamic_slice_in_dim(x_BS, self.local_query * self.size, self.size, 1)[:, :, None]
 
     def of_keys(self, x_BT: jax.Array) -> jax.Array:
-        """Returns [B, 1, C]."""
+        """Slices [B, 1, C]."""
         return lax.dynamic_slice_in_dim(x_BT, self.gathered_key * self.size, self.size, 1)[:, None, :]
 
-    def in_sight(self, window: int | None) -> jax.Array:
-        """True where the key is the query or lies before it, inside its window; [1, Q, C]."""
+    def visible(self, window: int | None) -> jax.Array:
+        """True where the key is at or before the query, inside its window; [1, Q, C]."""
         inside = jnp.arange(self.size)
         distances_1QC = ((self.query_block - self.key_block) * self.size + inside[:, None] - inside[None, :])[None]
         return (distances_1QC >= 0) if window is None else (distances_1QC >= 0) & (distances_1QC < window)
 
 
+_Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Weighted values, maximum score and sum of exponentials of each query so far."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    ring: _Ring, q_LBKGQH: jax.Array, k_LBKCH: jax.Array, v_LBKCH: jax.Array, places: RowPlaces, key_data: Any
+    ring: _Ring,
+    q_LBKGQH: jax.Array,
+    k_LBKCH: jax.Array,
+    v_LBKCH: jax.Array,
+    row: RowMetadata,
+    key_data: jax.Array | None,
 ) -> jax.Array:
-    return _forward(ring, q_LBKGQH, k_LBKCH, v_LBKCH, places, key_data)[0]
+    return _forward(ring, q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data)[0]
 
 
 def _forward(
-    ring: _Ring, q_LBKGQH: jax.Array, k_LBKCH: jax.Array, v_LBKCH: jax.Array, places: RowPlaces, key_data: Any
+    ring: _Ring,
+    q_LBKGQH: jax.Array,
+    k_LBKCH: jax.Array,
+    v_LBKCH: jax.Array,
+    row: RowMetadata,
+    key_data: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def visit(state: Any, kv: Any, owner: Any) -> Any:
-        def one(entries: Any, shared: Any, pair: _Pair) -> Any:
+    def visit(state: _Softmax, kv: KeysAndValues, owner: Index) -> _Softmax:
+        def attend_pair(entries: _Softmax, shared: tuple[()], pair: _Pair) -> tuple[_Softmax, tuple[()]]:
             o_BKGQH, highest_BKGQ, sum_BKGQ = entries
-            k_BKCH, v_BKCH = (_at(x, pair.local_key) for x in kv)
-            _, scores_BKGQC = ring.scores(_at(q_LBKGQH, pair.local_query), k_BKCH, places, pair)
+            k_BKCH, v_BKCH = (_block_at(x, pair.local_key) for x in kv)
+            _, scores_BKGQC = ring.scores(_block_at(q_LBKGQH, pair.local_query), k_BKCH, row, pair)
             higher_BKGQ = jnp.maximum(highest_BKGQ, jnp.max(scores_BKGQC, axis=-1))
-            # What was added under a lower maximum, pairs that may not attend among it, shrinks by their difference.
+            # Terms added under a lower maximum, including masked pairs, shrink by the difference of the maxima.
             shrink_BKGQ = jnp.exp(highest_BKGQ - higher_BKGQ)
             e_BKGQC = jnp.exp(scores_BKGQC - higher_BKGQ[..., None])
             sum_BKGQ = shrink_BKGQ * sum_BKGQ + jnp.sum(e_BKGQC, axis=-1)
@@ -196,99 +225,107 @@ def _forward(
             o_BKGQH = shrink_BKGQ[..., None] * o_BKGQH + product("bkgqc,bkch->bkgqh", e_BKGQC, v_BKCH)
             return (o_BKGQH, higher_BKGQ, sum_BKGQ), shared
 
-        return ring.over_pairs(owner, state, (), one)[0]
+        return ring.over_pairs(owner, state, (), attend_pair)[0]
 
     shape = q_LBKGQH.shape[:-1]
     o_LBKGQH = jnp.zeros((*shape, v_LBKCH.shape[-1]), jnp.float32)
     state = o_LBKGQH, jnp.full(shape, MASK_VALUE, jnp.float32), jnp.zeros(shape, jnp.float32)
-    for journey in ring.layout.journeys():
-        state = _travel(visit, state, (k_LBKCH, v_LBKCH), journey)
+    for route in ring.layout.routes():
+        state = _run_route(visit, state, (k_LBKCH, v_LBKCH), route)
     o_LBKGQH, highest_LBKGQ, sum_LBKGQ = state
-    # The reciprocal is written out because a compiler may turn a division into it in one program and not in another.
+    # The explicit reciprocal is needed because a compiler may turn a division into it in one program and not in
+    # another.
     o_LBKGQH = (o_LBKGQH * (1.0 / sum_LBKGQ)[..., None]).astype(v_LBKCH.dtype)
     lse_LBKGQ = highest_LBKGQ + jnp.log(sum_LBKGQ)
-    return o_LBKGQH, (q_LBKGQH, k_LBKCH, v_LBKCH, places, key_data, o_LBKGQH, lse_LBKGQ)
+    return o_LBKGQH, (q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data, o_LBKGQH, lse_LBKGQ)
 
 
-def _backward(ring: _Ring, kept: Any, do_LBKGQH: jax.Array) -> Any:
-    q_LBKGQH, k_LBKCH, v_LBKCH, places, key_data, o_LBKGQH, lse_LBKGQ = kept
+def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
+    q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data, o_LBKGQH, lse_LBKGQ = residuals
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     mean_LBKGQ = jnp.sum(do_LBKGQH.astype(jnp.float32) * o_LBKGQH.astype(jnp.float32), axis=-1)
 
-    def gradients(dq_LBKGQH: jax.Array, kv: Any, owner: Any) -> Any:
-        def one(dq_BKGQH: jax.Array, d_kv: Any, pair: _Pair) -> Any:
+    def gradients(dq_LBKGQH: jax.Array, kv: KeysAndValues, owner: Index) -> tuple[jax.Array, KeysAndValues]:
+        def attend_pair(dq_BKGQH: jax.Array, d_kv: KeysAndValues, pair: _Pair) -> tuple[jax.Array, KeysAndValues]:
             q_BKGQH, do_BKGQH, lse_BKGQ, mean_BKGQ = (
-                _at(x, pair.local_query) for x in (q_LBKGQH, do_LBKGQH, lse_LBKGQ, mean_LBKGQ)
+                _block_at(x, pair.local_query) for x in (q_LBKGQH, do_LBKGQH, lse_LBKGQ, mean_LBKGQ)
             )
-            k_BKCH, v_BKCH = (_at(x, pair.local_key) for x in kv)
-            plain_BKGQC, scores_BKGQC = ring.scores(q_BKGQH, k_BKCH, places, pair)
+            k_BKCH, v_BKCH = (_block_at(x, pair.local_key) for x in kv)
+            plain_BKGQC, scores_BKGQC = ring.scores(q_BKGQH, k_BKCH, row, pair)
             p_BKGQC = jnp.exp(scores_BKGQC - lse_BKGQ[..., None])
             dropped_BKGQC = ring.drop(p_BKGQC, key_data, pair).astype(do_BKGQH.dtype)
             dv_BKCH = product("bkgqc,bkgqh->bkch", dropped_BKGQC, do_BKGQH)
             dp_BKGQC = ring.drop(product("bkgqh,bkch->bkgqc", do_BKGQH, v_BKCH), key_data, pair)
             ds_BKGQC = p_BKGQC * (dp_BKGQC - mean_BKGQ[..., None])
-            if (most := ring.spec.scores.softcap) is not None:
-                ds_BKGQC = ds_BKGQC * (1.0 - jnp.square(plain_BKGQC * (1.0 / most)))
+            if (cap := ring.spec.scores.softcap) is not None:
+                ds_BKGQC = ds_BKGQC * (1.0 - jnp.square(plain_BKGQC * (1.0 / cap)))
             ds_BKGQC = ds_BKGQC.astype(q_BKGQH.dtype)
             dk_BKCH = product("bkgqc,bkgqh->bkch", ds_BKGQC, q_BKGQH)
             d_kv = tuple(
-                _put(x, _at(x, pair.local_key) + new, pair.local_key)
+                _update_block(x, _block_at(x, pair.local_key) + new, pair.local_key)
                 for x, new in zip(d_kv, (dk_BKCH, dv_BKCH), strict=True)
             )
             return dq_BKGQH + product("bkgqc,bkch->bkgqh", ds_BKGQC, k_BKCH), d_kv
 
-        return ring.over_pairs(owner, dq_LBKGQH, _zeros(kv), one)
+        return ring.over_pairs(owner, dq_LBKGQH, _zeros(kv), attend_pair)
 
-    def visit(state: Any, kv: Any, owner: Any, hop: int) -> Any:
+    def visit(
+        state: tuple[jax.Array, KeysAndValues], kv: KeysAndValues, owner: Index, hop: int
+    ) -> tuple[jax.Array, KeysAndValues]:
         dq_LBKGQH, sums = state
-        # Sent on before this device's terms are computed, so that neither waits for the other.
+        # Sent on before this device's terms are computed, to overlap communication and computation.
         arrived = rotate(sums, "context", hop)
         dq_LBKGQH, terms = gradients(dq_LBKGQH, kv, owner)
         return dq_LBKGQH, jax.tree.map(jnp.add, arrived, terms)
 
-    own = (k_LBKCH, v_LBKCH)
-    dq_LBKGQH, d_kv = jnp.zeros(q_LBKGQH.shape, jnp.float32), _zeros(own)
-    for hop, first, last in ring.layout.journeys():
-        there = functools.partial(visit, hop=hop)
-        dq_LBKGQH, sums = _travel(there, (dq_LBKGQH, _zeros(own)), own, (hop, first, last))
+    local_kv = (k_LBKCH, v_LBKCH)
+    dq_LBKGQH, d_kv = jnp.zeros(q_LBKGQH.shape, jnp.float32), _zeros(local_kv)
+    for hop, first, last in ring.layout.routes():
+        visit_hop = functools.partial(visit, hop=hop)
+        dq_LBKGQH, sums = _run_route(visit_hop, (dq_LBKGQH, _zeros(local_kv)), local_kv, (hop, first, last))
         d_kv = jax.tree.map(jnp.add, d_kv, rotate(sums, "context", -hop * last))
     dk_LBKCH, dv_LBKCH = d_kv
-    found = dq_LBKGQH.astype(q_LBKGQH.dtype), dk_LBKCH.astype(k_LBKCH.dtype), dv_LBKCH.astype(v_LBKCH.dtype)
+    gradients_qkv = dq_LBKGQH.astype(q_LBKGQH.dtype), dk_LBKCH.astype(k_LBKCH.dtype), dv_LBKCH.astype(v_LBKCH.dtype)
     # Integers have no gradient.
-    return *found, None, None
+    return *gradients_qkv, None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _travel(visit: Callable[[Any, Any, Any], Any], state: Any, own: Any, journey: tuple[int, int, int]) -> Any:
-    """`visit(state, keys and values, their device)` at each stop of a journey, as of `RingLayout.journeys`."""
-    hop, first, last = journey
+def _run_route(
+    visit: Callable[[State, KeysAndValues, Index], State],
+    state: State,
+    local_kv: KeysAndValues,
+    route: tuple[int, int, int],
+) -> State:
+    """Calls `visit(state, keys and values, their device)` at each stop of a route of `RingLayout.routes`."""
+    hop, first, last = route
 
-    def turn(carry: Any, hops: jax.Array) -> tuple[Any, None]:
+    def step(carry: tuple[State, KeysAndValues], hops: jax.Array) -> tuple[tuple[State, KeysAndValues], None]:
         state, kv = carry
-        # The next ones are under way while these are used.
+        # Receives the next block while this one is used.
         arriving = rotate(kv, "context", hop)
         return (visit(state, kv, _owner(hops, hop)), arriving), None
 
-    start = (state, rotate(own, "context", hop * first))
-    (state, kv), _ = lax.scan(turn, start, jnp.arange(first, last, dtype=jnp.int32))
+    start = (state, rotate(local_kv, "context", hop * first))
+    (state, kv), _ = lax.scan(step, start, jnp.arange(first, last, dtype=jnp.int32))
     return visit(state, kv, _owner(last, hop))
 
 
-def _owner(hops: Any, hop: int) -> Any:
-    """The device whose keys are here after so many hops of `hop` devices."""
+def _owner(hops: Index, hop: int) -> Index:
+    """Device whose keys are local after `hops` hops of `hop` devices each."""
     devices = axis_size("context")
     return 0 if devices == 1 else (axis_index("context") - hops * hop) % devices
 
 
-def _zeros(kv: Any) -> Any:
+def _zeros(kv: KeysAndValues) -> KeysAndValues:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kv)
 
 
-def _at(x_L: jax.Array, index: jax.Array) -> jax.Array:
+def _block_at(x_L: jax.Array, index: Index) -> jax.Array:
     return lax.dynamic_index_in_dim(x_L, index, keepdims=False)
 
 
-def _put(x_L: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
+def _update_block(x_L: jax.Array, new: jax.Array, index: Index) -> jax.Array:
     return lax.dynamic_update_index_in_dim(x_L, new, index, 0)

@@ -1,12 +1,12 @@
-"""A decoder whose head reads a weighted sum of vectors that belong to single tokens.
+"""A decoder whose head reads a weighted sum of per-token vectors.
 
-Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries,
-M width of an MLP, or of all senses together.
+Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries, M
+width of an MLP, or of all senses together.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.nn.attention import cache_bias, causal_bias
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.decoder import Decoder, PartKeys
+from lm_trainer.nn.decoder import Decoder, DropoutKeys, HeadKey
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
 from lm_trainer.nn.mlp import Mlp
@@ -25,7 +25,7 @@ from lm_trainer.nn.spec import DecoderSpec, SenseSpec
 
 
 class SenseVectors(nnx.Module):
-    """Makes the senses of a token from its embedding without position, by a residual layer and an MLP."""
+    """Computes the senses of a token from its embedding without position, with a residual layer and an MLP."""
 
     def __init__(self, spec: SenseSpec, dim: int, *, init: Initializer):
         self.spec, axis = spec, {"embed": dim}
@@ -35,7 +35,7 @@ class SenseVectors(nnx.Module):
         self.out_pre_norm = make_norm(spec.norm, axis, init=init)
         count, width, bias = spec.attention.num_heads, {"mlp": spec.out.hidden_dim}, spec.out.bias
         self.up = Linear(axis, width, bias=bias, init=init)
-        # One axis for senses and their dimensions, so that this is a matrix like any other.
+        # One axis for senses and their dimensions, so this is a matrix like any other.
         self.down = Linear(width, {"embed": count * dim}, bias=bias, init=init)
 
     def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
@@ -50,11 +50,11 @@ class SenseVectors(nnx.Module):
 
 
 class SenseCache(NamedTuple):
-    """Keys and values of the backbone, and of the weights of senses, at past positions."""
+    """Keys and values of the backbone, and of the sense weights, at past positions."""
 
     backbone: KvCache
     senses: KvCache
-    """One layer: the keys of the weights, and the senses in the place of values."""
+    """One layer: keys of the weights, with senses as values."""
 
 
 class SenseDecoder(Decoder):
@@ -74,24 +74,24 @@ class SenseDecoder(Decoder):
         self.q = Linear({"embed": spec.hidden_dim}, heads, bias=weights.bias, init=init)
         self.k = Linear({"embed": spec.hidden_dim}, heads, bias=weights.bias, init=init)
 
-    def part_keys(self, key: jax.Array | None) -> PartKeys:
-        """As for `Decoder`."""
+    def dropout_keys(self, key: jax.Array | None) -> DropoutKeys:
+        """Same as for `Decoder`."""
         if key is None:
-            return PartKeys()
+            return DropoutKeys()
         backbone_key, senses_key, weights_key = jax.random.split(key, 3)
-        enter, blocks, _ = super().part_keys(backbone_key)
-        return PartKeys(enter, blocks, (senses_key, weights_key))
+        embed_key, blocks_key, _ = super().dropout_keys(backbone_key)
+        return DropoutKeys(embed_key, blocks_key, (senses_key, weights_key))
 
-    def leave(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: Any) -> jax.Array:
-        """As for `Decoder`; `key` is a pair: of the senses, and of their weights."""
+    def head_input(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: HeadKey) -> jax.Array:
+        """Same as for `Decoder`; `key` is a pair: for the senses, and for their weights."""
         senses_key, weights_key = (None, None) if key is None else key
-        h_BSD = super().leave(x_BSD, tokens_BS, segments_BS, key=None)
+        h_BSD = super().head_input(x_BSD, tokens_BS, segments_BS, key=None)
         q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)
         c_BSND = self.senses(self.embed.lookup(tokens_BS).astype(h_BSD.dtype), key=senses_key)
         return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> SenseCache:
-        """As for `Decoder`."""
+        """Same as for `Decoder`."""
         shape = (1, batch_size, capacity, self.weights.num_heads)
         keys = jnp.zeros((*shape, self.weights.head_dim), dtype)
         senses = jnp.zeros((*shape, self.spec.hidden_dim), dtype)
@@ -100,7 +100,7 @@ class SenseDecoder(Decoder):
     def decode_hidden(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: SenseCache
     ) -> tuple[jax.Array, SenseCache]:
-        """As for `Decoder`."""
+        """Same as for `Decoder`."""
         h_BTD, backbone = super().decode_hidden(tokens_BT, positions_BT, cache.backbone)
         q_BTNH, k_BTNH = self._queries_and_keys(h_BTD)
         c_BTND = self.senses(self.embed.lookup(tokens_BT).astype(h_BTD.dtype))

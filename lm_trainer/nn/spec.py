@@ -1,8 +1,8 @@
 """Description of a decoder as plain values.
 
-A family of models is a function from its own settings to a `DecoderSpec`; everything else (modules, parameter and
-FLOP counts, shardings, file formats) follows from the spec. A field enters only when it is orthogonal to the others
-and has a value that means "absent".
+A model family is a function from its own settings to a `DecoderSpec`; everything else (modules, parameter and FLOP
+counts, shardings, file formats) follows from the spec. Only add a field if it is orthogonal to the others and has a
+value that means "absent".
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation."""
 
 BlockInternal = Literal["attention", "mlp"]
-"""The results of a block's two parts, before norm and residual connection."""
+"""Outputs of a block's two sublayers, before norm and residual connection."""
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Rematerialisation that keeps some values of a block in the memory of the host, and computes the rest again."""
+    """Rematerialisation that saves some values of a block in host memory, and recomputes all others."""
 
     host: tuple[BlockInternal | Literal["input"], ...]
-    """Kept on the host; `input` is the block's. Everything that is not named is computed again."""
+    """Saved on the host; `input` is the block's input. Unnamed values are recomputed."""
     device: tuple[BlockInternal, ...] = ()
-    """Kept on the device."""
+    """Saved on the device."""
 
 
 Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[BlockInternal, ...] | OffloadPolicy
-"""Rematerialisation of a block in the backward pass: nothing is computed again; everything; all but the results of
-matrix products; all but the results of those with weights (attention scores are computed again); all but the named
-results."""
+"""Values of a block that the backward pass recomputes: none; everything; everything except the results of matrix
+products; everything except the results of products with weights (attention scores are recomputed); everything except
+the named results."""
 
 Backend = Literal["xla", "cudnn", "splash", "ring", "auto"]
-"""The implementation of attention; `auto` takes the fastest that can do what the spec says. Where devices share the
-positions of a row, `ring` passes keys and values from one to the next, and the others gather them."""
+"""Implementation of attention; `auto` selects the fastest one that supports the spec. If devices share the positions of
+a row, `ring` passes keys and values from one to the next, and the other backends gather them."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class NormSpec:
     kind: Literal["layer", "rms"] = "layer"
     """`rms` divides by the root mean square (Zhang and Sennrich 2019) and subtracts no mean."""
     scale: bool = True
-    """A gain to learn."""
+    """Multiplies by a learned gain."""
     unit_offset: bool = False
-    """Multiplies by 1 + scale, which starts at 0, instead of by scale, which starts at 1."""
+    """Multiplies by 1 + scale, initially 0, instead of by scale, initially 1."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class WavelengthScaling:
-    """Divides the frequencies of long wavelengths alone, with a smooth step between (Grattafiori et al. 2024)."""
+    """Divides only the frequencies of long wavelengths, with a smooth transition (Grattafiori et al. 2024)."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_positions: int
-    """Wavelengths above this over `low_freq_factor` are divided, those below this over `high_freq_factor` kept."""
+    """Wavelengths above this over `low_freq_factor` are divided, and below this over `high_freq_factor` unchanged."""
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): a ramp over the dimensions between kept and divided frequencies."""
+    """YaRN (Peng et al. 2023): a ramp over the dimensions between unchanged and divided frequencies."""
 
     factor: float
     original_positions: int
@@ -87,7 +87,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """Divides the frequency of each pair of dimensions by a factor of its own (LongRoPE, Ding et al. 2024)."""
+    """Divides the frequency of each pair of dimensions by its own factor (LongRoPE, Ding et al. 2024)."""
 
     factors: tuple[float, ...]
     magnitude: float
@@ -100,7 +100,7 @@ class RopeSpec:
 
     theta: float = 10_000.0
     fraction: float = 1.0
-    """The share of each head's dimensions, from the first, that is rotated."""
+    """Fraction of each head's dimensions, from the first, to rotate."""
     scaling: LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None = None
 
 
@@ -118,12 +118,12 @@ class QkNormSpec:
 
     norm: NormSpec
     over: Literal["head", "heads"] = "head"
-    """Each head by itself with one gain for all, or all heads together."""
+    """Each head separately with one gain for all, or all heads together."""
 
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """Attention scores, and their way to probabilities."""
+    """Attention scores, and their conversion to probabilities."""
 
     scale: float | None = None
     """Multiplies the scores; None: 1 / sqrt(head_dim)."""
@@ -132,13 +132,13 @@ class ScoreSpec:
     softcap: float | None = None
     """Bounds the scores c to softcap * tanh(c / softcap)."""
     dropout: float = 0.0
-    """Rate for the probabilities."""
+    """Dropout rate of the probabilities."""
     upcast: bool = False
-    """Computes the scores in float32 whatever the compute dtype; the softmax always is float32."""
+    """Computes the scores in float32 for any compute dtype; the softmax is always float32."""
     backend: Backend = "xla"
     block_size: int | None = None
-    """Queries whose scores are held at once, and computed again in the backward pass; None: all, kept. Of splash and
-    ring, which keep none, the size of their blocks; None: the largest that suits."""
+    """Number of queries whose scores are held at once, and recomputed in the backward pass; None: all, saved. For
+    splash and ring, which save no scores, the size of their blocks; None: the largest suitable size."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,17 @@ class AttentionSpec:
     num_kv_heads: int | None = None
     """Each key and value head serves num_heads / num_kv_heads query heads (Ainslie et al. 2023); None: one each."""
     bias: bool = True
-    """Biases of queries, keys and values."""
+    """Adds biases to queries, keys and values."""
     key_bias: bool = True
-    """Gives keys a bias where queries and values have one. It changes no probability, since it adds the same to all
-    scores of a query."""
+    """Adds the bias of keys as well, if `bias` is set. It changes no probability, since it adds the same constant to
+    all scores of a query."""
     out_bias: bool = True
     positions: RopeSpec | AlibiSpec | None = None
     qk_norm: QkNormSpec | None = None
     clip: float | None = None
     """Bounds the elements of queries, keys and values."""
     window: int | None = None
-    """Positions that a query sees, its own included; None: all before it."""
+    """Number of positions visible to a query, including its own; None: all previous ones."""
     scores: ScoreSpec = ScoreSpec()
 
     @property
@@ -177,29 +177,29 @@ class MlpSpec:
     activation: Activation = "gelu_new"
     bias: bool = True
     gated: bool = False
-    """A third matrix: the activation of its product multiplies that of the first (Shazeer 2020)."""
+    """Adds a third matrix: the activation of its product multiplies the product of the first (Shazeer 2020)."""
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: gated MLPs without biases, a few of which a router chooses for each token (Shazeer et al.
-    2017).
+    """Mixture of experts: gated MLPs without biases, a few of which are selected for each token by a router (Shazeer et
+    al. 2017).
     """
 
     hidden_dim: int
     """Width of one expert."""
     num_experts: int
     top_k: int
-    """Experts of each token."""
+    """Experts per token."""
     activation: Activation = "silu"
     renormalize: bool = True
-    """Makes the weights of a token's experts sum to 1."""
+    """Normalizes the weights of a token's experts to sum to 1."""
     balance_coef: float = 0.0
-    """Coefficient of the loss for experts that do not share the tokens equally, a mean over layers."""
+    """Coefficient of the load-balancing loss, a mean over layers."""
     z_coef: float = 0.0
     """Coefficient of the loss for large router logits, a mean over layers."""
     dense: bool | None = None
-    """Computes every expert for every token instead of the chosen ones; None: where that takes fewer operations."""
+    """Computes every expert for every token instead of the selected ones; None: if it takes fewer operations."""
 
 
 @dataclass(frozen=True)
@@ -211,22 +211,22 @@ class BlockSpec:
     pre_norm: NormSpec | None = None
     post_norm: NormSpec | None = None
     dropout: float = 0.0
-    """Rate for the result of each f, before it is added to the residual stream."""
+    """Dropout rate for the result of each f, before it is added to the residual stream."""
     parallel: bool = False
     """Both f read the same x."""
     cross: AttentionSpec | None = None
-    """Attention to what an encoder makes of its input: one more f, between the two, with norms and dropout as they
-    have. It has no mask."""
+    """Cross-attention to the output of an encoder: a third f, between the two, with the same norms and dropout. It has
+    no mask."""
 
     @property
     def has_experts(self) -> bool:
-        """True for a mixture of experts in the place of the MLP."""
+        """True for a mixture of experts instead of the MLP."""
         return isinstance(self.mlp, MoeSpec)
 
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """Token embeddings on their way to the first layer, in the order of the fields."""
+    """Operations between the token embeddings and the first layer, in the order of the fields."""
 
     scale: float | None = None
     """Multiplies the rows of the token table."""
@@ -241,36 +241,34 @@ class HeadSpec:
     """The map from the last hidden state to logits."""
 
     tied: bool = True
-    """The matrix is that of the token embedding."""
+    """Uses the matrix of the token embedding."""
     softcap: float | None = None
     """Bounds the logits l to softcap * tanh(l / softcap)."""
 
 
 @dataclass(frozen=True)
 class SenseSpec:
-    """Sense vectors: several for each token, independent of its neighbours, whose sum the head reads (Hewitt et al.
-    2023).
+    """Sense vectors: several per token, independent of its context; the head reads their sum (Hewitt et al. 2023).
 
-    The backbone only gives the weight of each.
+    The backbone only computes their weights.
     """
 
     attention: AttentionSpec
-    """A head for each sense: its probabilities are the weights. There are no values and no output."""
+    """One head per sense: its probabilities are the weights. Values and output projection are absent."""
     mlp: MlpSpec
-    """The residual layer that token embeddings go through first."""
+    """The residual layer first applied to token embeddings."""
     out: MlpSpec
-    """Makes all senses of a token from the result of that layer."""
+    """Computes all senses of a token from the result of `mlp`."""
     norm: NormSpec
     """Normalizes the input and the inputs of both MLPs."""
     dropout: float = 0.0
-    """Rate for the terms of the residual layer."""
+    """Dropout rate for the terms of the residual layer."""
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """An encoder of features of audio: two convolutions of width 3 over time, each followed by an activation, the
-    second with a stride of 2; sinusoidal positions; layers whose attention has no mask (Radford et al. 2022, section
-    2.2).
+    """An encoder of audio features: two convolutions of width 3 over time, each followed by an activation, the second
+    with a stride of 2; sinusoidal positions; layers with unmasked attention (Radford et al. 2022, section 2.2).
     """
 
     num_features: int
@@ -282,12 +280,12 @@ class EncoderSpec:
     """Activation after the convolutions."""
     final_norm: NormSpec | None = None
     dropout: float = 0.0
-    """Rate after the positions are added."""
+    """Dropout rate after the positions are added."""
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A transformer that writes token after token."""
+    """An autoregressive transformer."""
 
     vocab_size: int
     hidden_dim: int
@@ -298,46 +296,46 @@ class DecoderSpec:
     embedding: EmbeddingSpec = EmbeddingSpec()
     head: HeadSpec = HeadSpec()
     senses: SenseSpec | None = None
-    """The source of the head's input; None: the last hidden state."""
+    """Computes the head's input from sense vectors; None: the last hidden state."""
     encoder: EncoderSpec | None = None
-    """Makes what the layers' `cross` attends to."""
+    """Computes the target of the layers' `cross`."""
     init_std: float = 0.02
-    """Standard deviation of every initial weight but those that write to the residual stream."""
+    """Standard deviation of initial weights, except for weights that write to the residual stream."""
     scan: bool = False
     """Runs the repeats of the layer period as one loop: compiles fast, runs a little slower. Same parameters."""
     remat: Remat = "none"
     remat_groups: int = 0
-    """Number of groups that the iterations of the loop form: only the input of each group is kept for the backward
-    pass, which computes the input of each layer again. 0: the input of each layer is kept."""
+    """Number of groups of loop iterations: only the input of each group is saved for the backward pass, which
+    recomputes the input of each layer. 0: the input of each layer is saved."""
 
     @property
     def encoder_stack(self) -> DecoderSpec:
-        """The layers of the encoder, executed and initialised as those of the decoder are."""
+        """The layers of the encoder, executed and initialised like the decoder's."""
         assert self.encoder is not None
         return replace(self, blocks=self.encoder.blocks, num_positions=self.encoder.num_positions, encoder=None)
 
     @property
     def saves_inside_layers(self) -> bool:
-        """True where `remat` keeps values of the inside of a layer, on the device and for each layer by itself."""
+        """True if `remat` saves values inside of a layer, on the device and separately for each layer."""
         return self.remat != "full" and not isinstance(self.remat, OffloadPolicy) and not self.remat_groups
 
     @property
     def residual_std(self) -> float:
         """Standard deviation of initial weights that write to the residual stream.
 
-        Every layer adds to the stream twice, so 2L terms divided by sqrt(2L) leave its variance as it would be with
-        one (Radford et al. 2019, section 2.3).
+        Every layer adds to the stream twice, so 2L terms divided by sqrt(2L) give it the variance of a single term
+        (Radford et al. 2019, section 2.3).
         """
         return self.init_std / math.sqrt(2 * len(self.blocks))
 
     @property
     def num_routers(self) -> int:
-        """Layers that have experts."""
+        """Number of layers with experts."""
         return sum(block.has_experts for block in self.blocks)
 
     @property
     def period(self) -> int:
-        """The least p with blocks[i] == blocks[i % p] for every i.
+        """Smallest p with blocks[i] == blocks[i % p] for every i.
 
         Parameters are stacked over the repeats of the period: layer i is row i // p of `blocks.<i % p>`.
         """
@@ -345,6 +343,6 @@ class DecoderSpec:
         return next(p for p in range(1, n + 1) if all(self.blocks[i] == self.blocks[i % p] for i in range(n)))
 
     def repeats(self, slot: int) -> int:
-        """Number of layers at the place `slot` of the period; the last repeat of the period may be cut short."""
+        """Number of layers at `slot` of the period; the last repeat of the period may be incomplete."""
         # Ceiling division: layers slot, slot + p, slot + 2p, ... below the number of layers.
         return -(-(len(self.blocks) - slot) // self.period)

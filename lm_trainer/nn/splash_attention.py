@@ -1,6 +1,6 @@
-"""Attention by the splash kernel of JAX's Pallas library, on TPUs.
+"""Attention with the splash kernel of JAX's Pallas library, on TPUs.
 
-It keeps no scores, and does not look at blocks of keys that the causal mask or the window hides.
+It saves no scores, and skips blocks of keys hidden by the causal mask or the window.
 
 Shape letters: B rows, S queries and keys, N heads, K key and value heads, H head size.
 """
@@ -31,14 +31,14 @@ _PLATFORMS = ("tpu",)
 _LANES = 128
 """Lanes of a TPU's vector registers: blocks of positions are multiples of them."""
 _LARGEST_BLOCK = 512
-_MOST_PARTS = 4
-"""Parts of the gradient of queries that the backward pass may write, each as large as the whole."""
-_MOST_KEYS = 512 * 1024
-"""Bytes of a block of keys, of which a chip's vector memory holds several."""
+_MAX_PARTS = 4
+"""Maximum number of parts of the gradient of queries written by the backward pass, each as large as the gradient."""
+_MAX_KEY_BYTES = 512 * 1024
+"""Maximum size in bytes of a block of keys; a chip's vector memory holds several."""
 
 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
-    """The reason why splash cannot compute attention of `spec`; None when it can."""
+    """Returns the reason why splash cannot compute attention of `spec`; None if it can."""
     name, scores, size = jnp.dtype(metadata.dtype).name, spec.scores, spec.scores.block_size
     length = metadata.keys
     block = 0 if size is None else min(size, length)
@@ -46,7 +46,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (metadata.platform != "tpu", f"the platform is {metadata.platform}, not a TPU"),
         (name not in ("bfloat16", "float32"), f"it computes in bfloat16 or float32, not {name}"),
         (isinstance(spec.positions, AlibiSpec), "it adds no bias to scores (ALiBi)"),
-        (metadata.twice, NO_SECOND_DERIVATIVE),
+        (metadata.second_derivative, NO_SECOND_DERIVATIVE),
         (scores.dropout > 0, "it has no dropout of probabilities"),
         (metadata.cached, "it does not decode with a cache"),
         (metadata.queries != metadata.keys, "devices share the positions of a row (context_axis_size)"),
@@ -57,12 +57,12 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
-    """Computes attention; the mask is made from the segments and the window, the bias is not read.
+    """Computes attention; the mask is built from segments and window, the bias is ignored.
 
     Args:
-        spec: of the attention.
+        spec: the attention.
         inputs: its operands.
-        interpret: runs the kernel by Pallas' interpreter, on any platform.
+        interpret: runs the kernel with Pallas' interpreter, on any platform.
     """
     q_BSNH, k_BSKH, v_BSKH, _, segments_BS = inputs
     assert segments_BS is not None
@@ -72,18 +72,18 @@ def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = F
     if all(mesh.shape[axis] == 1 for axis in free):
         return run(q_BSNH, k_BSKH, v_BSKH, segments_BS)
 
-    def over(axes: tuple[str, ...], count: int) -> tuple[str, ...]:
+    def divisible_axes(axes: tuple[str, ...], count: int) -> tuple[str, ...]:
         axes = tuple(axis for axis in axes if axis in free)
         return axes if count % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
 
-    # XLA cannot divide a kernel by itself. What a mesh axis does not divide, each of its devices computes.
-    rows, heads = over(BATCH_AXES, q_BSNH.shape[0]), over(("model",), k_BSKH.shape[2])
-    whole: Any = PartitionSpec(rows, None, heads)
+    # XLA cannot partition a kernel. If a mesh axis does not divide a dimension, each of its devices computes all of it.
+    rows, heads = divisible_axes(BATCH_AXES, q_BSNH.shape[0]), divisible_axes(("model",), k_BSKH.shape[2])
+    partition = PartitionSpec(rows, None, heads)
     divided = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(whole, whole, whole, PartitionSpec(rows)),
-        out_specs=whole,
+        in_specs=(partition, partition, partition, PartitionSpec(rows)),
+        out_specs=partition,
         axis_names=free,
         check_vma=False,
     )
@@ -107,28 +107,28 @@ def _run(
 
 
 def _kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Callable[..., jax.Array]:
-    """A function of the inputs of one row."""
+    """Makes a function of the inputs of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    # The window counts the query itself, the mask of the kernel only the keys on its left.
+    # The window includes the query itself, the mask of the kernel counts only the keys on its left.
     heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
-    seen = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     size = _block(length, spec.scores.block_size)
-    keys = _keys_of_one_pass(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
-    # One kernel for all gradients computes five products for each block; two of them, seven.
-    separate: dict[str, Any] = {} if keys else {"block_q_dq": size, "block_kv_dq": size}
+    fused_block = _fused_backward_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
+    # A single kernel for all gradients computes five products per block; two separate kernels, seven.
+    separate: dict[str, Any] = {} if fused_block else {"block_q_dq": size, "block_kv_dq": size}
     sizes = splash.BlockSizes(
         block_q=size,
         block_kv=size,
         block_q_dkv=size,
-        block_kv_dkv=keys or size,
+        block_kv_dkv=fused_block or size,
         block_kv_dkv_compute=size,
-        use_fused_bwd_kernel=keys is not None,
+        use_fused_bwd_kernel=fused_block is not None,
         **separate,
     )
     kernel: Any = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([seen] * heads),
+        splash.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
         attn_logits_soft_cap=spec.scores.softcap,
         residual_checkpoint_name=RESIDUAL,
@@ -144,22 +144,22 @@ def _block(length: int, size: int | None) -> int:
     return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
 
 
-def _keys_of_one_pass(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
-    """Positions of a block of keys where one kernel makes all gradients; None where two kernels do.
+def _fused_backward_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
+    """Positions of a block of keys if one kernel computes all gradients; None if two kernels do.
 
-    The one writes its part of the gradient of all queries for each such block, so there may not be many of them, and a
-    block of them must fit.
+    The single kernel writes a part of the gradient of all queries for each such block, so their number is limited, and
+    a block must fit.
 
     Args:
         length: positions of a row.
-        size: those of a block of queries, which divides `length`.
-        window: of the attention, which larger blocks of keys would see less of.
+        size: positions of a block of queries, a divisor of `length`.
+        window: window of the attention; with a window, fewer large blocks of keys could be skipped.
         bytes_of_key: size of a head's key.
     """
     blocks = length // size
-    most = blocks if window is None else 1
-    fitting = (size * n for n in range(1, most + 1) if blocks % n == 0 and blocks // n <= _MOST_PARTS)
-    return next((keys for keys in fitting if keys * bytes_of_key <= _MOST_KEYS), None)
+    max_blocks = blocks if window is None else 1
+    fitting = (size * n for n in range(1, max_blocks + 1) if blocks % n == 0 and blocks // n <= _MAX_PARTS)
+    return next((keys for keys in fitting if keys * bytes_of_key <= _MAX_KEY_BYTES), None)
 
 
 SPLASH = AttentionKernel(_PLATFORMS, unsupported_reason, compute)

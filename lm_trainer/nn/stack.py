@@ -1,4 +1,4 @@
-"""The layers of a decoder: parameters always stacked, execution as one loop or unrolled.
+"""The layers of a decoder: parameters are always stacked, execution is one loop or unrolled.
 
 Shape letters: B rows, S positions, D hidden dimension.
 """
@@ -25,7 +25,7 @@ from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.read import gathers, saves_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
-# Their kernels are products as well, which would otherwise all run twice.
+# These kernels contain products as well; without their names, all of them would run twice.
 _KERNELS = jax.checkpoint_policies.save_only_these_names(RESIDUAL, mxfp8.RESIDUAL)
 _POLICIES = {
     "full": None,
@@ -40,9 +40,10 @@ _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
 def build_blocks(spec: DecoderSpec, *, init: Initializer) -> nnx.Dict:
-    """Builds all layers: entry "j" holds those at place j of the period, each parameter with a leading `layers` axis.
+    """Builds all layers: entry "j" holds the layers at slot j of the period, each parameter with a leading `layers`
+    axis.
 
-    Every layer has a key of its own, so the way of execution changes no parameter.
+    Every layer has its own key, so the way of execution does not change parameters.
     """
     keys = jax.random.split(init.rngs.params(), len(spec.blocks))
 
@@ -63,14 +64,14 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     cache: KvCache | None = None,
     first: jax.Array | None = None,
 ) -> _Carry:
-    """Runs all layers in order; with a cache nothing is rematerialised, since no gradient is taken.
+    """Runs all layers in order; with a cache there is no rematerialisation, since no gradient is computed.
 
-    `first` is the number of the first layer, where the spec is that of a part of a model.
+    `first` is the index of the first layer if the spec describes a part of a model.
 
     Returns the stream, the cache, and the sums of router statistics over layers, None without routers.
     """
     slots = [blocks[str(j)] for j in range(len(blocks))]
-    apply = _apply if cache is not None else _rematerialised(spec.remat, in_loop=spec.scan)
+    apply = _apply if cache is not None else _with_remat(spec.remat, in_loop=spec.scan)
 
     def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
         layer = layer if first is None else first + layer
@@ -95,18 +96,18 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     key: jax.Array | None,
     remat: Remat = "none",
 ) -> tuple[jax.Array, RouterStats | None]:
-    """One layer as `run_blocks` computes it: the stream after it, and the sums of router statistics up to it.
+    """Runs one layer as `run_blocks` does: returns the stream after it, and the sums of router statistics up to it.
 
     Args:
         block: the layer.
         x_BSD: the stream before it.
         stats: the sums before it, None without routers.
-        context: of all layers.
-        layer: its number, an int32 scalar.
-        key: that of all layers; None switches dropout off.
-        remat: what a derivative of this call computes again. There is no barrier between it and this call.
+        context: context of all layers.
+        layer: index of the layer, an int32 scalar.
+        key: key of all layers; None disables dropout.
+        remat: values that a derivative of this call recomputes, without an optimization barrier.
     """
-    apply = _rematerialised(remat, in_loop=True)
+    apply = _with_remat(remat, in_loop=True)
     layer_key = None if key is None else jax.random.fold_in(key, layer)
     x_BSD, _, stats = apply(block, (x_BSD, None, stats), context, layer, layer_key)
     return x_BSD, stats
@@ -121,46 +122,48 @@ def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: 
 
 
 def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int, groups: int) -> _Carry:
-    """One turn of the loop is one period; a period that is cut short at the end runs after it, as turns do that are
-    left over by groups of equal size.
+    """Runs one period per iteration; after the loop, the layers of an incomplete last period, and iterations left over
+    by groups of equal size.
     """
     period = len(slots)
-    turns, rest = divmod(num_layers, period)
+    iterations, remainder = divmod(num_layers, period)
 
-    def body(carry: _Carry, turn: tuple[Sequence[Block], jax.Array]) -> tuple[_Carry, None]:
-        blocks, index = turn
+    def body(carry: _Carry, iteration: tuple[Sequence[Block], jax.Array]) -> tuple[_Carry, None]:
+        blocks, index = iteration
         for j, block in enumerate(blocks):
             carry = run(carry, block, index * period + j)
         return carry, None
 
-    # The first `rest` places of the period have one layer more than there are turns.
-    whole = [jax.tree.map(lambda a: a[:turns], block) if j < rest else block for j, block in enumerate(slots)]
-    every, grouped = (whole, jnp.arange(turns)), 0
-    if groups and (size := turns // groups):
-        # Only the input of each group is kept; the group is run again, and then keeps the inputs of its layers (Chen et
-        # al. 2016, arXiv 1604.06174). A loop needs no barrier against common subexpressions.
-        grouped = groups * size
-        parts = jax.tree.map(lambda a: a[:grouped].reshape(groups, size, *a.shape[1:]), every)
+    # The first `remainder` slots of the period have one more layer than there are iterations.
+    full_slots = [
+        jax.tree.map(lambda a: a[:iterations], block) if j < remainder else block for j, block in enumerate(slots)
+    ]
+    scanned, grouped_iterations = (full_slots, jnp.arange(iterations)), 0
+    if groups and (size := iterations // groups):
+        # Only the input of each group is saved; the group runs a second time, and then saves the inputs of its layers
+        # (Chen et al. 2016, arXiv 1604.06174). A loop needs no barrier against common subexpression elimination.
+        grouped_iterations = groups * size
+        parts = jax.tree.map(lambda a: a[:grouped_iterations].reshape(groups, size, *a.shape[1:]), scanned)
         carry, _ = jax.lax.scan(jax.checkpoint(lambda c, x: jax.lax.scan(body, c, x), prevent_cse=False), carry, parts)
-    if grouped < turns:
-        carry, _ = jax.lax.scan(body, carry, jax.tree.map(lambda a: a[grouped:], every))
-    for j in range(rest):
-        carry = run(carry, jax.tree.map(lambda a: a[turns], slots[j]), turns * period + j)
+    if grouped_iterations < iterations:
+        carry, _ = jax.lax.scan(body, carry, jax.tree.map(lambda a: a[grouped_iterations:], scanned))
+    for j in range(remainder):
+        carry = run(carry, jax.tree.map(lambda a: a[iterations], slots[j]), iterations * period + j)
     return carry
 
 
 def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Array, key: jax.Array | None) -> _Carry:
     x_BSD, cache, total = carry
-    # The name by which an `OffloadPolicy` moves it to the host.
+    # An `OffloadPolicy` moves the value with this name to the host.
     x_BSD = checkpoint_name(x_BSD, "input")
     x_BSD, cache, stats = block(x_BSD, context, layer, key=key, cache=cache)
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
-def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
+def _with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none" and not gathers():
         return _apply
-    # A function of its own where parameters are gathered: JAX would take a trace of `_apply` that gathers none.
+    # A separate function if parameters are gathered: JAX would reuse a trace of `_apply` without gathering.
     apply = functools.partial(_apply) if gathers() else _apply
     match remat:
         case "none":
@@ -181,7 +184,7 @@ def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
 
 
 def unstack(tree: Any, count: int) -> list[Any]:
-    """The `count` slices along the first axis of every leaf.
+    """Splits every leaf into its `count` slices along the first axis.
 
     Split, not indexed: its gradient is one concatenation instead of a sum of `count` padded arrays.
     """

@@ -1,7 +1,7 @@
-"""Attention whose scores exist as arrays, of rows whole or of blocks of queries.
+"""Attention with scores as arrays, for full rows or for blocks of queries.
 
-Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head size, C queries of one block (or those
-of all query heads that share keys), L blocks.
+Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head size, C queries of one block (or of all
+query heads that share keys), L blocks.
 """
 
 from __future__ import annotations
@@ -16,62 +16,67 @@ from lm_trainer.nn.attention_kernel import AttentionInputs
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.spec import AttentionSpec
 
-_FEWEST_QUERIES, _MOST_BLOCKS = 128, 4
-"""Queries of a block, and blocks of a row. More and smaller blocks skip little more, and take longer to compile."""
+_MIN_BLOCK_QUERIES, _MAX_BLOCKS = 128, 4
+"""Minimum queries of a block, and maximum blocks of a row. More and smaller blocks skip little more, and take longer to
+compile."""
 
 
 def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
-    """softmax(q k^T + bias) v, [B, S, N, H] with the H of `v_BTKH` and its dtype; `key` is for dropout."""
+    """Computes softmax(q k^T + bias) v, [B, S, N, H] with the H of `v_BTKH` and its dtype; `key` is for dropout."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
     scores, queries = spec.scores, q_BSNH.shape[1]
-    plain = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
+    attention_fn = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
     if scores.block_size is not None and scores.block_size < queries:
-        return _in_a_loop(plain, scores.block_size, inputs, key)
+        return _in_query_blocks(attention_fn, scores.block_size, inputs, key)
     attends_to_itself = segments_BS is not None and queries == k_BTKH.shape[1]
-    if not attends_to_itself or queries <= _FEWEST_QUERIES:
-        return plain(q_BSNH, k_BTKH, v_BTKH, bias_BNST, key=key)
-    return _causal(plain, spec.window, inputs, key)
+    if not attends_to_itself or queries <= _MIN_BLOCK_QUERIES:
+        return attention_fn(q_BSNH, k_BTKH, v_BTKH, bias_BNST, key=key)
+    return _causal_blocks(attention_fn, spec.window, inputs, key)
 
 
 AttentionFn = Callable[..., jax.Array]
 """`dot_product_attention` with its options."""
 
 
-def _causal(plain: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
-    """Blocks of queries, each with no keys but those that one of its queries may see; the bias masks the rest."""
+def _causal_blocks(
+    attention_fn: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None
+) -> jax.Array:
+    """Processes blocks of queries, each with only the keys visible to at least one of its queries; the bias masks the
+    others.
+    """
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
-    size = max(_FEWEST_QUERIES, -(-length // _MOST_BLOCKS))
+    size = max(_MIN_BLOCK_QUERIES, -(-length // _MAX_BLOCKS))
 
     def blocks() -> Iterator[jax.Array]:
         for index, first in enumerate(range(0, length, size)):
             queries = slice(first, min(first + size, length))
             keys = slice(max(0, first - window + 1) if window else 0, queries.stop)
             arrays = q_BSNH[:, queries], k_BTKH[:, keys], v_BTKH[:, keys], bias_BNST[:, :, queries, keys]
-            yield plain(*arrays, key=None if key is None else jax.random.fold_in(key, index))
+            yield attention_fn(*arrays, key=None if key is None else jax.random.fold_in(key, index))
 
     return jnp.concatenate(list(blocks()), axis=1)
 
 
-def _in_a_loop(plain: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
-    """The scores of `size` queries at a time, computed again for gradients; the numbers are those of the whole."""
+def _in_query_blocks(attention_fn: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
+    """Computes the scores of `size` queries at a time, recomputed for gradients; results equal the unblocked ones."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
     count = -(-length // size)
 
-    def cut(x: jax.Array, axis: int) -> jax.Array:
+    def split(x: jax.Array, axis: int) -> jax.Array:
         padding = [(0, count * size - length if a == axis else 0) for a in range(x.ndim)]
         parts = jnp.pad(x, padding).reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
         return jnp.moveaxis(parts, axis, 0)
 
     @jax.checkpoint
-    def one(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def attend_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         index, q_BCNH, bias_BNCT = block
         block_key = None if key is None else jax.random.fold_in(key, index)
-        return plain(q_BCNH, k_BTKH, v_BTKH, bias_BNCT, key=block_key)
+        return attention_fn(q_BCNH, k_BTKH, v_BTKH, bias_BNCT, key=block_key)
 
-    # Queries that fill up the last block have a bias of 0, so that their softmax is finite; they are cut off.
-    o_LBCNH = jax.lax.map(one, (jnp.arange(count), cut(q_BSNH, 1), cut(bias_BNST, 2)))
+    # Queries that pad the last block have a bias of 0 to keep their softmax finite; they are removed at the end.
+    o_LBCNH = jax.lax.map(attend_block, (jnp.arange(count), split(q_BSNH, 1), split(bias_BNST, 2)))
     o_BLCNH = jnp.moveaxis(o_LBCNH, 0, 1)
     return o_BLCNH.reshape(q_BSNH.shape[0], count * size, *o_BLCNH.shape[3:])[:, :length]
 
@@ -86,30 +91,32 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     softcap: float | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(softcap(q k^T) + bias) v; scores in the dtype of q, softmax in float32. Gradients flow to q, k and v."""
-    scores_BNST = _per_group("bkch,bkth->bkct", _heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
+    """Computes softmax(softcap(q k^T) + bias) v; scores in the dtype of q, softmax in float32. Differentiable in q, k
+    and v.
+    """
+    scores_BNST = _grouped_product("bkch,bkth->bkct", _heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
     if softcap is not None:
         scores_BNST = softcap * jnp.tanh(scores_BNST * (1.0 / softcap))
     scores_BNST = scores_BNST + bias_BNST
-    # The softmax does not depend on what is subtracted, so that leaving out its gradient loses nothing.
+    # The softmax does not depend on the subtracted value, so omitting its gradient loses no accuracy.
     highest = jax.lax.stop_gradient(jnp.max(scores_BNST, axis=-1, keepdims=True))
     e_BNST = jnp.exp(scores_BNST - highest)
-    # The result is divided instead of the probabilities, which are T / H times as many. The reciprocal is written
-    # out because a compiler may turn a division into it in one program and not in another.
+    # Divides the result instead of the probabilities, which have T / H times as many elements. The explicit reciprocal
+    # is needed because a compiler may turn a division into it in one program and not in another.
     r_BNS1 = 1.0 / jnp.sum(e_BNST, axis=-1, keepdims=True)
     # After the sum, which dropout of the probabilities would not change either.
     e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTKH.dtype)
-    o_BNSH = _per_group("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
+    o_BNSH = _grouped_product("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
     return _heads_first(o_BNSH)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """Positions and heads change places. With heads first no scores are transposed, and no gradients of scores."""
+    """Swaps positions and heads. With heads first, neither scores nor their gradients are transposed."""
     return x.swapaxes(1, 2)
 
 
-def _per_group(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
-    """A product of each head with the matrix of its group, [B, N, S, ...]: one product for all heads of a group."""
+def _grouped_product(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
+    """Multiplies each head with the matrix of its group, [B, N, S, ...]: one product for all heads of a group."""
     rows, heads, queries, size = x_BNSX.shape
     x_BKCX = x_BNSX.reshape(rows, y_BTKH.shape[2], -1, size)
     return jnp.einsum(product, x_BKCX, _heads_first(y_BTKH)).reshape(rows, heads, queries, -1)

@@ -185,7 +185,7 @@ def loss_and_grads(config: WhisperConfig) -> Any:
 def test_decoding_with_a_cache_equals_the_full_forward_pass() -> None:
     batch, graph = rows(), graphdef(TINY)
     wanted = logits(TINY, params(), batch)
-    cache = quick_jit(lambda p: nnx.merge(graph, p).listen(jnp.asarray(batch.features), SEQ))(params())
+    cache = quick_jit(lambda p: nnx.merge(graph, p).encode(jnp.asarray(batch.features), SEQ))(params())
     decode = quick_jit(lambda p, cache, t, at: nnx.merge(graph, p).decode(t, at, cache))
     found = []
     for part in np.split(np.arange(SEQ), 2):

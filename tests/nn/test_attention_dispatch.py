@@ -54,7 +54,7 @@ ON_GPU = [
     (scored(dropout=0.1), {}, "dropout"),
     (scored(upcast=True), {}, "upcast_attn"),
     (scored(block_size=8), {}, "flash_attention_block_size"),
-    (SPEC, {"twice": True}, "its gradient has no derivative"),
+    (SPEC, {"second_derivative": True}, "its gradient has no derivative"),
 ]
 ON_TPU = [
     (SPEC, {"platform": "cpu"}, "the platform is cpu, not a TPU"),
@@ -64,7 +64,7 @@ ON_TPU = [
     (SPEC, {"queries": 128}, "context_axis_size"),
     (SPEC, {"queries": 200, "keys": 200}, "rows of 200 positions are not a multiple of 128"),
     (scored(block_size=64), {}, "flash_attention_block_size=64 is not a multiple of 128 that divides rows of 256"),
-    (SPEC, {"twice": True}, "its gradient has no derivative"),
+    (SPEC, {"second_derivative": True}, "its gradient has no derivative"),
     (scored(block_size=384), {"queries": 512, "keys": 512}, "flash_attention_block_size=384"),
 ]
 

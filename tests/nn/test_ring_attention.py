@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lm_trainer.nn.attention import causal_bias
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.positions import alibi_bias, alibi_slopes
-from lm_trainer.nn.ring_attention import RowPlaces, ring_attention
+from lm_trainer.nn.ring_attention import RowMetadata, ring_attention
 from lm_trainer.nn.ring_layout import RingLayout, from_zigzag, to_zigzag
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, ScoreSpec
 from lm_trainer.parallel.collectives import all_gather
@@ -43,7 +43,9 @@ def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None):
 
     def part(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
         q, k, v, segments, positions = map(to_zigzag, (q, k, v, segments, positions))
-        places = RowPlaces(segments, all_gather(segments, "context", 1), positions, all_gather(positions, "context", 1))
+        places = RowMetadata(
+            segments, all_gather(segments, "context", 1), positions, all_gather(positions, "context", 1)
+        )
         return from_zigzag(ring_attention(spec, q, k, v, places, key))
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("context",))
@@ -186,10 +188,10 @@ def test_half_of_all_pairs_is_computed_by_each_device_alike(devices: int, length
 
 def test_keys_go_no_further_than_windows_reach():
     far = RingLayout.of(spec_of(4, window=9), 8, 6)
-    assert far.journeys() == [(1, 0, 2), (-1, 1, 2)]
-    assert RingLayout.of(spec_of(4, window=5), 8, 6).journeys() == [(1, 0, 1), (-1, 1, 1)]
-    assert RingLayout.of(spec_of(4, window=1), 8, 6).journeys() == [(1, 0, 0)]
-    assert RingLayout.of(spec_of(4), 8, 6).journeys() == [(1, 0, 5)]
+    assert far.routes() == [(1, 0, 2), (-1, 1, 2)]
+    assert RingLayout.of(spec_of(4, window=5), 8, 6).routes() == [(1, 0, 1), (-1, 1, 1)]
+    assert RingLayout.of(spec_of(4, window=1), 8, 6).routes() == [(1, 0, 0)]
+    assert RingLayout.of(spec_of(4), 8, 6).routes() == [(1, 0, 5)]
 
 
 def test_no_array_has_all_pairs_and_no_keys_are_gathered():
