@@ -38,7 +38,7 @@ class BlockFloats(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """How an array is divided into blocks."""
+    """Division of an array into blocks along one axis."""
 
     axis: int
     """The axis divided into blocks."""

@@ -99,12 +99,12 @@ class Lease:
             if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
                 self._waiting(f"waiting for {_who(_parsed(first))}, which no longer answers, to lose {self._directory}")
             time.sleep(1)
-            latest, generation = self._directory.read_versioned(_KEY)
-            if latest is None:
+            body, generation = self._directory.read_versioned(_KEY)
+            if body is None:
                 return False
-            if latest != first:
+            if body != first:
                 raise UserError(
-                    f"{self._directory} is in use by {_who(_parsed(latest))}; wait for it, stop it, or set trainer.id to "
+                    f"{self._directory} is in use by {_who(_parsed(body))}; wait for it, stop it, or set trainer.id to "
                     f"another name"
                 )
         return self._write(generation)
