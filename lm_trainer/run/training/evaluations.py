@@ -112,7 +112,7 @@ class Evaluations:
         found = {}
         for weights, params in self._program.weights(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
-            watched = self._watchdog.each(batches, f"the evaluation after step {state.step}")
+            watched = self._watchdog.timed(batches, f"the evaluation after step {state.step}")
             sums = evaluate.sums(params, watched, _byte_counter(data))
             if not sums.get("weight"):
                 self._progress.note(
