@@ -1,4 +1,4 @@
-"""Checks of what a program hands to a `Trainer`: a mistake is told when it is made, and not after the first steps."""
+"""Checks of the arguments of `Trainer`, to report mistakes immediately and not after the first steps."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> Non
     """Checks the arguments of `add_eval_hook`.
 
     Args:
-        held_out: the set.
+        held_out: the held-out set.
         name: its name.
-        names: of the sets before it.
+        names: names of the sets added before.
     """
     batches = getattr(held_out, "batches", None)
     if batches is None:
@@ -62,7 +62,7 @@ def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> Non
 
 
 def check_model(model: Any, model_init: Any) -> None:
-    """Checks the model of `initial_state`, of which one is given."""
+    """Checks the arguments `model` and `model_init` of `initial_state`, one of which is given."""
     if model is not None and not isinstance(model, nnx.Module):
         call = "; a class or function that makes one is model_init=" if callable(model) else ""
         raise UserError(f"trainer.initial_state: model must be a module of flax.nnx, not {_kind(model)}{call}")
@@ -96,7 +96,7 @@ def check_loader(state: Any, loader: Any) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Checks a state to go on from."""
+    """Checks the state to continue from."""
     if not isinstance(state, TrainState):
         inside = "; it is its field `state`" if isinstance(getattr(state, "state", None), TrainState) else ""
         raise UserError(f"the state must be a TrainState, as initial_state returns it, not {_kind(state)}{inside}")
@@ -108,18 +108,18 @@ def check_batch(batch: Any) -> None:
         raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_kind(batch)}")
 
 
-def _check_call(what: str, function: Any, call: str, /, *args: Any, **kwargs: Any) -> None:
-    """Raises `UserError` unless `function` can be called so."""
+def _check_call(subject: str, function: Any, call: str, /, *args: Any, **kwargs: Any) -> None:
+    """Raises `UserError` unless `function` can be called with these arguments."""
     if not callable(function):
-        raise UserError(f"{what} must be a function, called as {call}, not {_kind(function)}")
+        raise UserError(f"{subject} must be a function, called as {call}, not {_kind(function)}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a function that tells no signature, as some written in C
+    except (TypeError, ValueError):  # the function has no signature, for example some written in C
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise UserError(f"{what} is called as {call}, and cannot be: {error}") from None
+        raise UserError(f"{subject} is called as {call}, and cannot be: {error}") from None
 
 
 def _kind(value: Any) -> str:

@@ -259,7 +259,7 @@ class RunDirectory:
         return settings.trainer
 
     def go_on_as_begun(self) -> None:
-        """Gives keys that are not set the values with which the run was begun: see `as_begun`.
+        """Gives keys that are not set the values with which the run was begun: see `with_recorded_keys`.
 
         Waits for all processes, each of which must call it.
         """

@@ -12,7 +12,7 @@ from typing import Any
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.run.config.earlier_runs import completed
+from lm_trainer.run.config.earlier_runs import with_implied_keys
 from lm_trainer.run.files.bucket_mirror import COPY
 
 RUN, ENVIRONMENT = "run.json", "env.json"
@@ -62,7 +62,7 @@ def identity_of(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     found = run.get("identity")
     if not isinstance(found, dict):
         raise _damaged(run_dir / RUN, "it does not say which configuration the run has")
-    return completed(found)
+    return with_implied_keys(found)
 
 
 def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:
