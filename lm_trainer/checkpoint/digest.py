@@ -44,7 +44,7 @@ def hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
     return {name: "".join(f"{part:08x}" for part in sums) for name, sums in _compute(_salted_sums, arrays).items()}
 
 
-Sums = Callable[[Any, Any], list[Any]]
+SumFunction = Callable[[Any, Any], list[Any]]
 """Function from the bits and indices of all elements (JAX or NumPy arrays) to sums modulo 2^32."""
 
 
@@ -63,7 +63,7 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
-def _compute(sums: Sums, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
+def _compute(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
     # Dispatch all before waiting for the first, to keep an accelerator busy.
     started = {
         name: sums(*_bits_and_index_on_host(x)) if _is_small(x) else wait_on_cpu(_on_devices(sums, x))
@@ -81,7 +81,7 @@ def _is_small(x: jax.Array | np.ndarray) -> bool:
 
 # One program per shape compiles faster than one for all arrays, because most share their shape with others.
 @functools.partial(jax.jit, static_argnums=0)
-def _on_devices(sums: Sums, x: Any) -> list[jax.Array]:
+def _on_devices(sums: SumFunction, x: Any) -> list[jax.Array]:
     return sums(*_bits_and_index(x))
 
 

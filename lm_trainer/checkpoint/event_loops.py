@@ -11,13 +11,13 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def patient_loops() -> Iterator[None]:
+def waiting_loops() -> Iterator[None]:
     """Context in which new event loops wait for their tasks before closing.
 
     Orbax closes a loop at the first unreadable array, while TensorStore still reads others. Each of these then finds a
     closed loop: TensorStore prints a traceback, and asyncio prints an error never retrieved.
     """
-    policy = _exchange_policy(_PatientPolicy())
+    policy = _exchange_policy(_WaitingLoopPolicy())
     try:
         # Inside a running loop, Orbax creates another one with uvloop if it is installed.
         with _replace_uvloop():
@@ -26,9 +26,9 @@ def patient_loops() -> Iterator[None]:
         _exchange_policy(policy)
 
 
-def keep_loops_patient() -> None:
-    """Makes all future event loops wait for their tasks before closing, as in `patient_loops`."""
-    _exchange_policy(_PatientPolicy())
+def use_waiting_loops() -> None:
+    """Makes all future event loops wait for their tasks before closing, as in `waiting_loops`."""
+    _exchange_policy(_WaitingLoopPolicy())
 
 
 def _exchange_policy(policy: Any) -> Any:
@@ -48,14 +48,14 @@ def _replace_uvloop() -> Iterator[None]:
     except ImportError:
         yield
         return
-    make, uvloop.new_event_loop = uvloop.new_event_loop, _PatientLoop
+    make, uvloop.new_event_loop = uvloop.new_event_loop, _WaitingLoop
     try:
         yield
     finally:
         uvloop.new_event_loop = make
 
 
-class _PatientLoop(asyncio.SelectorEventLoop):
+class _WaitingLoop(asyncio.SelectorEventLoop):
     def close(self) -> None:
         if not self.is_closed() and not self.is_running() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -70,5 +70,5 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
 
-    class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
-        _loop_factory = _PatientLoop
+    class _WaitingLoopPolicy(asyncio.DefaultEventLoopPolicy):
+        _loop_factory = _WaitingLoop

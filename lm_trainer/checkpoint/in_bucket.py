@@ -22,7 +22,7 @@ import numpy as np
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
-from lm_trainer.checkpoint.steps import Holder, NoneUsable
+from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock
 from lm_trainer.core.bucket import Bucket, explain
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.key_values import context
@@ -63,7 +63,7 @@ class BucketSteps:
         return sorted(int(match[1]) for match in matches if match)
 
     def record(self, step: int) -> dict[str, Any]:
-        content = self.directory.read(marker(step))
+        content = self.directory.read(record_key(step))
         if content is None:
             raise CheckpointError("it is gone")
         return _parsed(content)
@@ -99,8 +99,8 @@ class BucketSteps:
         assert like.sharding is not None
         return jax.make_array_from_callback(like.shape, like.sharding, part)
 
-    def writer(self, none_usable: NoneUsable, holder: Holder) -> BucketWriter:
-        del none_usable  # a damaged record does not prevent reading other steps
+    def writer(self, all_damaged: AllDamaged, holder: DirectoryLock) -> BucketWriter:
+        del all_damaged  # a damaged record does not prevent reading other steps
         return BucketWriter(self, holder)
 
 
@@ -112,23 +112,23 @@ class BucketWriter:
 
     remedy = "mend it"
 
-    def __init__(self, steps: BucketSteps, holder: Holder):
+    def __init__(self, steps: BucketSteps, holder: DirectoryLock):
         self.directory = steps.directory
         self._steps, self._holder = steps, holder
         self._seconds = steps.config.retry_for.total_seconds()
-        self._hurry_until = float("inf")
+        self._latest_deadline = float("inf")
         self._deletes = True
         self._saves = ThreadPoolExecutor(1, "save")
         self._trash = ThreadPoolExecutor(1, "trash")
         if is_lead():
             self.directory.probe("trainer.checkpointer.base_path")
-            self._sweep()
+            self._remove_orphans()
         wait_for_all("checkpoint directory")
         # Cached: an unresponsive server must not delay the training steps between two saves.
         self._present = set(steps.committed())
 
     def how_to_remove(self, step: int) -> str:
-        return f"to remove one, remove {self.directory}/{marker(step)}; its arrays go at the next start"
+        return f"to remove one, remove {self.directory}/{record_key(step)}; its arrays go at the next start"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         # Drawn by the first process, because all must write below the same prefix.
@@ -140,7 +140,7 @@ class BucketWriter:
         return self._saves.submit(self._write, step, shards, record)
 
     def _write(self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any]) -> None:
-        clock = _Clock(self, step)
+        timer = _SaveTimer(self, step)
         layout, shapes = record["layout"], record["shapes"]
         opened = {
             name: _open(self.directory, layout, name, _abstract(shapes[name]), context())
@@ -153,33 +153,33 @@ class BucketWriter:
         ]
         try:
             for write in writes:
-                clock.result(write)
+                timer.result(write)
         except BaseException:
             for write in writes:
                 write.cancel()
             raise
-        self._agree(layout["prefix"], clock)
+        self._agree(layout["prefix"], timer)
         if is_lead():
-            self._holder.before_commit(clock.left())
-            clock.check()
-            self.directory.write(marker(step), _encoded(record), seconds=clock.left())
+            self._holder.before_commit(timer.left())
+            timer.check()
+            self.directory.write(record_key(step), _encoded(record), seconds=timer.left())
         elif jax.process_count() > 1:
-            while self._prefixes(marker(step)) != [layout["prefix"]]:
-                clock.sleep()
+            while self._prefixes(record_key(step)) != [layout["prefix"]]:
+                timer.sleep()
         self._present.add(step)
         self._deletes = True
 
-    def _agree(self, prefix: str, clock: _Clock) -> None:
+    def _agree(self, prefix: str, timer: _SaveTimer) -> None:
         """Waits for the shards of every process; via objects, because this thread must not use JAX collectives."""
         if jax.process_count() == 1:
             return
-        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=clock.left())
+        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=timer.left())
         while is_lead() and len(self.directory.list(f"{prefix}/done")) < jax.process_count():
-            clock.sleep()
+            timer.sleep()
 
     def deadline(self, started: float) -> float:
         """Monotonic time at which a save begun at `started` is given up."""
-        return min(started + self._seconds, self._hurry_until)
+        return min(started + self._seconds, self._latest_deadline)
 
     def wait(self) -> None:
         """No-op: waiting for the result of a save is sufficient."""
@@ -187,8 +187,8 @@ class BucketWriter:
     def present(self) -> list[int]:
         return sorted(self._present)
 
-    def hurry(self, seconds: float) -> None:
-        self._hurry_until = min(self._hurry_until, time.monotonic() + seconds)
+    def limit_time(self, seconds: float) -> None:
+        self._latest_deadline = min(self._latest_deadline, time.monotonic() + seconds)
 
     def discard_unfinished(self) -> None:
         """No-op: objects without a record are ignored, and removed at the next start."""
@@ -203,8 +203,8 @@ class BucketWriter:
         if not self._deletes:
             return
         try:
-            prefixes = self._prefixes(marker(step), _DELETE_SECONDS)
-            self.directory.delete(marker(step), seconds=_DELETE_SECONDS)
+            prefixes = self._prefixes(record_key(step), _DELETE_SECONDS)
+            self.directory.delete(record_key(step), seconds=_DELETE_SECONDS)
             for prefix in prefixes:
                 self._remove(prefix)
         except MachineError as error:
@@ -218,12 +218,12 @@ class BucketWriter:
             number += 1
         if is_lead():
             # Copy first: even a damaged record still locates the arrays.
-            self.directory.write(f"{_STEPS}/{name}", self.directory.read(marker(step)) or b"")
-            self.directory.delete(marker(step))
+            self.directory.write(f"{_STEPS}/{name}", self.directory.read(record_key(step)) or b"")
+            self.directory.delete(record_key(step))
         self._present.discard(step)
         return f"{self.directory}/{_STEPS}/{name}"
 
-    def moved(self) -> None:
+    def refresh(self) -> None:
         """No-op: no list of steps is cached."""
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class BucketWriter:
         except MachineError as error:
             logger.warning("%s; what is left goes at the next start", error)
 
-    def _sweep(self) -> None:
+    def _remove_orphans(self) -> None:
         """Removes arrays without a record, left by interrupted saves and deletions."""
         stored = {name.split("/")[0] for name in self.directory.list(_ARRAYS)}
         if not stored:
@@ -262,13 +262,13 @@ class BucketWriter:
                 self._trash.submit(self._remove, f"{_ARRAYS}/{unused}")
 
 
-class _Clock:
+class _SaveTimer:
     """The deadline of one save; a stop signal brings it forward."""
 
     def __init__(self, writer: BucketWriter, step: int):
         self._writer, self._step = writer, step
         self._started = time.monotonic()
-        self._told = False
+        self._warned = False
 
     def left(self) -> float:
         """Seconds until the deadline; at least 0.1, so that a request can still report its error."""
@@ -279,13 +279,13 @@ class _Clock:
         time_now = time.monotonic()
         if time_now >= self._writer.deadline(self._started):
             try:
-                self._writer.directory.try_out()
+                self._writer.directory.check_access()
                 reason = "the server answers, but not fast enough; set trainer.checkpointer.retry_for"
             except MachineError as error:
                 reason = str(error)
             raise MachineError(f"it was not complete after {time_now - self._started:.0f} s: {reason}")
-        if time_now - self._started > _SLOW_SECONDS and not self._told:
-            self._told = True
+        if time_now - self._started > _SLOW_SECONDS and not self._warned:
+            self._warned = True
             logger.warning(
                 "%s: the checkpoint of step %d is still being written after %.0f s; it is given up after %.0f s",
                 self._writer.directory,
@@ -310,7 +310,7 @@ class _Clock:
                 raise MachineError(reason) from None
 
 
-def marker(step: int) -> str:
+def record_key(step: int) -> str:
     """Returns the key of the record that commits a step."""
     return f"{_STEPS}/{step}.json"
 

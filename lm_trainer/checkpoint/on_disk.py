@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lm_trainer.checkpoint.event_loops import keep_loops_patient, patient_loops
+from lm_trainer.checkpoint.event_loops import use_waiting_loops, waiting_loops
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
-from lm_trainer.checkpoint.steps import Holder, NoneUsable, set_aside
+from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock, move_damaged_aside
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import make_writable
 from lm_trainer.parallel.processes import is_lead, wait_for_all
@@ -48,7 +48,7 @@ class DiskSteps:
 
     def record(self, step: int) -> dict[str, Any]:
         try:
-            with patient_loops():
+            with waiting_loops():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax passes on the errors of its many readers
             raise self._unreadable(step, "metadata", error) from error
@@ -60,7 +60,7 @@ class DiskSteps:
         # Orbax does not read arrays with a placeholder.
         targets = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
         try:
-            with patient_loops():
+            with waiting_loops():
                 loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": targets})["state"]
         except Exception as error:
             raise self._unreadable(step, "arrays", error) from error
@@ -76,9 +76,9 @@ class DiskSteps:
             )
         return CheckpointError(f"its {part} cannot be read ({cause})")
 
-    def writer(self, none_usable: NoneUsable, holder: Holder) -> DiskWriter:
+    def writer(self, all_damaged: AllDamaged, holder: DirectoryLock) -> DiskWriter:
         del holder  # this process holds the lock of the run directory until it ends
-        return DiskWriter(self, none_usable)
+        return DiskWriter(self, all_damaged)
 
 
 class DiskWriter:
@@ -86,8 +86,8 @@ class DiskWriter:
 
     remedy = "make room or mend the disk"
 
-    def __init__(self, steps: DiskSteps, none_usable: NoneUsable):
-        self._steps, self._none_usable = steps, none_usable
+    def __init__(self, steps: DiskSteps, all_damaged: AllDamaged):
+        self._steps, self._all_damaged = steps, all_damaged
         self.directory = steps.directory
         # Old checkpoints are deleted in a thread: on a network file system this can take longer than a step.
         self._trash = ThreadPoolExecutor(1, "trash")
@@ -100,7 +100,7 @@ class DiskWriter:
         wait_for_all("checkpoint directory")
         self._opened = self.directory.stat()
         # A failed save leaves tasks in the event loop of its thread, as a failed read does.
-        keep_loops_patient()
+        use_waiting_loops()
         self._reopen(cleanup=True)
 
     def how_to_remove(self, step: int) -> str:
@@ -122,7 +122,7 @@ class DiskWriter:
     def present(self) -> list[int]:
         return self._steps.committed()
 
-    def hurry(self, seconds: float) -> None:
+    def limit_time(self, seconds: float) -> None:
         """No-op: writes to a local disk are not retried."""
 
     def discard_unfinished(self) -> None:
@@ -151,7 +151,7 @@ class DiskWriter:
             (self.directory / str(step)).rename(target)
         return str(target)
 
-    def moved(self) -> None:
+    def refresh(self) -> None:
         self._reload()
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class DiskWriter:
         """
         try:
             # Reading damaged metadata fails in the same way as reading damaged arrays.
-            with patient_loops():
+            with waiting_loops():
                 self._orbax = _open(self.directory, cleanup=cleanup)
         except Exception as error:
             bad: dict[int, CheckpointError] = {}
@@ -178,14 +178,14 @@ class DiskWriter:
                 except CheckpointError as problem:
                     bad[step] = problem
             if len(bad) == len(steps):
-                raise self._none_usable(bad) from error
-            set_aside(self, bad)
+                raise self._all_damaged(bad) from error
+            move_damaged_aside(self, bad)
             self._orbax = _open(self.directory, cleanup=cleanup)
 
     def _reload(self) -> None:
         """Makes Orbax refresh its cached list of steps, after some were removed."""
         try:
-            with patient_loops():
+            with waiting_loops():
                 self._orbax.reload()
         except Exception:  # of any class: it rereads all metadata, and some may be damaged by now
             self._orbax.close()

@@ -15,11 +15,11 @@ from lm_trainer.parallel.processes import wait_for_all
 
 logger = logging.getLogger(__name__)
 
-NoneUsable = Callable[[Mapping[int, CheckpointError]], Exception]
+AllDamaged = Callable[[Mapping[int, CheckpointError]], Exception]
 """Function from step -> reason to the error that ends a run if all its checkpoints are damaged."""
 
 
-class Holder(Protocol):
+class DirectoryLock(Protocol):
     """Lock of the directory against other processes."""
 
     def check_held(self) -> None:
@@ -35,7 +35,7 @@ class Holder(Protocol):
         ...
 
 
-class Nobody:
+class NoLock:
     """Null lock, for a directory unknown to other processes."""
 
     def check_held(self) -> None: ...
@@ -63,11 +63,11 @@ class Steps(Protocol):
         """Reads arrays of a step without verification; raises `CheckpointError` if they cannot be read."""
         ...
 
-    def writer(self, none_usable: NoneUsable, holder: Holder) -> Writer:
+    def writer(self, all_damaged: AllDamaged, holder: DirectoryLock) -> Writer:
         """Opens the directory for writing, and removes leftovers of killed attempts.
 
         Args:
-            none_usable: see `NoneUsable`.
+            all_damaged: see `AllDamaged`.
             holder: lock of the directory.
         """
         ...
@@ -100,7 +100,7 @@ class Writer(Protocol):
         """Lists the complete steps in order, without a request to a server."""
         ...
 
-    def hurry(self, seconds: float) -> None:
+    def limit_time(self, seconds: float) -> None:
         """Limits every save that can take long to this many seconds; a save completes or leaves no step."""
         ...
 
@@ -116,7 +116,7 @@ class Writer(Protocol):
         """Hides a step, but keeps its data; returns the new location."""
         ...
 
-    def moved(self) -> None:
+    def refresh(self) -> None:
         """Called after the last of several steps was moved aside."""
         ...
 
@@ -125,7 +125,7 @@ class Writer(Protocol):
         ...
 
 
-def set_aside(writer: Writer, bad: Mapping[int, CheckpointError]) -> None:
+def move_damaged_aside(writer: Writer, bad: Mapping[int, CheckpointError]) -> None:
     """Moves damaged steps aside, and logs each of them."""
     # No process may read a directory while process 0 renames it, nor list it before the rename is done.
     wait_for_all("bad checkpoints are known")

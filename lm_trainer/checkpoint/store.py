@@ -15,7 +15,7 @@ from lm_trainer.checkpoint.in_bucket import BucketSteps
 from lm_trainer.checkpoint.on_disk import DiskSteps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause
-from lm_trainer.checkpoint.steps import Holder, Nobody, Steps, set_aside
+from lm_trainer.checkpoint.steps import DirectoryLock, NoLock, Steps, move_damaged_aside
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.seal import sealed
@@ -63,21 +63,23 @@ class CheckpointStore:
         holder: lock of the directory against other processes; None if no other process uses it.
 
     Attributes:
-        promised: permanent checkpoints found at the start that are not covered by `config.keep`.
+        extra_permanent: permanent checkpoints found at the start that are not covered by `config.keep`.
     """
 
-    def __init__(self, directory: StoragePath, config: CheckpointerConfig, holder: Holder | None = None):
+    def __init__(self, directory: StoragePath, config: CheckpointerConfig, holder: DirectoryLock | None = None):
         self._steps = _steps_of(directory, config)
         self.directory = self._steps.directory
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Future[Any] | None = None
-        self._holder = holder or Nobody()
-        self._writer = self._steps.writer(self._none_usable, self._holder)
+        self._holder = holder or NoLock()
+        self._writer = self._steps.writer(self._all_damaged, self._holder)
         earlier = self.steps()
         # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
-        self.promised = [s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(KEPT, True)]
-        self._stay = {*self.promised, *(() if config.delete_old_temp_checkpoints else earlier)}
+        self.extra_permanent = [
+            s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(KEPT, True)
+        ]
+        self._stay = {*self.extra_permanent, *(() if config.delete_old_temp_checkpoints else earlier)}
 
     def steps(self) -> list[int]:
         """Lists the committed steps in order."""
@@ -93,14 +95,14 @@ class CheckpointStore:
         except CheckpointError:
             return {}
 
-    def promise_note(self) -> str | None:
+    def extra_permanent_note(self) -> str | None:
         """Returns a note about permanent checkpoints not covered by the policy; None if all are covered."""
-        if not self.promised:
+        if not self.extra_permanent:
             return None
-        steps = f"{', '.join(map(str, self.promised[:8]))}{' ...' if len(self.promised) > 8 else ''}"
+        steps = f"{', '.join(map(str, self.extra_permanent[:8]))}{' ...' if len(self.extra_permanent) > 8 else ''}"
         return (
             f"trainer.checkpointer.keep does not ask for the checkpoints of steps {steps}, which were permanent when "
-            f"they were saved and stay; {self._writer.how_to_remove(self.promised[0])}"
+            f"they were saved and stay; {self._writer.how_to_remove(self.extra_permanent[0])}"
         )
 
     def due(self, step: int) -> bool:
@@ -140,9 +142,9 @@ class CheckpointStore:
         if self._saving is not None and self._saving.done():
             self.wait()
 
-    def hurry(self) -> None:
+    def start_grace_period(self) -> None:
         """Limits current and future saves to a bucket to the grace period; a save completes or leaves no step."""
-        self._writer.hurry(self._config.grace_period.total_seconds())
+        self._writer.limit_time(self._config.grace_period.total_seconds())
 
     def wait(self) -> None:
         """Waits until the last save is complete.
@@ -192,18 +194,18 @@ class CheckpointStore:
             except CheckpointError as error:
                 bad[candidate] = error
             else:
-                self._move_aside(bad)
+                self._move_damaged_aside(bad)
                 return restored
         if bad:
-            raise self._none_usable(bad)
+            raise self._all_damaged(bad)
         return None
 
-    def _move_aside(self, bad: Mapping[int, CheckpointError]) -> None:
+    def _move_damaged_aside(self, bad: Mapping[int, CheckpointError]) -> None:
         if bad:
-            set_aside(self._writer, bad)
-            self._writer.moved()
+            move_damaged_aside(self._writer, bad)
+            self._writer.refresh()
 
-    def _none_usable(self, bad: Mapping[int, CheckpointError]) -> MachineError:
+    def _all_damaged(self, bad: Mapping[int, CheckpointError]) -> MachineError:
         return MachineError(
             f"{self.directory}: no checkpoint can be used, and nothing was changed:\n"
             + "".join(f"  step {step}: {error}\n" for step, error in bad.items())

@@ -152,11 +152,11 @@ class Bucket(KeyValues):
             UserError: if they cannot, for example because the bucket does not exist.
         """
         try:
-            self.try_out()
+            self.check_access()
         except MachineError as error:
             raise UserError(f"{error}; or choose another place with {setting}") from None
 
-    def try_out(self) -> None:
+    def check_access(self) -> None:
         """Raises `MachineError` with the reason, within seconds, unless objects can be written and deleted."""
         key = f".probe/{os.getpid()}-{time.time_ns()}"
         bucket = Bucket(str(self))

@@ -55,7 +55,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
-        while not (self._take() or self._outlast()):
+        while not (self._take() or self._wait_for_expiry()):
             pass
         self._thread.start()
         return self
@@ -89,7 +89,7 @@ class Lease:
             return False
         return self._write(MISSING if content is None else generation)
 
-    def _outlast(self) -> bool:
+    def _wait_for_expiry(self) -> bool:
         """Takes the lease once it has expired; returns False to retry, and raises if its holder renews it."""
         first, generation = self._directory.read_versioned(_KEY)
         if first is None or _has_ended(_parsed(first)):

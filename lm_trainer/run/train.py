@@ -40,7 +40,7 @@ from lm_trainer.run.training.task_evaluation import TaskEvaluation
 from lm_trainer.run.training.token_probabilities import TokenProbabilities
 from lm_trainer.run.weights.adapters import describe_size, find_base, training_flops
 from lm_trainer.run.weights.initial_weights import choose_vocab_size
-from lm_trainer.run.weights.pretrained import HfStart, carried_settings, find_start
+from lm_trainer.run.weights.pretrained import HfStart, find_start, published_settings
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -104,12 +104,12 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             time.monotonic() - started,
             sample,
             takes_audio=config.model.features_shape is not None,
-            exports=_exports(config.model),
+            exports=_is_exportable(config.model),
             gaps=opened.tracker.gaps,
         )
 
 
-def _exports(model: DecoderConfig) -> bool:
+def _is_exportable(model: DecoderConfig) -> bool:
     try:
         check_exportable(model)
     except UserError:
@@ -181,10 +181,10 @@ def prepare(
         with closing(open_training_data(config, progress)) as data:
             for note in data.notes:
                 progress.note(note)
-            yield _place_state(config, attempt, data, pretrained, hub_name)
+            yield _prepare_run(config, attempt, data, pretrained, hub_name)
 
 
-def _place_state(
+def _prepare_run(
     config: RunConfig, attempt: Attempt, data: Data, pretrained: HfStart | None, hub_name: str | None
 ) -> PreparedRun:
     """Builds the model for the data's vocabulary, describes the run to the user, and creates the initial state."""
@@ -203,7 +203,7 @@ def _place_state(
     if pretrained is not None:
         model = pretrained.attach(model)
     _describe(config, vocab_size, model, data, attempt.progress)
-    settings = carried_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
+    settings = published_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
     # Saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
         with written_to(attempt.directory.checkpoints) as directory:

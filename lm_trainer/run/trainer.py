@@ -37,7 +37,7 @@ from lm_trainer.run.trainer_arguments import (
 from lm_trainer.run.training.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
 from lm_trainer.run.training.evaluations import EvalSets
 from lm_trainer.run.training.hooks import HookFn, Hooks, StepInfo, When
-from lm_trainer.run.training.loop import follow_up, take_step, train_to_end, training_steps
+from lm_trainer.run.training.loop import run_due_actions, take_step, train_to_end, training_steps
 from lm_trainer.run.training.loop_parts import LoopOptions, OpenLoop, open_loop
 from lm_trainer.run.weights.saved_state import Fingerprint
 from lm_trainer.step.loss.gradient import LossFn
@@ -191,8 +191,8 @@ class Trainer:
         return fn
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
-        """Runs everything due after a step, or with `force` everything possible; see `loop.follow_up`."""
-        follow_up(self.loop.parts, info, last=force, stopping=False)
+        """Runs everything due after a step, or with `force` everything possible; see `loop.run_due_actions`."""
+        run_due_actions(self.loop.parts, info, last=force, stopping=False)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
         """Evaluates on a held-out set every `steps_per_eval` steps, logged as `eval/loss` or `eval/NAME/loss`.
@@ -305,7 +305,7 @@ class Trainer:
             NonFiniteError: if the loss is not finite and the configuration demands a stop.
         """
         check_loader(state, train_loader)
-        return training_steps(self.loop.parts, state, _from(train_loader, state))
+        return training_steps(self.loop.parts, state, _batches_from(train_loader, state))
 
     def train(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> TrainState:
         """Trains to the end, with hooks, and waits for the last checkpoint. Raises like `training_steps`.
@@ -314,7 +314,7 @@ class Trainer:
             The last state.
         """
         check_loader(state, train_loader)
-        return train_to_end(self.loop.parts, state, _from(train_loader, state))
+        return train_to_end(self.loop.parts, state, _batches_from(train_loader, state))
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
         """Saves an artifact in the run directory, and passes it to the trackers.
@@ -327,5 +327,5 @@ class Trainer:
         return self.loop.artifacts.write(name, artifact, type=type)
 
 
-def _from(loader: BatchLoader | Iterable[Batch], state: TrainState) -> Iterable[Batch]:
+def _batches_from(loader: BatchLoader | Iterable[Batch], state: TrainState) -> Iterable[Batch]:
     return loader.iter_from(state.step) if isinstance(loader, BatchLoader) else loader

@@ -20,7 +20,7 @@ STEP_TIME, DATA_WAIT = "throughput/step_time", "throughput/data_wait"
 
 _NORMAL_MAD = 1.4826
 """Ratio of standard deviation to median absolute deviation of a normal distribution (Leys et al. 2013)."""
-_LEAST_SPREAD = 1e-3
+_MIN_SPREAD = 1e-3
 """Minimum spread as a fraction of the median: nearly constant values must not trigger alerts."""
 
 
@@ -47,12 +47,12 @@ class RobustWindow:
 
     Args:
         size: number of values in the window.
-        least: minimum number of values for a score.
+        min_count: minimum number of values for a score.
     """
 
-    def __init__(self, size: int, least: int):
+    def __init__(self, size: int, min_count: int):
         self._values: deque[float] = deque(maxlen=size)
-        self._least = least
+        self._min_count = min_count
 
     @property
     def median(self) -> float:
@@ -63,11 +63,11 @@ class RobustWindow:
 
         Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.
         """
-        if len(self._values) < self._least:
+        if len(self._values) < self._min_count:
             return None
         median = self.median
         spread = _NORMAL_MAD * statistics.median(abs(v - median) for v in self._values)
-        return (value - median) / max(spread, _LEAST_SPREAD * abs(median), 1e-12)
+        return (value - median) / max(spread, _MIN_SPREAD * abs(median), 1e-12)
 
     def add(self, value: float) -> None:
         """Adds a value to the window; non-finite values are ignored."""

@@ -21,7 +21,7 @@ class GradNorm(AlertKind):
     """Number of previous steps to compare with; at least half of them must be available."""
 
     def open(self) -> Check:
-        window = RobustWindow(self.window, least=(self.window + 1) // 2)
+        window = RobustWindow(self.window, min_count=(self.window + 1) // 2)
 
         def check(metrics: Mapping[str, float]) -> str | None:
             norm = metrics[GRAD_NORM]

@@ -32,7 +32,7 @@ class StepTime(AlertKind):
             last.append(metrics[STEP_TIME])
             if len(last) < self.steps:
                 return None
-            if len(first) < _USUAL_STEPS:
+            if len(first) < _BASELINE_STEPS:
                 first.append(metrics[STEP_TIME])
                 return None
             current, usual = statistics.median(last), statistics.median(first)
@@ -43,4 +43,4 @@ class StepTime(AlertKind):
         return check
 
 
-_USUAL_STEPS = 100
+_BASELINE_STEPS = 100

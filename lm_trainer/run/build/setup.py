@@ -29,7 +29,7 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.build.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
-from lm_trainer.run.config.gather import choose_gather, with_gather
+from lm_trainer.run.config.gather import resolve_gather, with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -77,7 +77,7 @@ class TrainingSetup:
     """True if a step gathers the parameters of one layer at a time."""
 
     @property
-    def averages_by_itself(self) -> bool:
+    def has_eval_params(self) -> bool:
         """True if the optimizer evaluates different weights from the ones it updates."""
         return type(self.optimizer).eval_params is not Optimizer.eval_params
 
@@ -142,7 +142,7 @@ class TrainingSetup:
         The last entry is the one to export. Frozen parameters are included.
         """
         params = state.params
-        if self.averages_by_itself:
+        if self.has_eval_params:
             param_sharding = self.sharding.trained.params
             params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
@@ -201,7 +201,7 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
         UserError: if the batch cannot be distributed over the devices, or a sharding rule does not fit the model.
     """
     num_params = sum(math.prod(x.shape) for x in model.shapes.values())
-    trainer = choose_gather(trainer, num_params, layers=_has_known_layers(loss, model))
+    trainer = resolve_gather(trainer, num_params, layers=_has_known_layers(loss, model))
     plan = trainer.step_plan
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)

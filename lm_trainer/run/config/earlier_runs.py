@@ -31,7 +31,7 @@ _CURRENT_SPELLING = {"layerwise": "elastic"}
 """Former value of `determinism` -> the current value."""
 
 
-def with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
+def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
     """Returns the trainer section to continue a run with: unset newer keys take their recorded values.
 
     Args:
@@ -47,14 +47,14 @@ def with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> T
 
 
 def config_as_begun(config: ConfigT, recorded: Mapping[str, Any]) -> ConfigT:
-    """Returns a configuration with the trainer section of `with_recorded_keys`.
+    """Returns a configuration with the trainer section of `trainer_with_recorded_keys`.
 
     Args:
         config: a configuration with a trainer section.
         recorded: the recorded configuration, or its numeric identity.
     """
     trainer: Any = getattr(config, "trainer")  # noqa: B009 - a section that not every `Config` has
-    return config.model_copy(update={"trainer": with_recorded_keys(trainer, recorded.get("trainer") or {})})
+    return config.model_copy(update={"trainer": trainer_with_recorded_keys(trainer, recorded.get("trainer") or {})})
 
 
 def with_implied_keys(identity: Mapping[str, Any]) -> dict[str, Any]:

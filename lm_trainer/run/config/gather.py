@@ -14,11 +14,11 @@ runs with models between the old and the new value."""
 def with_gather(config: RunConfig, vocab_size: int) -> RunConfig:
     """Returns a configuration with `trainer.gather` resolved; `vocab_size` is the rows of the token embedding."""
     spec = config.model.spec(vocab_size)
-    trainer = choose_gather(config.trainer, parameter_count(spec), layers=spec.encoder is None)
+    trainer = resolve_gather(config.trainer, parameter_count(spec), layers=spec.encoder is None)
     return config if trainer is config.trainer else config.model_copy(update={"trainer": trainer})
 
 
-def choose_gather(trainer: TrainerConfig, num_params: int, *, layers: bool) -> TrainerConfig:
+def resolve_gather(trainer: TrainerConfig, num_params: int, *, layers: bool) -> TrainerConfig:
     """Returns a trainer section with `gather` resolved; the choice depends only on the configuration, not the devices.
 
     Args:

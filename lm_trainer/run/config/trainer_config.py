@@ -324,7 +324,7 @@ class TrainerConfig(Config):
 
     @property
     def gathers_layers(self) -> bool:
-        """True if a step gathers one layer at a time; raises `RuntimeError` before `choose_gather` has resolved it."""
+        """True if a step gathers one layer at a time; raises `RuntimeError` before `resolve_gather` has resolved it."""
         if self.gathers_by_size:
             raise RuntimeError("trainer.gather is auto, and the size of the model has not been looked at")
         return self.gather == "layer"

@@ -19,12 +19,12 @@ from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 
 logger = logging.getLogger(__name__)
 
-COPY = "run"
+COPY_DIRECTORY = "run"
 """Name of the directory of the copy, next to the checkpoints of the run."""
 _ORIGIN = ".copy"
 _LOCAL_FILES = (".lock", SAVE_NOW, STOP_AFTER_SAVE)
 """Files not to copy: a request would be executed a second time on the machine fetching the copy."""
-_EVERY = 20.0
+_PUSH_INTERVAL = 20.0
 """Seconds between copies of changed files."""
 _LAST_SECONDS = 10.0
 """Time limit per file at the end of the run, in seconds."""
@@ -46,11 +46,11 @@ class BucketMirror:
     """
 
     def __init__(self, path: Path, checkpoints: Bucket):
-        self._path, self._to = path, checkpoints / COPY
+        self._path, self._to = path, checkpoints / COPY_DIRECTORY
         self._copied: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_up, name="run copy", daemon=True)
+        self._thread = threading.Thread(target=self._push_periodically, name="run copy", daemon=True)
         self._warned = False
 
     def is_newer(self) -> bool:
@@ -103,8 +103,8 @@ class BucketMirror:
                 self._to.write(name, _content(self._path / name), seconds=seconds)
                 self._copied[name] = changed[name]
 
-    def _keep_up(self) -> None:
-        pause = _EVERY
+    def _push_periodically(self) -> None:
+        pause = _PUSH_INTERVAL
         while not self._stop.wait(pause):
             started = time.monotonic()
             try:
@@ -114,7 +114,7 @@ class BucketMirror:
                 if not self._warned:
                     logger.warning("%s; the copy of the run directory is tried again", error)
                 self._warned = True
-            pause = max(_EVERY, (time.monotonic() - started) / _MAX_TIME_SHARE)
+            pause = max(_PUSH_INTERVAL, (time.monotonic() - started) / _MAX_TIME_SHARE)
 
     def _origin(self) -> str | None:
         file = self._path / _ORIGIN

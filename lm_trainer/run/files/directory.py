@@ -26,7 +26,7 @@ from lm_trainer.run.config.earlier_runs import config_as_begun
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.config.run_id import run_id_problem
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.bucket_mirror import COPY, BucketMirror
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY, BucketMirror
 from lm_trainer.run.files.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
 from lm_trainer.run.files.records import (
     ENVIRONMENT,
@@ -115,18 +115,18 @@ class RunDirectory:
     def __enter__(self) -> Self:
         # The others wait until the directory is complete, or the first process has raised.
         if is_lead():
-            self._hold()
+            self._lock_directories()
         wait_for_all("run directory")
         return self
 
-    def _hold(self) -> None:
+    def _lock_directories(self) -> None:
         try:
             for directory in self._local_directories():
                 _refuse_links(directory)
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(locked(directory))
             if self._copy is not None:
-                self._hold_bucket(self._copy)
+                self._lock_bucket(self._copy)
             self._check()
             if self._copy is not None:
                 self._locks.enter_context(self._copy)
@@ -142,11 +142,11 @@ class RunDirectory:
         # A set: both may be the same directory, in different spellings, which cannot be locked twice.
         return {path.resolve() for path in (self.path, self.checkpoints) if isinstance(path, Path)}
 
-    def _hold_bucket(self, copy: BucketMirror) -> None:
+    def _lock_bucket(self, copy: BucketMirror) -> None:
         assert isinstance(self.checkpoints, Bucket)
         self._probe()
         self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
-        recorded_id = read_json(self.checkpoints, f"{COPY}/run.json").get("id", self.name)
+        recorded_id = read_json(self.checkpoints, f"{COPY_DIRECTORY}/run.json").get("id", self.name)
         if recorded_id != self.name:
             raise UserError(
                 f"{self.checkpoints} holds the checkpoints of the run {recorded_id}; choose another place with "
@@ -258,8 +258,8 @@ class RunDirectory:
         settings: Any = self.config
         return settings.trainer
 
-    def go_on_as_begun(self) -> None:
-        """Sets unset keys to the values recorded at the start of the run; see `with_recorded_keys`.
+    def restore_recorded_keys(self) -> None:
+        """Sets unset keys to the values recorded at the start of the run; see `trainer_with_recorded_keys`.
 
         All processes must call it; it waits for them.
         """

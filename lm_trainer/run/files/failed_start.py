@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from lm_trainer.parallel.processes import is_lead
-from lm_trainer.run.files.bucket_mirror import COPY
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
-_CREATED_AT_START = {"config.yaml", "run.json", ".lock", "tokenizer", "hf", "tensorboard", "metrics.jsonl", COPY}
+_CREATED_AT_START = {
+    "config.yaml",
+    "run.json",
+    ".lock",
+    "tokenizer",
+    "hf",
+    "tensorboard",
+    "metrics.jsonl",
+    COPY_DIRECTORY,
+}
 """Names an attempt creates before its first step; a directory with other names is kept."""
 
 

@@ -12,7 +12,7 @@ from lm_trainer.core.bucket import Bucket, StoragePath, is_bucket, storage_path
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
-from lm_trainer.run.files.bucket_mirror import COPY
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 from lm_trainer.run.files.records import read_run_record, recorded_checkpoints
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
@@ -70,14 +70,14 @@ def find_run(run: str | Path) -> Path:
 
 
 def _copy_of(checkpoints: Bucket) -> Path:
-    if checkpoints.read(f"{COPY}/run.json") is None:
+    if checkpoints.read(f"{COPY_DIRECTORY}/run.json") is None:
         raise UserError(f"{checkpoints}: there is no run{_runs_in(checkpoints)}")
-    return local_copy(checkpoints, COPY) / COPY
+    return local_copy(checkpoints, COPY_DIRECTORY) / COPY_DIRECTORY
 
 
 def _runs_in(bucket: Bucket) -> str:
     """Lists the runs in a bucket, for the error about a missing one."""
-    tail = f"/{COPY}/run.json"
+    tail = f"/{COPY_DIRECTORY}/run.json"
     runs = sorted(name.removesuffix(tail) for base in (bucket.parent, bucket) for name in base.list() if tail in name)
     return f"; runs in {bucket.parent}: {', '.join(runs)}" if runs else ""
 

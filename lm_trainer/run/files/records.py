@@ -11,7 +11,7 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.run.config.earlier_runs import with_implied_keys
-from lm_trainer.run.files.bucket_mirror import COPY
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
 RUN, ENVIRONMENT = "run.json", "env.json"
 
@@ -73,14 +73,14 @@ def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:
     return entries
 
 
-def identity_beside(checkpoints: StoragePath) -> dict[str, Any] | None:
+def identity_from_copy(checkpoints: StoragePath) -> dict[str, Any] | None:
     """Returns the numeric identity from the copy of run.json next to the checkpoints.
 
     None if the copy is missing or damaged.
     """
     try:
-        content = _copied(checkpoints / COPY, RUN)
-        identity = None if content is None else parsed_run(checkpoints / COPY / RUN, content).get("identity")
+        content = _copied(checkpoints / COPY_DIRECTORY, RUN)
+        identity = None if content is None else parsed_run(checkpoints / COPY_DIRECTORY / RUN, content).get("identity")
     except MachineError:
         return None
     return identity if isinstance(identity, dict) else None
@@ -110,7 +110,7 @@ def _parsed(file: Any, content: bytes) -> Any:
 def _damaged(file: Any, reason: str) -> MachineError:
     return MachineError(
         f"{file} is damaged: {reason}. Put back a copy, or remove the file and start the run again: it then takes the "
-        f"copy beside its checkpoints, in the directory {COPY}, or says what it cannot know without one"
+        f"copy beside its checkpoints, in the directory {COPY_DIRECTORY}, or says what it cannot know without one"
     )
 
 
@@ -126,7 +126,7 @@ class RecordCopies:
     """
 
     def __init__(self, path: Path, checkpoints: StoragePath, run_id: str):
-        self._path, self._to, self._run_id = path, checkpoints / COPY, run_id
+        self._path, self._to, self._run_id = path, checkpoints / COPY_DIRECTORY, run_id
 
     def write(self, name: str, text: str) -> None:
         """Writes a record to the run directory, and its copy if the checkpoints are on this machine."""

@@ -71,8 +71,8 @@ class Attempt:
         self.directory.chain = record.get("chain", "")
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
-        if promised := self.store.promise_note():
-            self.progress.note(promised)
+        if extra_permanent := self.store.extra_permanent_note():
+            self.progress.note(extra_permanent)
         for note in configuration_warnings(self.config, setup.sharding.mesh):
             self.progress.note(note)
         return state
@@ -104,7 +104,7 @@ def open_attempt(
         # Before any other use of JAX, because the first use fixes platform and devices.
         configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
-        directory.go_on_as_begun()
+        directory.restore_recorded_keys()
         config = directory.trainer
         # Before creating the directory, so that a configuration incompatible with the devices leaves no files.
         check_devices(config)

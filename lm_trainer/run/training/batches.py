@@ -160,7 +160,7 @@ class DataWait:
             return False
         shown = ""
         try:
-            while (description := self._look(source, state.step)) is not None:
+            while (description := self._describe_missing(source, state.step)) is not None:
                 if description and description != shown:
                     shown = description
                     self._progress.phase(description)
@@ -173,7 +173,7 @@ class DataWait:
             raise
         return True
 
-    def _look(self, source: Growing | None, step: int) -> str | None:
+    def _describe_missing(self, source: Growing | None, step: int) -> str | None:
         """Describes the missing text; "" if it is missing only in another process, None if no text is missing."""
         missing, failure = None, None
         try:

@@ -111,9 +111,9 @@ class Checkpoints:
         """Raises `MachineError` if the save in progress has failed, or another process has taken over the run."""
         self._store.poll()
 
-    def hurry(self) -> None:
+    def start_grace_period(self) -> None:
         """Limits remaining saves to the grace period after a stop signal, if the storage has one."""
-        self._store.hurry()
+        self._store.start_grace_period()
 
     def keep(self, state: TrainState) -> None:
         """Saves a state unless it is already saved, and waits until the save is complete."""

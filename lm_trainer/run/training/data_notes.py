@@ -40,7 +40,7 @@ class BuildWatch:
     def __init__(self, config: RunConfig, data: Data, progress: Progress):
         self._config, self._data, self._progress, self._reported = config, data, progress, False
 
-    def look(self, step: int) -> None:
+    def check(self, step: int) -> None:
         """Checks the build after a step."""
         if self._reported:
             return

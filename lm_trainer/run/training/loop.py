@@ -47,8 +47,8 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         requests = run.save_requests.agree(bool(run.stop.requested))
         last = state.step == run.num_train_steps
         if requests.stop:
-            run.checkpoints.hurry()
-        saved = follow_up(run, info, last=last, stopping=requests.stop, keep=requests.save)
+            run.checkpoints.start_grace_period()
+        saved = run_due_actions(run, info, last=last, stopping=requests.stop, keep=requests.save)
         ends = saved and requests.stop_after_save
         if ends:
             run.save_requests.stopping()
@@ -91,7 +91,7 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     )
 
 
-def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, keep: bool = False) -> bool:
+def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, keep: bool = False) -> bool:
     """Runs everything due after a step, in order; returns True if a checkpoint was saved.
 
     Args:
@@ -111,7 +111,7 @@ def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, kee
         if last or export.due(step):
             export.save(info, run.setup, run.metrics)
     if run.build_watch is not None:
-        run.build_watch.look(step)
+        run.build_watch.check(step)
     if run.tasks is not None and (last or run.tasks.due(step)):
         run.tasks.run(info, run.setup, run.metrics, run.progress)
     run.hooks.run(info, force=last)

@@ -88,7 +88,7 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def own_checkpoint(request: Request) -> Start | None:
+def resume_own_checkpoint(request: Request) -> Start | None:
     """Loads the newest intact checkpoint of the run itself."""
     trainer, store = request.trainer, request.store
     if trainer.load_checkpoint is not False:
@@ -139,16 +139,16 @@ def initialize_from(request: Request) -> Start | None:
     return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in named.items()}))
 
 
-def given_or_seed(request: Request) -> Start | None:
+def model_weights_or_fresh(request: Request) -> Start | None:
     """Uses the model's initial weights (`initialize_from_hf`, an adapter's base, a user's model), or fresh ones."""
     return Start(request.init())
 
 
 ORIGINS: tuple[Callable[[Request], Start | None], ...] = (
-    own_checkpoint,
+    resume_own_checkpoint,
     load_checkpoint_path,
     initialize_from,
-    given_or_seed,
+    model_weights_or_fresh,
 )
 """Origins of weights in order of priority; the first available one is used. A run with checkpoints always resumes from
 them, so the configured start only matters before its first checkpoint."""

@@ -82,10 +82,10 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     """
     if not config.initialize_from_hf:
         return None
-    if resumed := _resumed(config, checkpoint_directory(config.trainer, run)):
+    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run)):
         return resumed
     source = HfCheckpoint.open(config)
-    section, notes = _section(config, source.directory, source.config, source.vocab_size)
+    section, notes = _model_section(config, source.directory, source.config, source.vocab_size)
     # Reads only headers, to report missing tensors before text is tokenised.
     source.plan(section)
     difference_notes = (note,) if (note := section.differs_from_hf()) is not None else ()
@@ -97,7 +97,7 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     )
 
 
-def carried_settings(
+def published_settings(
     config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, checkpoints: StoragePath
 ) -> HfSettings | None:
     """Returns the settings of the published model a run started from; None if it started from none.
@@ -132,10 +132,10 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
     """
     if not config.use_hf_model_config:
         return config
-    if resumed := _resumed(config, checkpoint_directory(config.trainer, run_id(config, name))):
+    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run_id(config, name))):
         return resumed.config
     directory = _locate(config, weights=False)
-    return _with_model(config, _section(config, directory, *read_hf_config(directory))[0])
+    return _with_model(config, _model_section(config, directory, *read_hf_config(directory))[0])
 
 
 def stored_vocabulary(config: RunConfig) -> int:
@@ -143,7 +143,7 @@ def stored_vocabulary(config: RunConfig) -> int:
     return read_hf_config(_locate(config, weights=False))[1]
 
 
-def _section(
+def _model_section(
     config: RunConfig, directory: Path, hf_config: DecoderConfig, vocab_size: int
 ) -> tuple[DecoderConfig, list[str]]:
     """Returns the resolved model section, and notes about it."""
@@ -154,7 +154,7 @@ def _section(
         return config.model, compare_with_hf_config(config.model, set_keys, hf_config, vocab_size)
 
 
-def _resumed(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
+def _resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
     """Returns the start of a run that already has a checkpoint, with its recorded model."""
     if config.trainer.load_checkpoint is False:
         return None

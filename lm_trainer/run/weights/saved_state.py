@@ -89,7 +89,7 @@ def resumed_state(restored: Restored, setup: TrainingSetup, init: Callable[[], T
 
 def _exports_other_weights(setup: TrainingSetup) -> bool:
     """Returns True if the weights to export differ from the trained weights."""
-    return setup.averages or setup.averages_by_itself
+    return setup.averages or setup.has_eval_params
 
 
 def _named(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
