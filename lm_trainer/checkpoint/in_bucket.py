@@ -76,9 +76,9 @@ class BucketSteps:
         for names in _groups(like):
             # Devices sharing a chunk read it once.
             cache = context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
-            opened = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
+            stores = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
             # Request all before waiting for the first.
-            parts = {name: _request_shards(opened[name], like[name]) for name in names}
+            parts = {name: _request_shards(stores[name], like[name]) for name in names}
             for name in names:
                 read[name] = self._assemble(parts[name], like[name])
         return read
@@ -99,9 +99,9 @@ class BucketSteps:
         assert like.sharding is not None
         return jax.make_array_from_callback(like.shape, like.sharding, part)
 
-    def writer(self, all_damaged: AllDamaged, holder: DirectoryLock) -> BucketWriter:
+    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> BucketWriter:
         del all_damaged  # a damaged record does not prevent reading other steps
-        return BucketWriter(self, holder)
+        return BucketWriter(self, lock)
 
 
 class BucketWriter:
@@ -112,9 +112,9 @@ class BucketWriter:
 
     remedy = "mend it"
 
-    def __init__(self, steps: BucketSteps, holder: DirectoryLock):
+    def __init__(self, steps: BucketSteps, lock: DirectoryLock):
         self.directory = steps.directory
-        self._steps, self._holder = steps, holder
+        self._steps, self._lock = steps, lock
         self._seconds = steps.config.retry_for.total_seconds()
         self._latest_deadline = float("inf")
         self._deletes = True
@@ -142,13 +142,13 @@ class BucketWriter:
     def _write(self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any]) -> None:
         timer = _SaveTimer(self, step)
         layout, shapes = record["layout"], record["shapes"]
-        opened = {
+        stores = {
             name: _open(self.directory, layout, name, _abstract(shapes[name]), context())
             for name in {name for name, *_ in shards}
         }
         writes = [
             # The copies belong to this save, so TensorStore need not copy them.
-            opened[name][index].write(x, can_reference_source_data_indefinitely=True)
+            stores[name][index].write(x, can_reference_source_data_indefinitely=True)
             for name, index, x in shards
         ]
         try:
@@ -160,7 +160,7 @@ class BucketWriter:
             raise
         self._agree(layout["prefix"], timer)
         if is_lead():
-            self._holder.before_commit(timer.left())
+            self._lock.before_commit(timer.left())
             timer.check()
             self.directory.write(record_key(step), _encoded(record), seconds=timer.left())
         elif jax.process_count() > 1:
@@ -250,13 +250,13 @@ class BucketWriter:
         stored = {name.split("/")[0] for name in self.directory.list(_ARRAYS)}
         if not stored:
             return
-        named, damaged = set(), set()
+        referenced, damaged = set(), set()
         for name in self.directory.list(_STEPS):
             prefixes = self._prefixes(f"{_STEPS}/{name}")
-            named |= {prefix.partition("/")[2] for prefix in prefixes}
+            referenced |= {prefix.partition("/")[2] for prefix in prefixes}
             if not prefixes and (match := _MARKER.fullmatch(name) or _ASIDE.fullmatch(name)):
                 damaged.add(match[1])
-        for unused in stored - named:
+        for unused in stored - referenced:
             # Keep all arrays of a step with a damaged record, because the record may refer to any of them.
             if unused.partition("-")[0] not in damaged:
                 self._trash.submit(self._remove, f"{_ARRAYS}/{unused}")

@@ -76,8 +76,8 @@ class DiskSteps:
             )
         return CheckpointError(f"its {part} cannot be read ({cause})")
 
-    def writer(self, all_damaged: AllDamaged, holder: DirectoryLock) -> DiskWriter:
-        del holder  # this process holds the lock of the run directory until it ends
+    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> DiskWriter:
+        del lock  # this process holds the lock of the run directory until it ends
         return DiskWriter(self, all_damaged)
 
 

@@ -63,12 +63,12 @@ class Steps(Protocol):
         """Reads arrays of a step without verification; raises `CheckpointError` if they cannot be read."""
         ...
 
-    def writer(self, all_damaged: AllDamaged, holder: DirectoryLock) -> Writer:
+    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> Writer:
         """Opens the directory for writing, and removes leftovers of killed attempts.
 
         Args:
             all_damaged: see `AllDamaged`.
-            holder: lock of the directory.
+            lock: lock of the directory.
         """
         ...
 

@@ -60,20 +60,20 @@ class CheckpointStore:
     Args:
         directory: directory with the checkpoints of one run.
         config: the policy for saving and retention.
-        holder: lock of the directory against other processes; None if no other process uses it.
+        lock: lock of the directory against other processes; None if no other process uses it.
 
     Attributes:
         extra_permanent: permanent checkpoints found at the start that are not covered by `config.keep`.
     """
 
-    def __init__(self, directory: StoragePath, config: CheckpointerConfig, holder: DirectoryLock | None = None):
+    def __init__(self, directory: StoragePath, config: CheckpointerConfig, lock: DirectoryLock | None = None):
         self._steps = _steps_of(directory, config)
         self.directory = self._steps.directory
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Future[Any] | None = None
-        self._holder = holder or NoLock()
-        self._writer = self._steps.writer(self._all_damaged, self._holder)
+        self._lock = lock or NoLock()
+        self._writer = self._steps.writer(self._all_damaged, self._lock)
         earlier = self.steps()
         # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
         self.extra_permanent = [
@@ -138,7 +138,7 @@ class CheckpointStore:
 
         It is cheap and does not block.
         """
-        self._holder.check_held()
+        self._lock.check_held()
         if self._saving is not None and self._saving.done():
             self.wait()
 

@@ -104,12 +104,12 @@ class Config(BaseModel, metaclass=_ConfigType):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Returns the JSON schema of the class, with field docstrings as descriptions."""
-        shown = handler(schema)
-        properties = handler.resolve_ref_schema(shown).get("properties", {})
+        json_schema = handler(schema)
+        properties = handler.resolve_ref_schema(json_schema).get("properties", {})
         for name, text in field_docs(cls).items():
             if name in properties:
                 properties[name].setdefault("description", text)
-        return shown
+        return json_schema
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copies as pydantic does, without cached values (`cached_property`) computed from the old fields."""

@@ -42,14 +42,14 @@ def prepare_process() -> list[str]:
     """
     if not _cpu_only():
         return set_gpu_flags()
-    done = []
+    changes = []
     if keep_freed_memory(one_arena=True):
-        done.append("the allocator keeps freed memory for the next step")
+        changes.append("the allocator keeps freed memory for the next step")
     if available_cores() == 1 and _requested_threads() is None:
         # With a single thread XLA picks other matrix kernels, with different rounding from all other thread counts.
         set_cpu_threads(2)
-        done.append("XLA runs two threads on the only core, to compute the same bits as on two")
-    return done
+        changes.append("XLA runs two threads on the only core, to compute the same bits as on two")
+    return changes
 
 
 def keep_freed_memory(*, one_arena: bool = False) -> bool:
@@ -162,10 +162,10 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
 
 
 def _cache_of_environment() -> str | None:
-    named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if named and (problem := path_problem(named, COMPILATION_CACHES)):
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if directory and (problem := path_problem(directory, COMPILATION_CACHES)):
         raise UserError(f"JAX_COMPILATION_CACHE_DIR in the environment: {problem}")
-    return named
+    return directory
 
 
 def check_settings(settings: Iterable[str]) -> None:

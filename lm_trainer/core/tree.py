@@ -21,11 +21,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
         ValueError: if two leaves have the same name.
     """
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {leaf_name(path): leaf for path, leaf in pairs}
+    leaves = {leaf_name(path): leaf for path, leaf in pairs}
     # `{"a.b": x, "a": {"b": y}}`: one of them would be lost.
-    if len(named) != len(pairs):
+    if len(leaves) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
-    return named
+    return leaves
 
 
 def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
@@ -36,11 +36,11 @@ def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
 
 def nested_from_names(named: Mapping[str, Any]) -> dict[str, Any]:
     """Builds nested dicts from leaves by dotted name."""
-    result: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, leaf in named.items():
         *path, last = name.split(".")
-        node = result
+        node = nested
         for key in path:
             node = node.setdefault(key, {})
         node[last] = leaf
-    return result
+    return nested

@@ -31,8 +31,8 @@ def set_gpu_flags(
     Returns:
         A description of the change; empty without a change.
     """
-    chosen = environ.get("JAX_PLATFORMS", "").split(",")[0]
-    if chosen not in ("", "cuda", "gpu") or not (devices / "nvidiactl").exists():
+    platform = environ.get("JAX_PLATFORMS", "").split(",")[0]
+    if platform not in ("", "cuda", "gpu") or not (devices / "nvidiactl").exists():
         return []
     if not (metadata.version("jaxlib") if jaxlib is None else jaxlib).startswith(_SUPPORTED_JAXLIB):
         return []

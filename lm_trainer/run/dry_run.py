@@ -44,7 +44,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         *(() if note is None else (f"note: {note}",)),
         *(f"note: {line}" for line in configuration_warnings(trainer, setup.sharding.mesh)),
         *(f"note: {line}" for line in schedule_notes(config)),
-        *(() if all(one.names_text for one in config.data.sets.values()) else (_EMBEDDED,)),
+        *(() if all(dataset.names_text for dataset in config.data.sets.values()) else (_EMBEDDED,)),
         f"{describe_size(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",

@@ -283,8 +283,8 @@ class Trainer:
         check_dataset(dataset)
         if not hasattr(dataset, "train"):
             return GrainLoader(dataset)  # pyright: ignore[reportArgumentType]
-        numbered: Any = dataset
-        return BatchLoader(lambda step: batches_from(self.setup, numbered, step, self.num_train_steps))
+        train_data: Any = dataset
+        return BatchLoader(lambda step: batches_from(self.setup, train_data, step, self.num_train_steps))
 
     def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
         """Runs one step without hooks; the arrays of `state` are donated.

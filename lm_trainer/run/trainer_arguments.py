@@ -57,8 +57,8 @@ def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> Non
     if name is not None and not isinstance(name, str):
         raise UserError(f"trainer.add_eval_hook: the name must be a text, not {_kind(name)}")
     if name in [*names]:
-        named = "without a name" if name is None else repr(name)
-        raise UserError(f"trainer.add_eval_hook: there is a held-out set {named} already; give each a name of its own")
+        label = "without a name" if name is None else repr(name)
+        raise UserError(f"trainer.add_eval_hook: there is a held-out set {label} already; give each a name of its own")
 
 
 def check_model(model: Any, model_init: Any) -> None:

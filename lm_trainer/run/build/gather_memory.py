@@ -49,8 +49,8 @@ def plan_for_memory(
     if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
         return setup
     mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=taken_memory)
-    fewer = plan.fewer_together(mesh)
-    if not fewer or (limit := memory()) is None:
+    smaller_counts = plan.fewer_together(mesh)
+    if not smaller_counts or (limit := memory()) is None:
         return setup
     row = random_batch(1, seq_len, 2)
     # The run needs these compiled programs too.
@@ -60,28 +60,28 @@ def plan_for_memory(
     def peak(trainer: TrainerConfig) -> int:
         """Returns the peak bytes of a device in a step, the maximum over all processes."""
         with on_one_shard():
-            rehearsed = make(trainer)
+            rehearsal = make(trainer)
         with programs.of_rows(plan.rows) as measure:
-            record = rehearsed.rehearse(row, mesh.devices.flat[0].platform, measure)
+            record = rehearsal.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
     candidates = [(plan.shares(mesh).most, trainer, peak(trainer))]
-    while candidates[-1][2] > _USABLE_FRACTION * limit and fewer:
-        together = fewer.pop(0)
-        candidate = trainer.model_copy(update={"microbatches_per_gather": together})
-        candidates.append((together, candidate, peak(candidate)))
-    (together, chosen, needed), (max_together, _, full_bytes) = candidates[-1], candidates[0]
+    while candidates[-1][2] > _USABLE_FRACTION * limit and smaller_counts:
+        count = smaller_counts.pop(0)
+        candidate = trainer.model_copy(update={"microbatches_per_gather": count})
+        candidates.append((count, candidate, peak(candidate)))
+    (count, chosen_trainer, needed), (max_count, _, full_bytes) = candidates[-1], candidates[0]
     if needed > limit:
         note(
             f"a step needs {_gib(needed)} on each device, which have {_gib(limit)}, even with "
-            f"microbatches_per_gather={together}; `lmt plan --search` looks for a layout that fits"
+            f"microbatches_per_gather={count}; `lmt plan --search` looks for a layout that fits"
         )
-    elif together < max_together:
+    elif count < max_count:
         note(
-            f"microbatches_per_gather={together}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
-            f"{_gib(full_bytes)} with all {max_together} microbatches of a device together. The numbers are the same"
+            f"microbatches_per_gather={count}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
+            f"{_gib(full_bytes)} with all {max_count} microbatches of a device together. The numbers are the same"
         )
-    return setup if chosen is trainer else make(chosen)
+    return setup if chosen_trainer is trainer else make(chosen_trainer)
 
 
 def _gib(size: int) -> str:

@@ -335,11 +335,11 @@ def _curvature_stages(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages
         case None:
             return None
         case "hutchinson":
-            dropped = split(with_key_of_dropout(loss))
-            return lambda *args: Hutchinson(dropped(*args)).stages
+            with_dropout = split(with_key_of_dropout(loss))
+            return lambda *args: Hutchinson(with_dropout(*args)).stages
         case "gauss_newton_bartlett":
-            drawn = split(staged_gauss_newton_bartlett(loss, block_size=_SAMPLING_BLOCK))
-            return lambda *args: drawn(*args).stages
+            sampled = split(staged_gauss_newton_bartlett(loss, block_size=_SAMPLING_BLOCK))
+            return lambda *args: sampled(*args).stages
 
 
 def check_devices(trainer: TrainerConfig) -> None:

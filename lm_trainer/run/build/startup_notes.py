@@ -114,7 +114,7 @@ def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     if not axes:
         return None
     # Devices along an axis that shards no computation all do the same work, at full cost.
-    if "model" in axes and not any("model" in over for over in trainer.step_plan.compute_rules.values()):
+    if "model" in axes and not any("model" in mesh_axes for mesh_axes in trainer.step_plan.compute_rules.values()):
         return (
             f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "
             f"same: name what they are to share as tensor_parallel_axes, such as [heads, mlp, vocab]"

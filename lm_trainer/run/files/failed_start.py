@@ -56,5 +56,5 @@ def _has_no_steps(directory: Path) -> bool:
     if not directory.is_dir():
         return True
     metrics = directory / "metrics.jsonl"
-    begun = metrics.is_file() and metrics.stat().st_size > 0
-    return not begun and {path.name for path in directory.iterdir()} <= _CREATED_AT_START
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return not has_metrics and {path.name for path in directory.iterdir()} <= _CREATED_AT_START

@@ -139,8 +139,8 @@ def checkpoints_of(run_dir: Path) -> StoragePath:
     if isinstance(recorded, Bucket):
         return recorded
     # If the run was moved together with its checkpoints, their relative location is unchanged.
-    moved = run_dir.parent.parent / recorded.parent.name / recorded.name
-    return recorded if recorded.is_dir() or not moved.is_dir() else moved
+    moved_with_run = run_dir.parent.parent / recorded.parent.name / recorded.name
+    return recorded if recorded.is_dir() or not moved_with_run.is_dir() else moved_with_run
 
 
 def _runs_here(file: str, *bases: Path) -> str:

@@ -71,11 +71,11 @@ def check_data(fingerprint: Fingerprint) -> list[str]:
     """
     local = {"tokens": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
     fingerprints = [json.loads(text) for text in gather_texts(json.dumps(local))]
-    compared = next((name for name in ("tokens", "sources") if all(name in f for f in fingerprints)), None)
-    if compared is None or len({f[compared] for f in fingerprints}) == 1:
+    key = next((name for name in ("tokens", "sources") if all(name in f for f in fingerprints)), None)
+    if key is None or len({f[key] for f in fingerprints}) == 1:
         return []
-    values = _by_value([f[compared] for f in fingerprints])
-    if compared == "tokens":
+    values = _by_value([f[key] for f in fingerprints])
+    if key == "tokens":
         raise UserError(
             f"the processes of this run read different data (fingerprint {values}). Give all of them the same text, "
             "tokenizer and cache, on a disk that all see or as copies"

@@ -121,22 +121,22 @@ def initialize_from(request: Request) -> Start | None:
     if path is None:
         return None
     setup = request.setup
-    named = {name: np.asarray(x) for name, x in named_leaves(load_whole(path).params).items()}
+    weights = {name: np.asarray(x) for name, x in named_leaves(load_whole(path).params).items()}
     shapes = setup.model.shapes
-    if request.trainer.allow_partial_checkpoint and (missing := set(shapes) - set(named)):
+    if request.trainer.allow_partial_checkpoint and (missing := set(shapes) - set(weights)):
         _log_missing(path, missing)
         state = request.init()
         fresh = {**state.frozen, **state.params}
-        named |= {name: np.asarray(fresh[name]) for name in missing}
+        weights |= {name: np.asarray(fresh[name]) for name in missing}
     differences = [
-        f"{name}: {_shape(named.get(name))} there, {_shape(shapes.get(name))} here"
-        for name in sorted({*named, *shapes})
-        if _shape(named.get(name)) != _shape(shapes.get(name))
+        f"{name}: {_shape(weights.get(name))} there, {_shape(shapes.get(name))} here"
+        for name in sorted({*weights, *shapes})
+        if _shape(weights.get(name)) != _shape(shapes.get(name))
     ]
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
     # The other run may have had another precision.
-    return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in named.items()}))
+    return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in weights.items()}))
 
 
 def model_weights_or_fresh(request: Request) -> Start | None:
@@ -181,16 +181,16 @@ def _check_data(restored: Restored, current: Fingerprint, allow_other: bool, rem
         return
     old, new = ({"tokens": value} if isinstance(value, str) else value or {} for value in (saved, current))
     # If the text was or is still being tokenised, only its sources are known.
-    compared = next((name for name in ("tokens", "sources") if name in old and name in new), None)
-    if compared and old[compared] == new[compared]:
+    common_key = next((name for name in ("tokens", "sources") if name in old and name in new), None)
+    if common_key and old[common_key] == new[common_key]:
         return
-    if new and not compared and not allow_other:
+    if new and not common_key and not allow_other:
         raise UserError(
             f"the checkpoint of step {restored.step} knows its data by their tokens alone, and the text is still being "
             f"tokenised; run `lmt data build` with this configuration first, then start again"
         )
-    changed = "the text" if compared == "tokens" else "the name, size or time of a file of text"
-    key = compared or "tokens"
+    changed = "the text" if common_key == "tokens" else "the name, size or time of a file of text"
+    key = common_key or "tokens"
     problem = (
         f"the checkpoint of step {restored.step} was trained on other data (fingerprint {old.get(key)}, now "
         f"{new.get(key)}): {changed}, the tokenizer, the order or the sequence length has changed"
