@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -91,7 +92,9 @@ class FailureDetector:
                 threading.Thread(target=self._listen, args=(index, connection), daemon=True).start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.report(kind, error, trace)
         for connection in self._connections.values():
             if error is None:
@@ -99,7 +102,9 @@ class FailureDetector:
                 connection.send(end=None)
             connection.close()
 
-    def report(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def report(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Reports a failure to the other processes before any cleanup waits for them; arguments as of `__exit__`.
 
         If all processes fail, for example on a non-finite loss, it returns once all have reported. If only this process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from flax import nnx
 
@@ -17,7 +16,7 @@ from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
 
 
-def check_trainer(config: Any, optimizer: Any, loss_fn: Any) -> None:
+def check_trainer(config: object, optimizer: object, loss_fn: object) -> None:
     """Checks the first three arguments of `Trainer`."""
     if not isinstance(config, TrainerConfig):
         inside = ", whose field `trainer` it is" if isinstance(getattr(config, "trainer", None), TrainerConfig) else ""
@@ -31,12 +30,12 @@ def check_trainer(config: Any, optimizer: Any, loss_fn: Any) -> None:
     _check_call("Trainer: the loss", loss_fn, "loss(model, batch, key)", None, None, None)
 
 
-def check_hook(fn: Any) -> None:
+def check_hook(fn: object) -> None:
     """Checks the function of `add_hook`."""
     _check_call("trainer.add_hook: the hook", fn, "hook(info)", None)
 
 
-def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> None:
+def check_eval_set(held_out: object, name: object, names: Iterable[str | None]) -> None:
     """Checks the arguments of `add_eval_hook`.
 
     Args:
@@ -61,7 +60,7 @@ def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> Non
         raise UserError(f"trainer.add_eval_hook: there is a held-out set {label} already; give each a name of its own")
 
 
-def check_model(model: Any, model_init: Any) -> None:
+def check_model(model: object, model_init: object) -> None:
     """Checks the arguments `model` and `model_init` of `initial_state`, one of which is given."""
     if model is not None and not isinstance(model, nnx.Module):
         call = "; a class or function that makes one is model_init=" if callable(model) else ""
@@ -72,7 +71,7 @@ def check_model(model: Any, model_init: Any) -> None:
         _check_call("trainer.initial_state: model_init", model_init, "model_init()")
 
 
-def check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: object) -> None:
     """Checks the argument of `data_loader`."""
     train = getattr(dataset, "train", None)
     if train is not None:
@@ -85,7 +84,7 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def check_loader(state: Any, loader: Any) -> None:
+def check_loader(state: object, loader: object) -> None:
     """Checks the arguments of `train` and `training_steps`."""
     check_state(state)
     if not isinstance(loader, BatchLoader | Iterable):
@@ -95,20 +94,20 @@ def check_loader(state: Any, loader: Any) -> None:
         )
 
 
-def check_state(state: Any) -> None:
+def check_state(state: object) -> None:
     """Checks the state to continue from."""
     if not isinstance(state, TrainState):
         inside = "; it is its field `state`" if isinstance(getattr(state, "state", None), TrainState) else ""
         raise UserError(f"the state must be a TrainState, as initial_state returns it, not {_kind(state)}{inside}")
 
 
-def check_batch(batch: Any) -> None:
+def check_batch(batch: object) -> None:
     """Checks a batch of `train_step`."""
     if not isinstance(batch, Batch):
         raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_kind(batch)}")
 
 
-def _check_call(subject: str, function: Any, call: str, /, *args: Any, **kwargs: Any) -> None:
+def _check_call(subject: str, function: object, call: str, /, *args: object, **kwargs: object) -> None:
     """Raises `UserError` unless `function` can be called with these arguments."""
     if not callable(function):
         raise UserError(f"{subject} must be a function, called as {call}, not {_kind(function)}")
@@ -122,5 +121,5 @@ def _check_call(subject: str, function: Any, call: str, /, *args: Any, **kwargs:
         raise UserError(f"{subject} is called as {call}, and cannot be: {error}") from None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -41,6 +41,7 @@ from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
 
 if TYPE_CHECKING:
+    from jax import Device
     from jax.sharding import Mesh
 
 Resources = dict[Name, str | tuple[str, ...]]
@@ -101,11 +102,11 @@ class TrainerConfig(Config):
     depend on the devices. `determinism: layerwise`, the former spelling of `layer`, is still accepted. With
     `determinism: fast`, XLA decides which parameters to gather."""
     microbatches_per_gather: Operational[PositiveInt | None] = None
-    """Maximum number of microbatches a device accumulates before the devices exchange sums; it does not change the
-    results. With `gather: layer` these microbatches share the gathered parameters of a layer: a smaller number stores
-    fewer activations but gathers more often. With `gather: model` a smaller number stores fewer gradients of the full
-    model. It is rounded to the next number compatible with the fixed order of summation. null means all microbatches,
-    or with `gather: layer` as many as fit into device memory, if its size is known (GPUs, TPUs)."""
+    """Maximum number of microbatches a device accumulates before the devices exchange sums; the results are
+    bit-identical for any value. With `gather: layer` these microbatches share the gathered parameters of a layer: a
+    smaller number stores fewer activations but gathers more often. With `gather: model` it stores fewer gradients of
+    the full model. The value is rounded to the next one allowed by the fixed order of summation. null means all, or
+    with `gather: layer` as many as fit into device memory, if its size is known (GPUs, TPUs)."""
 
     matrix_updates: AffectsResults[Literal["owned", "repeated"]] = "owned"
     """Update by optimizers that need full, unsharded weights, such as muon, soap and kron. `owned`: each weight of each
@@ -190,8 +191,7 @@ class TrainerConfig(Config):
     batch_axis: Operational[str] = "batch"
     """The logical axis sharded over all devices for data parallelism."""
     fsdp_axis: Operational[str | tuple[str, ...] | None] = "embed"
-    """Logical axes along which parameters and optimizer state are sharded over the data axis of the mesh between
-    steps."""
+    """Logical axes of parameters and optimizer state to shard over the data axis of the mesh between steps."""
     tensor_parallel_axes: AffectsResults[tuple[str, ...] | None] = None
     """Logical axes to shard over the model axis of the mesh (tensor parallelism)."""
     axis_resources: Annotated[Resources, result_part(model_axis_rules)] = {}
@@ -378,7 +378,7 @@ class TrainerConfig(Config):
         """Logical axis -> mesh axes, for the stored state."""
         return self._param_rules()
 
-    def devices(self) -> Sequence[Any]:
+    def devices(self) -> Sequence[Device]:
         """Returns the devices of the run: the first `max_devices` of JAX's devices.
 
         Raises:

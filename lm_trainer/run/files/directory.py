@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -315,7 +315,7 @@ def _refuse_links(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Any:
+def locked(directory: Path) -> Iterator[None]:
     """Holds an advisory lock of a directory, released when the process ends for any reason.
 
     Raises:

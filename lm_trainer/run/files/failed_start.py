@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
@@ -41,7 +42,9 @@ class RemoveFailedStart:
         self._created = sorted(dict.fromkeys(missing), key=lambda path: -len(path.parts))
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None or not is_lead() or not all(path in self._created for path in self._directories):
             return
         if all(_has_no_steps(path) for path in self._directories):

@@ -35,7 +35,7 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     return parsed_attempts(file, _content(file) if file.exists() else None)
 
 
-def parsed_run(file: Any, content: bytes) -> dict[str, Any]:
+def parsed_run(file: object, content: bytes) -> dict[str, Any]:
     """Parses the content of run.json; raises `MachineError` if it is damaged."""
     record = _parsed(file, content)
     if not isinstance(record, dict):
@@ -63,7 +63,7 @@ def identity_of(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     return with_implied_keys(identity)
 
 
-def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:
+def parsed_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
     """Parses the content of env.json, empty for None; raises `MachineError` if it is damaged."""
     entries = [] if content is None else _parsed(file, content)
     if not isinstance(entries, list) or not all(
@@ -100,14 +100,14 @@ def _content(file: Path) -> bytes:
         raise MachineError(f"{file}: cannot be read ({error.strerror or error})") from error
 
 
-def _parsed(file: Any, content: bytes) -> Any:
+def _parsed(file: object, content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
         raise _damaged(file, f"it is not JSON: {error}" if content.strip() else "it is empty") from None
 
 
-def _damaged(file: Any, reason: str) -> MachineError:
+def _damaged(file: object, reason: str) -> MachineError:
     return MachineError(
         f"{file} is damaged: {reason}. Put back a copy, or remove the file and start the run again: it then takes the "
         f"copy beside its checkpoints, in the directory {COPY_DIRECTORY}, or says what it cannot know without one"

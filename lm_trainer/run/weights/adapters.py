@@ -173,7 +173,11 @@ def _size(model: ModelDef, *, trained: bool) -> int:
 
 
 def load_whole(
-    run: str | StoragePath, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+    run: str | StoragePath,
+    step: int | None = None,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    averaged: bool = True,
 ) -> LoadedModel:
     """Like `load_model`, but merges an adapter into its base model.
 
