@@ -149,7 +149,7 @@ class TrainingSetup:
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
 
-def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[jax.Device] | None = None) -> TrainingSetup:
+def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> TrainingSetup:
     """Plans the run of a configuration on `devices` (default: all), without compiling or allocating.
 
     Raises:
@@ -160,7 +160,7 @@ def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[jax.Device
 
 
 def setup_from_config(
-    config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[jax.Device] | None = None
+    config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[Any] | None = None
 ) -> TrainingSetup:
     """Plans the run of a configuration with the given trainer section and model; otherwise like `plan_training`."""
     return plan_training(
@@ -182,7 +182,7 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     *,
     eval_loss: LossFn | None = None,
     key: jax.Array | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     seq_len: int | None = None,
 ) -> TrainingSetup:
     """Plans training of a model on `devices` (default: all), without compiling or allocating.

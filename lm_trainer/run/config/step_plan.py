@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.core.precision import Policy
@@ -13,7 +13,6 @@ from lm_trainer.parallel.mesh import AxisRules, MeshShape, build_abstract_mesh, 
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 if TYPE_CHECKING:
-    from jax import Device
     from jax.sharding import AbstractMesh, Mesh
 
 
@@ -44,7 +43,7 @@ class StepPlan:
         """Rows per microbatch of every batch, including evaluation."""
         return tuple(plan.rows for plan in (*self.microbatches.values, self.evaluation))
 
-    def mesh(self, devices: Sequence[Device]) -> Mesh:
+    def mesh(self, devices: Sequence[Any]) -> Mesh:
         """Arranges the devices in a mesh; raises `UserError` as `build_mesh` does."""
         return build_mesh(self._shape(len(devices)), devices)
 

@@ -41,7 +41,6 @@ from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
 
 if TYPE_CHECKING:
-    from jax import Device
     from jax.sharding import Mesh
 
 Resources = dict[Name, str | tuple[str, ...]]
@@ -378,7 +377,7 @@ class TrainerConfig(Config):
         """Logical axis -> mesh axes, for the stored state."""
         return self._param_rules()
 
-    def devices(self) -> Sequence[Device]:
+    def devices(self) -> Sequence[Any]:
         """Returns the devices of the run: the first `max_devices` of JAX's devices.
 
         Raises:

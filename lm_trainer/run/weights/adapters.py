@@ -176,7 +176,7 @@ def load_whole(
     run: str | StoragePath,
     step: int | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     averaged: bool = True,
 ) -> LoadedModel:
     """Like `load_model`, but merges an adapter into its base model.

@@ -23,7 +23,7 @@ from lm_trainer.run.weights.adapters import base_name, load_whole
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 
 
-def open_model(source: str, *, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> TextModel:
+def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] | None = None) -> TextModel:
     """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into its base model.
 
     Args:
@@ -51,7 +51,7 @@ def local_model(source: str) -> Path | None:
     return local_copy(bucket, sizes=exported_files(bucket)) if is_export(bucket) else None
 
 
-def local_devices(count: int) -> Sequence[jax.Device]:
+def local_devices(count: int) -> Sequence[Any]:
     """Returns the first `count` devices of this process; 0 means all.
 
     Raises:

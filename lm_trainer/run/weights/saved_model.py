@@ -71,7 +71,7 @@ def load_model(
     run: str | StoragePath,
     step: int | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     averaged: bool = True,
 ) -> LoadedModel:
     """Reads the weights from the newest intact checkpoint of a run, or from the given step.
@@ -118,7 +118,7 @@ def read_vocabulary(run: str | StoragePath) -> tuple[int, Tokenizer]:
 
 
 def _load_step(
-    directory: StoragePath, step: int, config: RunConfig, devices: Sequence[jax.Device], averaged: bool
+    directory: StoragePath, step: int, config: RunConfig, devices: Sequence[Any], averaged: bool
 ) -> LoadedModel:
     record = read_record(directory, step)
     vocab_size = record["vocab_size"]
