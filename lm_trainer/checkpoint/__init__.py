@@ -1,1 +1,1 @@
-"""Checkpoints: the policy that writes and keeps them, their store, and the checksums that verify them."""
+"""Checkpoints: the policy for saving and retention, the store, and the checksums."""

@@ -1,4 +1,4 @@
-"""Event loops for Orbax that end when their tasks have ended."""
+"""asyncio event loops for Orbax that wait for their tasks before closing."""
 
 from __future__ import annotations
 
@@ -11,59 +11,58 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def patient_loops() -> Iterator[None]:
-    """Has the event loops that are made meanwhile wait for their tasks before they close.
+def waiting_loops() -> Iterator[None]:
+    """Context in which new event loops wait for their tasks before closing.
 
-    Orbax closes a loop with the first array that cannot be read, while TensorStore still reads others. Each of those
-    then finds a closed loop, for which TensorStore prints a traceback, and an error that nobody asks for, which asyncio
-    prints.
+    Orbax closes a loop at the first unreadable array, while TensorStore still reads others. Each of these then finds a
+    closed loop: TensorStore prints a traceback, and asyncio prints an error never retrieved.
     """
-    policy = _exchange_policy(_PatientPolicy())
+    policy = _exchange_policy(_WaitingLoopPolicy())
     try:
-        # From inside a loop Orbax makes another by uvloop, where that is installed.
-        with _in_place_of_uvloop():
+        # Inside a running loop, Orbax creates another one with uvloop if it is installed.
+        with _replace_uvloop():
             yield
     finally:
         _exchange_policy(policy)
 
 
-def keep_loops_patient() -> None:
-    """Has all event loops that are made from now on wait for their tasks before they close, as in `patient_loops`."""
-    _exchange_policy(_PatientPolicy())
+def use_waiting_loops() -> None:
+    """Makes all future event loops wait for their tasks before closing, as in `waiting_loops`."""
+    _exchange_policy(_WaitingLoopPolicy())
 
 
 def _exchange_policy(policy: Any) -> Any:
-    """Sets the policy that makes event loops, and returns the one before."""
+    """Sets the event loop policy, and returns the previous one."""
     with warnings.catch_warnings():
-        # Deprecated since Python 3.14, where Orbax's loops still come from it.
+        # Deprecated since Python 3.14, but Orbax still creates its loops with it.
         warnings.simplefilter("ignore", DeprecationWarning)
-        before = asyncio.get_event_loop_policy()
+        previous = asyncio.get_event_loop_policy()
         asyncio.set_event_loop_policy(policy)
-    return before
+    return previous
 
 
 @contextlib.contextmanager
-def _in_place_of_uvloop() -> Iterator[None]:
+def _replace_uvloop() -> Iterator[None]:
     try:
         uvloop: Any = importlib.import_module("uvloop")
     except ImportError:
         yield
         return
-    make, uvloop.new_event_loop = uvloop.new_event_loop, _PatientLoop
+    make, uvloop.new_event_loop = uvloop.new_event_loop, _WaitingLoop
     try:
         yield
     finally:
         uvloop.new_event_loop = make
 
 
-class _PatientLoop(asyncio.SelectorEventLoop):
+class _WaitingLoop(asyncio.SelectorEventLoop):
     def close(self) -> None:
         if not self.is_closed() and not self.is_running() and (tasks := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         super().close()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        # Of the tasks that fail, Orbax asks for the error of the first.
+        # If several tasks fail, Orbax retrieves only the first error.
         if context.get("message") != "Task exception was never retrieved":
             super().call_exception_handler(context)
 
@@ -71,5 +70,5 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
 
-    class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
-        _loop_factory = _PatientLoop
+    class _WaitingLoopPolicy(asyncio.DefaultEventLoopPolicy):
+        _loop_factory = _WaitingLoop

@@ -1,9 +1,9 @@
-"""Steps in object storage, written by TensorStore: each appears with one object that is written last.
+"""Checkpoint steps in object storage, written by TensorStore; a step is committed by one object written last.
 
 Below the checkpoint directory of a run:
 
-    steps/40.json             the record of step 40, which makes it exist
-    arrays/40-1f0c9a2b/NAME/  its arrays as chunks of zarr, below a name that no other save uses
+    steps/40.json             the record of step 40, which commits it
+    arrays/40-1f0c9a2b/NAME/  its arrays as zarr chunks, below a prefix unique to this save
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
-from lm_trainer.checkpoint.steps import Holder, NoneUsable
+from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock
 from lm_trainer.core.bucket import Bucket, explain
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.key_values import context
@@ -34,24 +34,24 @@ logger = logging.getLogger(__name__)
 _STEPS, _ARRAYS = "steps", "arrays"
 _MARKER = re.compile(r"(\d+)\.json")
 _PREFIX = re.compile(rf"{_ARRAYS}/\d+-[0-9a-f]+")
-"""The directory of the arrays of one step."""
+"""Directory with the arrays of one step."""
 _ASIDE = re.compile(r"(\d+)\.corrupt(\.\d+)?\.json")
 _CHUNK_BYTES = 64 << 20
-"""The most bytes of an object, which is sent again as a whole where a connection breaks."""
+"""Maximum bytes per object; a broken connection sends the full object a second time."""
 _IN_FLIGHT_BYTES = 2 << 30
-"""Bytes that are read at once."""
+"""Bytes read concurrently."""
 _SLOW_SECONDS = 60.0
-"""Time after which a save that still goes on is spoken of."""
+"""Seconds after which a warning reports a save still in progress."""
 _READ_SECONDS = 600.0
 _DELETE_SECONDS = 20.0
 _DAMAGED = re.compile(r"(FAILED_PRECONDITION|DATA_LOSS|OUT_OF_RANGE)\b.*\b(data|byte)\b", re.DOTALL)
-"""Errors of TensorStore about an object that came whole, and holds another number of bytes than its chunk."""
+"""Errors of TensorStore for an object received in full with a size different from its chunk."""
 
 
 class BucketSteps:
     """Reader of the steps below a prefix of a bucket; see `lm_trainer.checkpoint.steps.Steps`.
 
-    A server that cannot be asked raises `MachineError`: it says nothing of the steps, all of which stay where they are.
+    An unreachable server raises `MachineError`: it says nothing about the steps, so none is moved aside.
     """
 
     def __init__(self, directory: Bucket, config: CheckpointerConfig | None = None):
@@ -59,11 +59,11 @@ class BucketSteps:
         self.config = config or CheckpointerConfig()
 
     def committed(self) -> list[int]:
-        found = (_MARKER.fullmatch(name) for name in self.directory.list(_STEPS))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (_MARKER.fullmatch(name) for name in self.directory.list(_STEPS))
+        return sorted(int(match[1]) for match in matches if match)
 
     def record(self, step: int) -> dict[str, Any]:
-        content = self.directory.read(marker(step))
+        content = self.directory.read(record_key(step))
         if content is None:
             raise CheckpointError("it is gone")
         return _parsed(content)
@@ -74,11 +74,11 @@ class BucketSteps:
         del step
         read: dict[str, jax.Array] = {}
         for names in _groups(like):
-            # Devices that share a chunk read it once.
+            # Devices sharing a chunk read it once.
             cache = context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
-            opened = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
-            # All are asked for before the first is waited for.
-            parts = {name: _ask(opened[name], like[name]) for name in names}
+            stores = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
+            # Request all before waiting for the first.
+            parts = {name: _request_shards(stores[name], like[name]) for name in names}
             for name in names:
                 read[name] = self._assemble(parts[name], like[name])
         return read
@@ -88,7 +88,7 @@ class BucketSteps:
             try:
                 return np.asarray(parts[_key(index, like.shape)].result(timeout=_READ_SECONDS))
             except UserError:
-                # Of the handler of a stop signal.
+                # Raised by the handler of a stop signal.
                 raise
             except Exception as error:
                 reason = explain(error, self.directory, _READ_SECONDS)
@@ -99,99 +99,99 @@ class BucketSteps:
         assert like.sharding is not None
         return jax.make_array_from_callback(like.shape, like.sharding, part)
 
-    def writer(self, none_usable: NoneUsable, holder: Holder) -> BucketWriter:
-        del none_usable  # a damaged record keeps nothing else from being read
-        return BucketWriter(self, holder)
+    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> BucketWriter:
+        del all_damaged  # a damaged record does not prevent reading other steps
+        return BucketWriter(self, lock)
 
 
 class BucketWriter:
-    """Writer of such steps; see `lm_trainer.checkpoint.steps.Writer`.
+    """Writer of steps in a bucket; see `lm_trainer.checkpoint.steps.Writer`.
 
-    Every process writes its shards, and the first one the record, when the others have said that theirs are there.
+    Every process writes its shards. The first one writes the record once the others have reported completion.
     """
 
     remedy = "mend it"
 
-    def __init__(self, steps: BucketSteps, holder: Holder):
+    def __init__(self, steps: BucketSteps, lock: DirectoryLock):
         self.directory = steps.directory
-        self._steps, self._holder = steps, holder
+        self._steps, self._lock = steps, lock
         self._seconds = steps.config.retry_for.total_seconds()
-        self._hurry_until = float("inf")
+        self._latest_deadline = float("inf")
         self._deletes = True
         self._saves = ThreadPoolExecutor(1, "save")
         self._trash = ThreadPoolExecutor(1, "trash")
         if is_lead():
             self.directory.probe("trainer.checkpointer.base_path")
-            self._sweep()
+            self._remove_orphans()
         wait_for_all("checkpoint directory")
-        # Remembered: a server that does not answer must not hold up the steps between two saves.
+        # Cached: an unresponsive server must not delay the training steps between two saves.
         self._present = set(steps.committed())
 
     def how_to_remove(self, step: int) -> str:
-        return f"to remove one, remove {self.directory}/{marker(step)}; its arrays go at the next start"
+        return f"to remove one, remove {self.directory}/{record_key(step)}; its arrays go at the next start"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
-        # Drawn by the first process: all write below one name.
+        # Drawn by the first process, because all must write below the same prefix.
         unique = int(gather(np.asarray(secrets.randbits(31), np.int32))[0])
         prefix = f"{_ARRAYS}/{step}-{unique:08x}"
         layout = {"prefix": prefix, "chunks": {name: _chunk_shape(x) for name, x in arrays.items()}}
-        shards = list(_own_shards(arrays))
+        shards = list(_local_shards(arrays))
         record = sealed({**record, "layout": layout})
         return self._saves.submit(self._write, step, shards, record)
 
     def _write(self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any]) -> None:
-        clock = _Clock(self, step)
-        layout, described = record["layout"], record["shapes"]
-        opened = {
-            name: _open(self.directory, layout, name, _abstract(described[name]), context())
+        timer = _SaveTimer(self, step)
+        layout, shapes = record["layout"], record["shapes"]
+        stores = {
+            name: _open(self.directory, layout, name, _abstract(shapes[name]), context())
             for name in {name for name, *_ in shards}
         }
         writes = [
-            # The copies belong to this save alone, so that TensorStore need not make others.
-            opened[name][index].write(x, can_reference_source_data_indefinitely=True)
+            # The copies belong to this save, so TensorStore need not copy them.
+            stores[name][index].write(x, can_reference_source_data_indefinitely=True)
             for name, index, x in shards
         ]
         try:
             for write in writes:
-                clock.result(write)
+                timer.result(write)
         except BaseException:
             for write in writes:
                 write.cancel()
             raise
-        self._agree(layout["prefix"], clock)
+        self._agree(layout["prefix"], timer)
         if is_lead():
-            self._holder.before_commit(clock.left())
-            clock.check()
-            self.directory.write(marker(step), _text(record), seconds=clock.left())
+            self._lock.before_commit(timer.left())
+            timer.check()
+            self.directory.write(record_key(step), _encoded(record), seconds=timer.left())
         elif jax.process_count() > 1:
-            while self._prefixes(marker(step)) != [layout["prefix"]]:
-                clock.sleep()
+            while self._prefixes(record_key(step)) != [layout["prefix"]]:
+                timer.sleep()
         self._present.add(step)
         self._deletes = True
 
-    def _agree(self, prefix: str, clock: _Clock) -> None:
-        """Waits until every process has written its shards; by objects, since this thread must not use JAX's."""
+    def _agree(self, prefix: str, timer: _SaveTimer) -> None:
+        """Waits for the shards of every process; via objects, because this thread must not use JAX collectives."""
         if jax.process_count() == 1:
             return
-        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=clock.left())
+        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=timer.left())
         while is_lead() and len(self.directory.list(f"{prefix}/done")) < jax.process_count():
-            clock.sleep()
+            timer.sleep()
 
     def deadline(self, started: float) -> float:
-        """The time, of the monotonic clock, at which a save that was started then is given up."""
-        return min(started + self._seconds, self._hurry_until)
+        """Monotonic time at which a save begun at `started` is given up."""
+        return min(started + self._seconds, self._latest_deadline)
 
     def wait(self) -> None:
-        """Nothing: the result of a save is all there is to wait for."""
+        """No-op: waiting for the result of a save is sufficient."""
 
     def present(self) -> list[int]:
         return sorted(self._present)
 
-    def hurry(self, seconds: float) -> None:
-        self._hurry_until = min(self._hurry_until, time.monotonic() + seconds)
+    def limit_time(self, seconds: float) -> None:
+        self._latest_deadline = min(self._latest_deadline, time.monotonic() + seconds)
 
     def discard_unfinished(self) -> None:
-        """Nothing: objects that no record names take no part, and go at the next start."""
+        """No-op: objects without a record are ignored, and removed at the next start."""
 
     def delete(self, steps: list[int]) -> None:
         self._present.difference_update(steps)
@@ -199,12 +199,12 @@ class BucketWriter:
             self._trash.submit(self._delete, step)
 
     def _delete(self, step: int) -> None:
-        # Each would wait for its deadline while the server is away, and the end of the run for all of them.
+        # With an unreachable server every deletion would wait for its deadline, and the end of the run for all of them.
         if not self._deletes:
             return
         try:
-            prefixes = self._prefixes(marker(step), _DELETE_SECONDS)
-            self.directory.delete(marker(step), seconds=_DELETE_SECONDS)
+            prefixes = self._prefixes(record_key(step), _DELETE_SECONDS)
+            self.directory.delete(record_key(step), seconds=_DELETE_SECONDS)
             for prefix in prefixes:
                 self._remove(prefix)
         except MachineError as error:
@@ -217,26 +217,26 @@ class BucketWriter:
         while (name := f"{step}.corrupt{f'.{number}' if number else ''}.json") in names:
             number += 1
         if is_lead():
-            # The copy first: a record that is damaged still says where the arrays lie.
-            self.directory.write(f"{_STEPS}/{name}", self.directory.read(marker(step)) or b"")
-            self.directory.delete(marker(step))
+            # Copy first: even a damaged record still locates the arrays.
+            self.directory.write(f"{_STEPS}/{name}", self.directory.read(record_key(step)) or b"")
+            self.directory.delete(record_key(step))
         self._present.discard(step)
         return f"{self.directory}/{_STEPS}/{name}"
 
-    def moved(self) -> None:
-        """Nothing: no list of steps is remembered."""
+    def refresh(self) -> None:
+        """No-op: no list of steps is cached."""
 
     def close(self) -> None:
         self._saves.shutdown()
         self._trash.shutdown()
 
     def _prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
-        """The directory of the arrays of a step, in a list; empty where its record cannot be read."""
+        """Returns a list with the array directory of a step; empty if its record cannot be read."""
         try:
             prefix = _parsed(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]
         except (CheckpointError, KeyError, TypeError):
             return []
-        # What is below it is deleted with the step: no record may name anything else.
+        # Everything below the prefix is deleted with the step, so a record must not name any other directory.
         return [prefix] if isinstance(prefix, str) and _PREFIX.fullmatch(prefix) else []
 
     def _remove(self, prefix: str) -> None:
@@ -245,52 +245,52 @@ class BucketWriter:
         except MachineError as error:
             logger.warning("%s; what is left goes at the next start", error)
 
-    def _sweep(self) -> None:
-        """Removes arrays that no record names: of saves that were killed, and of deletions."""
-        there = {name.split("/")[0] for name in self.directory.list(_ARRAYS)}
-        if not there:
+    def _remove_orphans(self) -> None:
+        """Removes arrays without a record, left by interrupted saves and deletions."""
+        stored = {name.split("/")[0] for name in self.directory.list(_ARRAYS)}
+        if not stored:
             return
-        named, damaged = set(), set()
+        referenced, damaged = set(), set()
         for name in self.directory.list(_STEPS):
-            found = self._prefixes(f"{_STEPS}/{name}")
-            named |= {prefix.partition("/")[2] for prefix in found}
-            if not found and (match := _MARKER.fullmatch(name) or _ASIDE.fullmatch(name)):
+            prefixes = self._prefixes(f"{_STEPS}/{name}")
+            referenced |= {prefix.partition("/")[2] for prefix in prefixes}
+            if not prefixes and (match := _MARKER.fullmatch(name) or _ASIDE.fullmatch(name)):
                 damaged.add(match[1])
-        for leftover in there - named:
-            # Where a record is damaged, nobody knows which of its step's arrays it named.
-            if leftover.partition("-")[0] not in damaged:
-                self._trash.submit(self._remove, f"{_ARRAYS}/{leftover}")
+        for unused in stored - referenced:
+            # Keep all arrays of a step with a damaged record, because the record may refer to any of them.
+            if unused.partition("-")[0] not in damaged:
+                self._trash.submit(self._remove, f"{_ARRAYS}/{unused}")
 
 
-class _Clock:
-    """The deadline of one save, which a stop signal moves nearer while it runs."""
+class _SaveTimer:
+    """The deadline of one save; a stop signal brings it forward."""
 
     def __init__(self, writer: BucketWriter, step: int):
         self._writer, self._step = writer, step
         self._started = time.monotonic()
-        self._told = False
+        self._warned = False
 
     def left(self) -> float:
-        """Seconds until the deadline; at least a little, so that a request may say itself what is wrong."""
+        """Seconds until the deadline; at least 0.1, so that a request can still report its error."""
         return max(self._writer.deadline(self._started) - time.monotonic(), 0.1)
 
     def check(self) -> None:
-        """Raises `MachineError` past the deadline, with what the server says by then."""
-        now = time.monotonic()
-        if now >= self._writer.deadline(self._started):
+        """Raises `MachineError` with the server's response after the deadline."""
+        time_now = time.monotonic()
+        if time_now >= self._writer.deadline(self._started):
             try:
-                self._writer.directory.try_out()
+                self._writer.directory.check_access()
                 reason = "the server answers, but not fast enough; set trainer.checkpointer.retry_for"
             except MachineError as error:
                 reason = str(error)
-            raise MachineError(f"it was not complete after {now - self._started:.0f} s: {reason}")
-        if now - self._started > _SLOW_SECONDS and not self._told:
-            self._told = True
+            raise MachineError(f"it was not complete after {time_now - self._started:.0f} s: {reason}")
+        if time_now - self._started > _SLOW_SECONDS and not self._warned:
+            self._warned = True
             logger.warning(
                 "%s: the checkpoint of step %d is still being written after %.0f s; it is given up after %.0f s",
                 self._writer.directory,
                 self._step,
-                now - self._started,
+                time_now - self._started,
                 self._writer.deadline(self._started) - self._started,
             )
 
@@ -310,12 +310,12 @@ class _Clock:
                 raise MachineError(reason) from None
 
 
-def marker(step: int) -> str:
-    """The object that makes a step exist."""
+def record_key(step: int) -> str:
+    """Returns the key of the record that commits a step."""
     return f"{_STEPS}/{step}.json"
 
 
-def _text(record: Mapping[str, Any]) -> bytes:
+def _encoded(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record).encode()
 
 
@@ -326,19 +326,19 @@ def _parsed(content: bytes) -> dict[str, Any]:
         raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from None
 
 
-def _abstract(described: str) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of `float32[12,64]`."""
-    dtype, _, sizes = described.rstrip("]").partition("[")
+def _abstract(text: str) -> jax.ShapeDtypeStruct:
+    """Parses shape and dtype from a text such as `float32[12,64]`."""
+    dtype, _, sizes = text.rstrip("]").partition("[")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jax.numpy.dtype(dtype))
 
 
-def _open(directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.ShapeDtypeStruct, opened_in: Any) -> Any:
-    """Opens an array without asking the server: its shape, dtype and chunks stand in the record."""
+def _open(directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.ShapeDtypeStruct, ts_context: Any) -> Any:
+    """Opens an array without a request: its shape, dtype and chunks are in the record."""
     import tensorstore as ts
 
     spec = {
         "driver": "zarr3",
-        # No object is ever written a second time.
+        # Objects are never overwritten.
         "recheck_cached_data": False,
         "kvstore": directory.spec(f"{layout['prefix']}/{name}"),
         "metadata": {
@@ -347,36 +347,36 @@ def _open(directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.Sha
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout["chunks"][name]}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         },
-        # Else an array of zeros would lie nowhere, and could not be told from one that was lost.
+        # Otherwise an array of zeros would not be stored, and could not be distinguished from a lost one.
         "store_data_equal_to_fill_value": True,
     }
-    return ts.open(spec, open=True, assume_metadata=True, context=opened_in).result()
+    return ts.open(spec, open=True, assume_metadata=True, context=ts_context).result()
 
 
 def _chunk_shape(x: jax.Array) -> list[int]:
-    """The shape of the chunks of an array: a shard, or an equal part of one, so that no two processes share a chunk."""
+    """Returns the chunk shape of an array: a shard or an equal part of one, so no two processes share a chunk."""
     shape = list(x.sharding.shard_shape(x.shape))
     axis = 0
     while axis < len(shape) and np.prod(shape) * x.dtype.itemsize > _CHUNK_BYTES:
-        rest = int(np.prod(shape[axis + 1 :])) * x.dtype.itemsize
-        most = max(_CHUNK_BYTES // max(rest, 1), 1)
-        shape[axis] = next(size for size in range(min(most, shape[axis]), 0, -1) if shape[axis] % size == 0)
+        row_bytes = int(np.prod(shape[axis + 1 :])) * x.dtype.itemsize
+        limit = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
+        shape[axis] = next(size for size in range(min(limit, shape[axis]), 0, -1) if shape[axis] % size == 0)
         axis += 1
     return [max(size, 1) for size in shape]
 
 
-def _own_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Copies of the shards that this process writes, each of those of all devices once."""
-    mine = [(name, shard) for name, x in arrays.items() for shard in x.addressable_shards if shard.replica_id == 0]
-    for _, shard in mine:
+def _local_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """Yields copies of the shards written by this process: replica 0 of each, so every shard is written once."""
+    shards = [(name, shard) for name, x in arrays.items() for shard in x.addressable_shards if shard.replica_id == 0]
+    for _, shard in shards:
         shard.data.copy_to_host_async()
-    for name, shard in mine:
-        # A copy: on a CPU the array would share the memory that the next step overwrites.
+    for name, shard in shards:
+        # Copy, because on a CPU the array would share memory overwritten by the next step.
         yield name, shard.index, np.array(shard.data, copy=True)
 
 
 def _groups(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
-    """The names in groups of at most `_IN_FLIGHT_BYTES`, or of one."""
+    """Yields groups of names with at most `_IN_FLIGHT_BYTES` in total, or with a single array."""
     group: list[str] = []
     size = 0
     for name, x in like.items():
@@ -390,13 +390,13 @@ def _groups(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
         yield group
 
 
-def _ask(array: Any, like: jax.ShapeDtypeStruct) -> dict[Any, Any]:
-    """Requests the parts that the devices of this process need, each once; futures by index."""
+def _request_shards(store: Any, like: jax.ShapeDtypeStruct) -> dict[Any, Any]:
+    """Requests each shard needed by the devices of this process once; returns index -> future."""
     assert like.sharding is not None
     indices: Iterable[Any] = like.sharding.addressable_devices_indices_map(like.shape).values()
     unique = {_key(index, like.shape): index for index in indices}
-    return {key: array[index].read() for key, index in unique.items()}
+    return {key: store[index].read() for key, index in unique.items()}
 
 
 def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    return tuple(axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Policy of checkpoints: the steps that are saved, and those of them that stay."""
+"""Checkpoint policy: the steps to save, and the ones to keep permanently."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from lm_trainer.core.config import Config, Duration, PlacePath, PositiveDuration
 
 
 class KeepEvery(Config):
-    """Permanent checkpoints: one `every` so many steps, `until` a step."""
+    """Permanent checkpoints: one every `every` steps, up to step `until`."""
 
     every: PositiveInt
     """Steps between permanent checkpoints."""
     until: PositiveInt | None = None
-    """The last step that this entry covers; null: for ever."""
+    """The last step covered by this entry; null means no limit."""
 
 
 class CheckpointerConfig(Config):
     """Two overlapping policies: by time (temporary, replaced by the next) and by step (permanent)."""
 
     base_path: PlacePath = "checkpoints/"
-    """Directory of the checkpoints of all runs; the run's id is appended. It may be a URL of gs:// or s3://, beside
-    whose checkpoints a copy of the run directory is kept."""
+    """Directory of the checkpoints of all runs; the run ID is appended. May be a gs:// or s3:// URL; then a copy of the
+    run directory is kept next to the checkpoints."""
     save_interval: Duration = timedelta(minutes=15)
-    """A temporary checkpoint is written when so much time has passed since the last checkpoint. The one before the
-    newest is deleted when the next save begins, or at the end of the run: until then it is what a resume falls back on
-    if the newest is damaged, so the disk needs room for two."""
+    """Time since the last checkpoint after which a temporary checkpoint is written. The previous temporary checkpoint
+    is deleted when the next save begins or the run ends. Until then a resume can fall back on it if the newest is
+    damaged, so the disk needs space for two."""
     keep: tuple[KeepEvery, ...] = (KeepEvery(every=10_000),)
-    """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`. One that
-    was saved as permanent stays when the ranges change, until you remove it."""
+    """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`. A checkpoint saved
+    as permanent remains when the ranges change, until you remove it."""
     append_run_id_to_base_path: bool = True
-    """Put the checkpoints into a directory of `base_path` that is named after the run."""
+    """Store the checkpoints in a subdirectory of `base_path` named after the run ID."""
     delete_old_temp_checkpoints: bool = True
-    """Delete temporary checkpoints of earlier attempts at this run like those of this one."""
+    """Delete temporary checkpoints of earlier attempts at this run by the same rule as new ones."""
     retry_for: PositiveDuration = timedelta(minutes=5)
-    """In a bucket, the time after which a save that does not get through ends the run."""
+    """For checkpoints in a bucket: the time after which a save that cannot be completed ends the run."""
     grace_period: PositiveDuration = timedelta(seconds=30)
-    """In a bucket, the time that the last save has after a stop signal: that after which the machine is taken away."""
+    """For checkpoints in a bucket: the time available for the last save after a stop signal. Set it to the time between
+    the signal and the loss of the machine."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "create": "use CheckpointStore(Path(config.expanded_path(run_id)), config) of lm_trainer.checkpoint.store",
     }
 
     def expanded_path(self, run_id: str) -> str:
-        """The directory of the checkpoints of a run."""
+        """Returns the directory of the checkpoints of a run."""
         base = storage_path(self.base_path)
         return str(base / run_id if self.append_run_id_to_base_path else base)
 
@@ -63,8 +64,8 @@ class CheckpointerConfig(Config):
 
 
 def is_permanent(step: int, keep: Sequence[KeepEvery]) -> bool:
-    """Returns True if the step policy keeps the checkpoint of `step` for ever."""
-    # The first range that reaches to the step decides alone, even where a later one would keep it too.
+    """Returns True if the step policy keeps the checkpoint of `step` permanently."""
+    # Only the first range covering the step counts, even if a later one would keep it too.
     for entry in keep:
         if entry.until is None or step <= entry.until:
             return step > 0 and step % entry.every == 0

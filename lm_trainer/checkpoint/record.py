@@ -1,4 +1,4 @@
-"""The JSON that is saved with a step, and errors of steps that cannot be read."""
+"""The JSON record saved with a step, and errors of unreadable steps."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from lm_trainer.core.errors import MachineError
 from lm_trainer.core.seal import is_sealed
 
 FORMAT = 2
-# Checkpoints of the first format have no checksum of their metadata, and are still read.
+# The first format has no checksum of the metadata; such checkpoints can still be read.
 _FORMAT_WITHOUT_CHECKSUM = 1
-_LONGEST = 300
-"""Characters of an error that a message quotes."""
+_MAX_CHARS = 300
+"""Maximum number of characters quoted from an error."""
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be trusted: incomplete, unreadable, or not what was written."""
+    """A checkpoint that is incomplete, unreadable or corrupt."""
 
 
 def checked(record: Any) -> dict[str, Any]:
-    """Returns a record as it was saved.
+    """Returns the record after verifying its checksum.
 
     Raises:
-        CheckpointError: when it is damaged.
+        CheckpointError: if it is damaged.
     """
     if not isinstance(record, dict) or "digests" not in record:
         raise CheckpointError("its metadata is missing")
@@ -34,24 +34,24 @@ def checked(record: Any) -> dict[str, Any]:
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Describes dtype and shape of each array, as `float32[12,64]`."""
+    """Describes the dtype and shape of each array as text, such as `float32[12,64]`."""
     return {name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in arrays.items()}
 
 
 def root_cause(error: BaseException) -> str:
-    """Finds the innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
+    """Returns the innermost message of a chain of exceptions: Orbax wraps the cause in misleading ones."""
     if isinstance(error, MachineError):
         return str(error)
-    seen: set[BaseException] = {error}
-    # A thread that raises the error of another once more can close the chain to a ring, and waiting a second time for
-    # a save that failed brings up the `MachineError` of the first time.
+    visited: set[BaseException] = {error}
+    # The chain may be a cycle if a thread raises the error of another thread, and waiting twice for a failed save
+    # includes the `MachineError` of the first time.
     while (inner := error.__cause__ or error.__context__) is not None:
-        if inner in seen or isinstance(inner, MachineError):
+        if inner in visited or isinstance(inner, MachineError):
             break
-        seen.add(inner)
+        visited.add(inner)
         error = inner
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space left on device"
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    # TensorStore names the file first and the fault last, so the middle can go.
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    # TensorStore names the file first and the fault last, so drop the middle.
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS // 2]} ... {text[-_MAX_CHARS // 2 :]}"

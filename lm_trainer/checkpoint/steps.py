@@ -1,4 +1,4 @@
-"""Interface of a place that holds the steps of a run, which the store reads and writes alike wherever it lies."""
+"""Interfaces for reading and writing the steps of a run, on disk or in a bucket."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from lm_trainer.parallel.processes import wait_for_all
 
 logger = logging.getLogger(__name__)
 
-NoneUsable = Callable[[Mapping[int, CheckpointError]], Exception]
-"""Makes the error that ends a run whose checkpoints are all damaged, each for its reason."""
+AllDamaged = Callable[[Mapping[int, CheckpointError]], Exception]
+"""Function from step -> reason to the error that ends a run if all its checkpoints are damaged."""
 
 
-class Holder(Protocol):
-    """Guard of the directory against other processes."""
+class DirectoryLock(Protocol):
+    """Lock of the directory against other processes."""
 
     def check_held(self) -> None:
-        """Raises `MachineError` when another process has got in; costs nothing."""
+        """Raises `MachineError` if another process has taken the directory; sends no request."""
         ...
 
     def before_commit(self, seconds: float) -> None:
-        """Called, from any thread, before a step appears in a bucket; raises where it must not.
+        """Called from any thread before a step is committed in a bucket; raises if it must not be.
 
         Args:
-            seconds: that are left for it.
+            seconds: time left for the check.
         """
         ...
 
 
-class Nobody:
-    """A holder of a directory that no other process knows."""
+class NoLock:
+    """Null lock, for a directory unknown to other processes."""
 
     def check_held(self) -> None: ...
 
@@ -44,92 +44,92 @@ class Nobody:
 
 
 class Steps(Protocol):
-    """Steps as they are read."""
+    """Reader of checkpoint steps."""
 
     directory: Any
-    """A `Place`."""
+    """A `StoragePath`."""
 
     def committed(self) -> list[int]:
-        """Lists the complete steps in order; empty when there is no such directory."""
+        """Lists the complete steps in order; empty if the directory does not exist."""
         ...
 
     def record(self, step: int) -> dict[str, Any]:
-        """Reads the JSON that was saved with a step; raises `CheckpointError` when it is missing or damaged."""
+        """Reads the JSON record of a step; raises `CheckpointError` if it is missing or damaged."""
         ...
 
     def arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
-        """Reads arrays of a step, unverified; raises `CheckpointError` when they cannot be read."""
+        """Reads arrays of a step without verification; raises `CheckpointError` if they cannot be read."""
         ...
 
-    def writer(self, none_usable: NoneUsable, holder: Holder) -> Writer:
-        """Opens the directory for writing, and removes what an attempt that was killed has left.
+    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> Writer:
+        """Opens the directory for writing, and removes leftovers of killed attempts.
 
         Args:
-            none_usable: see `NoneUsable`.
-            holder: of the directory.
+            all_damaged: see `AllDamaged`.
+            lock: lock of the directory.
         """
         ...
 
 
 class Writer(Protocol):
-    """Steps as they are written, by all processes of a run alike."""
+    """Writer of checkpoint steps; all processes of a run make the same calls."""
 
     @property
     def directory(self) -> StoragePath: ...
 
     @property
     def remedy(self) -> str:
-        """Advice to the user for a save that failed."""
+        """Advice to the user after a failed save."""
         ...
 
     def how_to_remove(self, step: int) -> str:
-        """Tells the user how to remove a permanent step, which nothing here does."""
+        """Tells the user how to remove a permanent step, which is never done automatically."""
         ...
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
-        """Copies the arrays off the devices and writes them in the background; the result is there when the step is."""
+        """Copies the arrays off the devices and writes them in the background; the future completes on commit."""
         ...
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more."""
+        """Waits until all writes are complete."""
         ...
 
     def present(self) -> list[int]:
-        """Lists the complete steps in order, without asking a server."""
+        """Lists the complete steps in order, without a request to a server."""
         ...
 
-    def hurry(self, seconds: float) -> None:
-        """Ends every save within so many seconds, whole or not at all, where it can take long."""
+    def limit_time(self, seconds: float) -> None:
+        """Limits every save that can take long to this many seconds; a save completes or leaves no step."""
         ...
 
     def discard_unfinished(self) -> None:
-        """Removes what a save that failed has left."""
+        """Removes leftovers of a failed save."""
         ...
 
     def delete(self, steps: list[int]) -> None:
-        """Deletes steps: each is gone as a whole first, and its data after that, in the background."""
+        """Deletes steps: first each step disappears atomically, then its data is removed in the background."""
         ...
 
     def move_aside(self, step: int) -> str:
-        """Makes a step invisible, but keeps it; returns its new place."""
+        """Hides a step, but keeps its data; returns the new location."""
         ...
 
-    def moved(self) -> None:
-        """Called after the last step of several has been moved aside."""
+    def refresh(self) -> None:
+        """Called after the last of several steps was moved aside."""
         ...
 
     def close(self) -> None:
-        """Releases everything."""
+        """Releases all resources."""
         ...
 
 
-def set_aside(writer: Writer, bad: Mapping[int, CheckpointError]) -> None:
-    """Moves steps that cannot be trusted aside, each with a line in the log."""
-    # No process may still read a directory while process 0 renames it, nor list it before that is done.
+def move_damaged_aside(writer: Writer, bad: Mapping[int, CheckpointError]) -> None:
+    """Moves damaged steps aside, and logs each of them."""
+    # No process may read a directory while process 0 renames it, nor list it before the rename is done.
     wait_for_all("bad checkpoints are known")
-    for step, why in bad.items():
+    for step, error in bad.items():
         target = writer.move_aside(step)
-        logger.error("checkpoint %s cannot be used: %s; moved to %s", step, why, target)
+        logger.error("checkpoint %s cannot be used: %s; moved to %s", step, error, target)
     wait_for_all("bad checkpoints are moved")

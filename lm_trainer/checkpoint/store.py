@@ -1,4 +1,4 @@
-"""A directory of checkpoints, on disk or in a bucket: saved in the background, verified when read, kept by policy."""
+"""A checkpoint directory on disk or in a bucket: background saves, verification on reading, retention by policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm_trainer.checkpoint.in_bucket import BucketSteps
 from lm_trainer.checkpoint.on_disk import DiskSteps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause
-from lm_trainer.checkpoint.steps import Holder, Nobody, Steps, set_aside
+from lm_trainer.checkpoint.steps import DirectoryLock, NoLock, Steps, move_damaged_aside
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.seal import sealed
@@ -34,8 +34,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 KEPT = "kept"
-"""Key of a record: True if its checkpoint is permanent, as the policy or somebody at the terminal asked when it was
-saved. Records of older versions lack it, which do not say whether it is."""
+"""Key of a record: True if the checkpoint was saved as permanent, by the policy or at a user's request. Records of
+older versions lack the key, so it is unknown for them."""
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")
@@ -47,44 +47,46 @@ class Restored(NamedTuple):
     step: int
     arrays: Arrays
     record: dict[str, Any]
-    """The JSON that was saved with it."""
+    """The JSON record saved with the arrays."""
 
 
 class CheckpointStore:
     """Saves and restores flat dicts of arrays.
 
-    A step is complete or does not exist, also while it is written or deleted: on disk it appears by a rename, in a
-    bucket with one object that is written last. Neither Orbax nor TensorStore verifies array data, so a checksum of
-    every array is stored with the step and compared after reading.
+    A step is complete or does not exist, even while it is written or deleted: on disk it is committed by a rename, in a
+    bucket by one object written last. Neither Orbax nor TensorStore verifies array data, so a checksum of every array
+    is stored with the step and compared after reading.
 
     Args:
-        directory: of the run's checkpoints alone.
-        config: which steps are saved, and which stay.
-        holder: keeps other processes out of it; None: none knows it.
+        directory: directory with the checkpoints of one run.
+        config: the policy for saving and retention.
+        lock: lock of the directory against other processes; None if no other process uses it.
 
     Attributes:
-        promised: permanent checkpoints that were there at the start and that `config.keep` does not ask for.
+        extra_permanent: permanent checkpoints found at the start that are not covered by `config.keep`.
     """
 
-    def __init__(self, directory: StoragePath, config: CheckpointerConfig, holder: Holder | None = None):
+    def __init__(self, directory: StoragePath, config: CheckpointerConfig, lock: DirectoryLock | None = None):
         self._steps = _steps_of(directory, config)
         self.directory = self._steps.directory
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Future[Any] | None = None
-        self._holder = holder or Nobody()
-        self._writer = self._steps.writer(self._none_usable, self._holder)
+        self._lock = lock or NoLock()
+        self._writer = self._steps.writer(self._all_damaged, self._lock)
         earlier = self.steps()
-        # Those of the policy need no record, so few are read. A record that does not say keeps its checkpoint.
-        self.promised = [s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(KEPT, True)]
-        self._stay = {*self.promised, *(() if config.delete_old_temp_checkpoints else earlier)}
+        # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
+        self.extra_permanent = [
+            s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(KEPT, True)
+        ]
+        self._stay = {*self.extra_permanent, *(() if config.delete_old_temp_checkpoints else earlier)}
 
     def steps(self) -> list[int]:
-        """Steps that are committed, in order."""
+        """Lists the committed steps in order."""
         return self._steps.committed()
 
     def record(self, step: int) -> dict[str, Any]:
-        """The JSON that was saved with a step; empty when there is none that can be read."""
+        """Returns the JSON record of a step; empty if it is missing or unreadable."""
         return self._record(step) if step in self.steps() else {}
 
     def _record(self, step: int) -> dict[str, Any]:
@@ -93,39 +95,38 @@ class CheckpointStore:
         except CheckpointError:
             return {}
 
-    def promise_note(self) -> str | None:
-        """Returns a line for people about checkpoints that stay though the policy does not ask for them; None where
-        there are none.
-        """
-        if not self.promised:
+    def extra_permanent_note(self) -> str | None:
+        """Returns a note about permanent checkpoints not covered by the policy; None if all are covered."""
+        if not self.extra_permanent:
             return None
-        steps = f"{', '.join(map(str, self.promised[:8]))}{' ...' if len(self.promised) > 8 else ''}"
+        steps = f"{', '.join(map(str, self.extra_permanent[:8]))}{' ...' if len(self.extra_permanent) > 8 else ''}"
         return (
             f"trainer.checkpointer.keep does not ask for the checkpoints of steps {steps}, which were permanent when "
-            f"they were saved and stay; {self._writer.how_to_remove(self.promised[0])}"
+            f"they were saved and stay; {self._writer.how_to_remove(self.extra_permanent[0])}"
         )
 
     def due(self, step: int) -> bool:
-        """Returns True if a policy asks for a checkpoint after `step` steps."""
+        """Returns True if either policy requires a checkpoint after `step` steps."""
         elapsed = time.monotonic() - self._saved_at
         return is_permanent(step, self._config.keep) or elapsed >= self._config.save_interval.total_seconds()
 
     def save(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
-        """Copies the arrays off the devices and writes them in the background, after the save before it is done.
+        """Copies the arrays off the devices and writes them in the background, once the previous save is complete.
 
-        It is permanent if the policy says so now or `record` has KEPT, and stays so under every later policy.
+        The checkpoint is permanent if the current policy or KEPT in `record` requires it, and remains permanent under
+        every later policy.
 
         Raises:
-            MachineError: when this or the previous save failed, for a full disk for example.
+            MachineError: if this or the previous save failed, for example because of a full disk.
         """
-        # Only a save that is known to be on disk may replace the one before it.
+        # A save may replace the previous one only after it is known to be complete.
         self.wait()
         self._delete_temporary()
-        kept = is_permanent(step, self._config.keep) or record.get(KEPT, False)
-        if kept:
+        permanent = is_permanent(step, self._config.keep) or record.get(KEPT, False)
+        if permanent:
             self._stay.add(step)
-        facts = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays)}
-        meta = sealed({**facts, **record, KEPT: kept})
+        fields = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays)}
+        meta = sealed({**fields, **record, KEPT: permanent})
         try:
             self._saving = self._writer.save(step, arrays, meta)
         except Exception as error:
@@ -133,25 +134,25 @@ class CheckpointStore:
         self._saved_at = time.monotonic()
 
     def poll(self) -> None:
-        """Raises `MachineError` if the save under way has failed, or the directory is held by another process.
+        """Raises `MachineError` if the save in progress has failed, or another process has taken the directory.
 
-        It costs nothing, and waits for nothing.
+        It is cheap and does not block.
         """
-        self._holder.check_held()
+        self._lock.check_held()
         if self._saving is not None and self._saving.done():
             self.wait()
 
-    def hurry(self) -> None:
-        """Ends the saves under way and those to come within the grace period, whole or not at all, in a bucket."""
-        self._writer.hurry(self._config.grace_period.total_seconds())
+    def start_grace_period(self) -> None:
+        """Limits current and future saves to a bucket to the grace period; a save completes or leaves no step."""
+        self._writer.limit_time(self._config.grace_period.total_seconds())
 
     def wait(self) -> None:
         """Waits until the last save is complete.
 
         Raises:
-            MachineError: when it failed.
+            MachineError: if it failed.
         """
-        # A save has a thread and three open files of its own until it is asked for its result.
+        # A save holds a thread and three open files until its result is retrieved.
         saving, self._saving = self._saving, None
         try:
             if saving is not None:
@@ -161,7 +162,7 @@ class CheckpointStore:
             raise self._save_failed(error) from error
 
     def close(self) -> None:
-        """Waits and releases the directory."""
+        """Waits for the last save and releases the directory."""
         self.wait()
         self._delete_temporary()
         self._writer.close()
@@ -169,19 +170,19 @@ class CheckpointStore:
     def restore(
         self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None, *, partial: bool = False
     ) -> Restored | None:
-        """Reads the newest checkpoint that is intact; None when there is none at all.
+        """Reads the newest intact checkpoint; returns None if the directory has no checkpoints.
 
-        One that cannot be trusted is named and moved aside, and the one before it is used. If none can be used, all
-        stay where they are.
+        Damaged checkpoints are logged and moved aside, and the previous one is used. If none can be used, all are left
+        in place.
 
         Args:
             like: shape, dtype and sharding of every array.
-            step: reads only the checkpoint of this step.
-            partial: leave out arrays that the checkpoint lacks, instead of refusing it.
+            step: read only the checkpoint of this step.
+            partial: leave out arrays missing in the checkpoint, instead of refusing it.
 
         Raises:
-            UserError: when the checkpoint holds another model, or the given step does not exist.
-            MachineError: when there are checkpoints, but none can be used.
+            UserError: if the checkpoint is from another model, or the requested step does not exist.
+            MachineError: if checkpoints exist, but none can be used.
         """
         steps = self.steps()
         if step is not None and step not in steps:
@@ -193,28 +194,28 @@ class CheckpointStore:
             except CheckpointError as error:
                 bad[candidate] = error
             else:
-                self._move_aside(bad)
+                self._move_damaged_aside(bad)
                 return restored
         if bad:
-            raise self._none_usable(bad)
+            raise self._all_damaged(bad)
         return None
 
-    def _move_aside(self, bad: Mapping[int, CheckpointError]) -> None:
+    def _move_damaged_aside(self, bad: Mapping[int, CheckpointError]) -> None:
         if bad:
-            set_aside(self._writer, bad)
-            self._writer.moved()
+            move_damaged_aside(self._writer, bad)
+            self._writer.refresh()
 
-    def _none_usable(self, bad: Mapping[int, CheckpointError]) -> MachineError:
+    def _all_damaged(self, bad: Mapping[int, CheckpointError]) -> MachineError:
         return MachineError(
             f"{self.directory}: no checkpoint can be used, and nothing was changed:\n"
-            + "".join(f"  step {step}: {why}\n" for step, why in bad.items())
+            + "".join(f"  step {step}: {error}\n" for step, error in bad.items())
             + "Mend the disk or put back a copy; to start from the beginning, remove the directory or set trainer.id"
         )
 
     def _delete_temporary(self) -> None:
-        """Deletes every temporary checkpoint but the newest."""
+        """Deletes every temporary checkpoint except the newest."""
         old = [s for s in self._writer.present()[:-1] if not is_permanent(s, self._config.keep) and s not in self._stay]
-        # Every process has to list the steps before the first of them is deleted.
+        # Every process must list the steps before the first one is deleted.
         wait_for_all("old checkpoints are known")
         self._writer.delete(old)
 
@@ -233,15 +234,15 @@ def _steps_of(directory: StoragePath, config: CheckpointerConfig | None = None) 
 
 
 def committed_steps(directory: StoragePath) -> list[int]:
-    """Lists the steps of a checkpoint directory in order; empty when it does not exist."""
+    """Lists the steps of a checkpoint directory in order; empty if it does not exist."""
     return _steps_of(directory).committed()
 
 
 def read_record(directory: StoragePath, step: int) -> dict[str, Any]:
-    """Reads the JSON that was saved with a step.
+    """Reads the JSON record saved with a step.
 
     Raises:
-        CheckpointError: when it is missing or damaged.
+        CheckpointError: if it is missing or damaged.
     """
     return _steps_of(directory).record(step)
 
@@ -254,37 +255,37 @@ def read_step(
     prefix: str = "",
     partial: bool = False,
 ) -> Restored:
-    """Reads and verifies one step. Of several processes, all must call it, and it succeeds in all of them or in none.
+    """Reads and verifies one step. All processes must call it; it succeeds in all of them or in none.
 
     Args:
         directory: the checkpoint directory.
-        step: its name there.
+        step: the step to read.
         like: shape, dtype and sharding of the arrays to read.
-        prefix: only arrays whose name begins so need to match `like`; the others are not read.
-        partial: leave out arrays that the checkpoint lacks, instead of refusing it.
+        prefix: only arrays with this name prefix must match `like`; others are not read.
+        partial: leave out arrays missing in the checkpoint, instead of refusing it.
 
     Raises:
-        CheckpointError: when it is damaged.
-        UserError: when it is sound, but holds other arrays.
+        CheckpointError: if the checkpoint is damaged.
+        UserError: if it is intact, but contains other arrays.
     """
     steps = _steps_of(directory)
-    record = _together(lambda: steps.record(step))
+    record = _in_all_processes(lambda: steps.record(step))
     saved = {k: v for k, v in record["shapes"].items() if k.startswith(prefix)}
     if partial:
         like = {name: x for name, x in like.items() if name in saved}
     _check_same_arrays(directory / str(step), saved, describe(like))
-    arrays = _together(lambda: steps.arrays(step, record, like))
-    found = digests(arrays)
-    wrong = [name for name in arrays if found[name] != record["digests"][name]]
-    if wrong:
-        raise CheckpointError(f"the checksum differs for {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}")
+    arrays = _in_all_processes(lambda: steps.arrays(step, record, like))
+    actual = digests(arrays)
+    bad = [name for name in arrays if actual[name] != record["digests"][name]]
+    if bad:
+        raise CheckpointError(f"the checksum differs for {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}")
     return Restored(step, arrays, record)
 
 
-def _together(read: Callable[[], T]) -> T:
+def _in_all_processes(read: Callable[[], T]) -> T:
     """Returns the result of `read`, or raises in all processes if it fails in one of them.
 
-    Otherwise some would go back to an older checkpoint while the others go on from this one.
+    Otherwise some processes would fall back to an older checkpoint while the others continue from this one.
     """
     result: Any = None
     problem = None
@@ -297,19 +298,19 @@ def _together(read: Callable[[], T]) -> T:
     return result
 
 
-def _check_same_arrays(where: Any, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    if dict(saved) == dict(wanted):
+def _check_same_arrays(path: Any, saved: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    if dict(saved) == dict(expected):
         return
     lines = [
         f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, the configuration asks for "
-        f"{wanted.get(name, 'nothing')}"
-        for name in sorted({*saved, *wanted}, key=lambda name: (not name.startswith("params."), name))
-        if saved.get(name) != wanted.get(name)
+        f"{expected.get(name, 'nothing')}"
+        for name in sorted({*saved, *expected}, key=lambda name: (not name.startswith("params."), name))
+        if saved.get(name) != expected.get(name)
     ]
     more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
     other = "model" if any(line.startswith("  params.") for line in lines) else "optimizer"
     raise UserError(
-        f"{where} is a checkpoint of another {other}:\n" + "\n".join(lines[:8]) + more + "\n"
+        f"{path} is a checkpoint of another {other}:\n" + "\n".join(lines[:8]) + more + "\n"
         "Use the configuration that it was trained with, or start from its weights alone by trainer.initialize_from, "
         "in a run with a trainer.id of its own"
     )

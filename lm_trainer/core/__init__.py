@@ -1,1 +1,1 @@
-"""The ground floor: values and helpers for every other part, without knowledge of language models."""
+"""Values and helpers used by every other package, with no knowledge of language models."""

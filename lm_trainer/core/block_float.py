@@ -1,13 +1,13 @@
-"""Numbers in 8 bits that share an exponent in blocks: each a small float, with one byte more for every block.
+"""8-bit block floating point: each element is a small float, and each block of elements shares an exponent byte.
 
-The format is that of the OCP Microscaling specification 1.0 (MXFP8: E4M3 elements that share a power of two), with
-blocks of any size along an axis, and another element for numbers that have no sign:
+The format follows the OCP Microscaling specification 1.0 (MXFP8: E4M3 elements sharing a power of two), with blocks
+of any size along an axis, and a second element format for unsigned numbers:
 
     signed      1 sign, 4 exponent, 3 mantissa bits     448 to 2^-9 (float8_e4m3fn)
     unsigned    5 exponent, 3 mantissa bits             61440 to 2^-17 (a float16 without its sign and last 7 bits)
 
-Everything is computed with integers, and a product with a power of two is exact, so that no compiler can round anything
-in another way. The largest number of a block is the same in whatever order it is found.
+Everything is computed with integers, and a product with a power of two is exact, so no compiler can round differently.
+The maximum of a block does not depend on the order of the reduction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import jax.numpy as jnp
 
 _MANTISSA, _BIAS, _INFINITE = 23, 127, 0xFF
 """Bits of the mantissa of a float32, the bias of its exponent, and the exponent of infinities and NaNs."""
-_KEPT = 3
-"""Bits of mantissa that are kept."""
-_CHANCE = 16
-"""Random bits that decide about rounding up."""
+_DIGITS = 3
+"""Mantissa bits of a code."""
+_RANDOM_BITS = 16
+"""Random bits used for stochastic rounding."""
 
 
 class BlockFloats(NamedTuple):
@@ -32,25 +32,25 @@ class BlockFloats(NamedTuple):
     codes: jax.Array
     """uint8, in the shape of the array."""
     block_exponents: jax.Array
-    """uint8, that shape with the number of blocks in place of the axis along which they lie: the biased exponent of a
-    float32, by which the largest number of the block, as it is rounded up, lies below the largest code."""
+    """uint8, the shape of the array with the block axis replaced by the number of blocks: the biased float32 exponent
+    of the scale, chosen so that the block's maximum, rounded up, does not exceed the largest code."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The place of the blocks in an array."""
+    """Division of an array into blocks along one axis."""
 
     axis: int
-    """The axis along which they lie."""
+    """The axis divided into blocks."""
     size: int
-    """Numbers in each of them but the last, which may be shorter."""
+    """Elements per block; the last block may be shorter."""
 
     def count(self, length: int) -> int:
-        """The blocks of an axis of this length."""
+        """Number of blocks along an axis of this length."""
         return -(-length // self.size)
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """The largest number of each block, in the shape of the exponents; of integers that are not negative."""
+        """Maximum of each block, in the shape of the exponents. The elements must be non-negative integers."""
         axis, length = self.axis, x.shape[self.axis]
         count = self.count(length)
         if count * self.size != length:
@@ -58,20 +58,20 @@ class Blocks:
         return x.reshape(*x.shape[:axis], count, self.size, *x.shape[axis + 1 :]).max(axis + 1)
 
     def spread(self, x: jax.Array, length: int) -> jax.Array:
-        """The array of this length along the axis that has the number of its block at each place."""
+        """Repeats the value of each block over its elements; `length` is the size of the axis in the result."""
         axis = self.axis
         shape = (*x.shape[: axis + 1], self.size, *x.shape[axis + 1 :])
-        whole = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)
-        return whole.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])[(slice(None),) * axis + (slice(length),)]
+        repeated = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape)
+        return repeated.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])[(slice(None),) * axis + (slice(length),)]
 
 
 @dataclass(frozen=True)
 class Format:
-    """The numbers that a code stands for."""
+    """An 8-bit element format."""
 
     signed: bool
     lowest: int
-    """Exponent of the least code with all its digits; below it codes are as far apart as at it."""
+    """Exponent of the smallest normal code; subnormal codes below it have the same spacing."""
     highest: int
     """Exponent of the largest code."""
     top: int
@@ -80,17 +80,17 @@ class Format:
     @property
     def largest(self) -> int:
         """The largest code."""
-        return ((self.highest - self.lowest + 1) << _KEPT) + self.top
+        return ((self.highest - self.lowest + 1) << _DIGITS) + self.top
 
     @property
     def nan(self) -> int:
-        """The code of what is not finite."""
+        """The code for NaN and infinities."""
         return 0x7F if self.signed else 0xFF
 
     @property
     def least_exponent(self) -> int:
-        """The least exponent of a block: with it the least code stands for the least normal float32."""
-        return self.highest - self.lowest + _KEPT + 1
+        """The smallest block exponent: with it, the smallest code represents the smallest normal float32."""
+        return self.highest - self.lowest + _DIGITS + 1
 
 
 SIGNED = Format(signed=True, lowest=-6, highest=8, top=0b110)
@@ -98,39 +98,41 @@ UNSIGNED = Format(signed=False, lowest=-14, highest=15, top=0b111)
 
 
 def shared_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
-    """The exponents of the blocks of a float32 array, as `BlockFloats.block_exponents`."""
+    """Returns the block exponents of a float32 array, as in `BlockFloats.block_exponents`."""
     magnitude = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
     largest = blocks.largest(jnp.where(magnitude >> _MANTISSA != _INFINITE, magnitude, 0))
-    # Where the mantissa of the largest number is above that of the largest code, the exponent takes the carry.
-    carry = (1 << _MANTISSA) - 1 - (form.top << (_MANTISSA - _KEPT))
+    # If the mantissa of the maximum exceeds the mantissa of the largest code, carry into the exponent.
+    carry = (1 << _MANTISSA) - 1 - (form.top << (_MANTISSA - _DIGITS))
     return jnp.maximum((largest + carry) >> _MANTISSA, form.least_exponent).astype(jnp.uint8)
 
 
 def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance: jax.Array) -> BlockFloats:
-    """Rounds each number to one of the two codes around it.
+    """Rounds each number to one of its two neighbouring codes.
 
-    An unsigned number that is not 0 becomes no 0, but the least code: the root of a second moment is divided by.
+    A nonzero unsigned number never becomes 0, but at least the smallest code, because optimizers divide by the root of
+    the second moment.
 
     Args:
-        x: float32; negative numbers of an unsigned format are taken as positive, and what is not finite becomes NaN.
+        x: float32. An unsigned format drops the sign; NaN and infinities become NaN.
         shared: `shared_exponents` of `x`.
-        form: of the codes.
-        blocks: in `x`.
-        chance: uint16 in the shape of `x`; 0 rounds towards 0. Uniform, it makes the mean of the code's number exact up
-            to 2^-16 of the distance of the two (stochastic rounding; Gupta et al. 2015, arXiv 1502.02551, section 3.1).
+        form: format of the codes.
+        blocks: how `x` is divided into blocks.
+        chance: uint16 in the shape of `x`; 0 rounds towards 0. Uniform random values make the expected value of the
+            code exact up to 2^-16 of the distance between the two neighbours (stochastic rounding; Gupta et al. 2015,
+            arXiv 1502.02551, section 3.1).
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
     exponent = (magnitude >> _MANTISSA).astype(jnp.int32)
     finite = exponent != _INFINITE
-    # In numbers of the code: its exponent, not below the lowest, and its mantissa with the bits of chance behind it.
-    own = exponent - blocks.spread(shared, x.shape[blocks.axis]).astype(jnp.int32) + form.highest - form.lowest
+    # Exponent field of the element (clamped to the subnormal range below), and mantissa with the random bits appended.
+    element = exponent - blocks.spread(shared, x.shape[blocks.axis]).astype(jnp.int32) + form.highest - form.lowest
     mantissa = (magnitude & ((1 << _MANTISSA) - 1)) | jnp.where(exponent > 0, 1 << _MANTISSA, 0).astype(jnp.uint32)
-    # A shift by as many bits as there are, or more, is undefined.
-    away = jnp.minimum(_MANTISSA - _KEPT - _CHANCE + jnp.maximum(-own, 0), 31).astype(jnp.uint32)
-    rounded = ((mantissa >> away) + chance) >> _CHANCE
-    # `shared` may have been computed by another program's rounding, and be too small by a last digit.
-    code = jnp.minimum((jnp.maximum(own, 0).astype(jnp.uint32) << _KEPT) + rounded, form.largest)
+    # A shift by the width of the integer or more is undefined.
+    shift = jnp.minimum(_MANTISSA - _DIGITS - _RANDOM_BITS + jnp.maximum(-element, 0), 31).astype(jnp.uint32)
+    rounded = ((mantissa >> shift) + chance) >> _RANDOM_BITS
+    # `shared` may come from a program that rounds differently, and be too small by one unit in the last place.
+    code = jnp.minimum((jnp.maximum(element, 0).astype(jnp.uint32) << _DIGITS) + rounded, form.largest)
     if not form.signed:
         code = jnp.maximum(code, (magnitude > 0).astype(jnp.uint32))
     code = jnp.where(finite, code, form.nan)
@@ -140,13 +142,13 @@ def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance
 
 
 def decode(x: BlockFloats, form: Format, blocks: Blocks) -> jax.Array:
-    """The float32 numbers that codes stand for, exactly."""
+    """Returns the float32 numbers represented by the codes, exactly."""
     code = x.codes.astype(jnp.int32)
     magnitude = code & 0x7F if form.signed else code
-    exponent = magnitude >> _KEPT
-    mantissa = (magnitude & ((1 << _KEPT) - 1)) | jnp.where(exponent > 0, 1 << _KEPT, 0)
+    exponent = magnitude >> _DIGITS
+    mantissa = (magnitude & ((1 << _DIGITS) - 1)) | jnp.where(exponent > 0, 1 << _DIGITS, 0)
     shared = blocks.spread(x.block_exponents, code.shape[blocks.axis]).astype(jnp.int32)
-    power = jnp.maximum(exponent - 1, 0) + form.lowest - _KEPT + shared - form.highest
+    power = jnp.maximum(exponent - 1, 0) + form.lowest - _DIGITS + shared - form.highest
     number = mantissa.astype(jnp.float32) * jax.lax.bitcast_convert_type(power << _MANTISSA, jnp.float32)
     number = jnp.where(magnitude == form.nan, jnp.float32(jnp.nan), number)
     return jnp.where(code >> 7 == 1, -number, number) if form.signed else number

@@ -1,4 +1,4 @@
-"""Broadcasting that is written down: the tests refuse arrays of different ranks in one operation."""
+"""Explicit broadcasting: the tests refuse implicit rank promotion."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import jax.numpy as jnp
 
 
 def with_rank_of(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """`weight` of the last dimensions of `x`, with dimensions of size 1 in front until it has as many as `x`."""
+    """Prepends dimensions of size 1 to `weight`, which has the last dimensions of `x`, up to the rank of `x`."""
     return jnp.expand_dims(weight, tuple(range(x.ndim - weight.ndim)))

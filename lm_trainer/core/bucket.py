@@ -1,4 +1,4 @@
-"""Directories in object storage, and what can be done about their failures."""
+"""Directories in object storage, and error messages with a remedy for failed requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lm_trainer.core.inside import check_name
 from lm_trainer.core.key_values import KeyValues, context, reason_of
 
 _PROBE_SECONDS = 10.0
-_FEW = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
-_LONGEST = 300
-"""Characters of an error that a message quotes."""
+_FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
+_MAX_REASON_CHARS = 300
+"""Maximum number of characters quoted from an error."""
 
-_ANSWER = re.compile(r" \[(http_response|x-amz|tensorstore_spec).*", re.DOTALL)
+_RESPONSE_DETAILS = re.compile(r" \[(http_response|x-amz|tensorstore_spec).*", re.DOTALL)
 _DENIED = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
@@ -34,18 +34,18 @@ _CLOCK = re.compile(r"RequestTimeTooSkewed")
 
 def _s3(bucket: str, path: str) -> dict[str, Any]:
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
-    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _of_profile():
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _profile_endpoint():
         spec["endpoint"] = endpoint.rstrip("/")
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
     if os.environ.get("AWS_ACCESS_KEY_ID"):
-        # The chain of providers would complain of each file of credentials that is not there.
+        # The default provider chain would log a complaint for every missing credentials file.
         spec["aws_credentials"] = {"type": "environment"}
     return spec
 
 
-def _of_profile() -> str | None:
-    """The endpoint that the profile of ~/.aws/config names, of which TensorStore reads credentials alone."""
+def _profile_endpoint() -> str | None:
+    """Returns the endpoint of the profile in ~/.aws/config, from which TensorStore reads only credentials."""
     file = Path(expanded(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")))
     profiles = configparser.ConfigParser(interpolation=None)
     if not file.is_file():
@@ -61,37 +61,37 @@ def _of_profile() -> str | None:
 
 def _gcs(bucket: str, path: str) -> dict[str, Any]:
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
-        # The name that Google's own libraries read, and the one of TensorStore.
+        # Google's libraries read STORAGE_EMULATOR_HOST; TensorStore has its own variable.
         url = emulator if "://" in emulator else f"http://{emulator}"
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url.rstrip("/"))
     if "TENSORSTORE_GCS_HTTP_URL" in os.environ and "GOOGLE_APPLICATION_CREDENTIALS" not in os.environ:
-        # An emulator takes any token, and without one TensorStore asks the metadata server of a machine in the cloud.
+        # An emulator accepts any token; without one, TensorStore queries the metadata server of a cloud machine.
         os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
     return {"driver": "gcs", "bucket": bucket, "path": path}
 
 
 SCHEMES: dict[str, Callable[[str, str], dict[str, Any]]] = {"gs": _gcs, "s3": _s3}
-"""TensorStore's specification of a prefix in a bucket, by the scheme of URLs."""
+"""URL scheme -> function from bucket and prefix to TensorStore's specification."""
 
 PLACES = (*SCHEMES, "file")
-"""Schemes of the URLs that work where runs, checkpoints and exports are kept."""
+"""URL schemes accepted for the locations of runs, checkpoints and exports."""
 
 
 class Bucket(KeyValues):
-    """A directory in object storage, read and written as `KeyValues` says.
+    """A directory in object storage; see `KeyValues` for reading and writing.
 
     Args:
         url: `gs://BUCKET/PREFIX` or `s3://BUCKET/PREFIX`.
 
     Raises:
-        UserError: when it names no bucket, or a directory that would be another one on this machine (`..`).
+        UserError: if the URL names no bucket, or its prefix has parts such as `..`.
     """
 
     def __init__(self, url: str):
-        scheme, _, rest = url.partition("://")
-        bucket, _, path = rest.partition("/")
+        scheme, _, location = url.partition("://")
+        bucket, _, path = location.partition("/")
         if scheme not in SCHEMES or not bucket:
-            raise UserError(f"{url}: expected {' or '.join(f'{each}://BUCKET/DIRECTORY' for each in SCHEMES)}")
+            raise UserError(f"{url}: expected {' or '.join(f'{scheme_}://BUCKET/DIRECTORY' for scheme_ in SCHEMES)}")
         self.scheme, self.bucket = scheme, bucket
         self.path = "/".join(part for part in path.split("/") if part)
         if self.path:
@@ -119,7 +119,7 @@ class Bucket(KeyValues):
 
     @property
     def parent(self) -> Bucket:
-        """The directory above; the bucket itself has none."""
+        """The parent directory; the bucket itself has none."""
         if not self.path:
             raise ValueError(f"{self} has no parent")
         return Bucket(f"{self.scheme}://{self.bucket}/{'/'.join(self.path.split('/')[:-1])}")
@@ -139,55 +139,55 @@ class Bucket(KeyValues):
         return f"{self.path}/" if self.path else ""
 
     def delete_below(self, key: str, *, seconds: float | None = None) -> None:
-        """Deletes every object below a key; the deadline is that of each request."""
+        """Deletes every object below a key; `seconds` is the deadline of each request."""
         self.delete(*(f"{key}/{name}" for name in self.list(key, seconds=seconds)), seconds=seconds)
 
     def probe(self, setting: str) -> None:
-        """Finds at once whether objects can be written, listed and deleted here.
+        """Checks early that objects can be written, listed and deleted here.
 
         Args:
-            setting: the name of the setting by which the user can choose another place.
+            setting: the name of the setting with which the user can choose another location.
 
         Raises:
-            UserError: when they cannot, for a bucket that does not exist for example.
+            UserError: if they cannot, for example because the bucket does not exist.
         """
         try:
-            self.try_out()
+            self.check_access()
         except MachineError as error:
             raise UserError(f"{error}; or choose another place with {setting}") from None
 
-    def try_out(self) -> None:
-        """Raises `MachineError`, soon and with the reason, unless objects can be written and deleted."""
+    def check_access(self) -> None:
+        """Raises `MachineError` with the reason, within seconds, unless objects can be written and deleted."""
         key = f".probe/{os.getpid()}-{time.time_ns()}"
-        tried = Bucket(str(self))
-        # Repeated a few times only, after which the last refusal comes to light.
-        tried._kv = tried._open(context(gcs_request_retries=_FEW, s3_request_retries=_FEW))
-        tried.write(key, b"probe", seconds=_PROBE_SECONDS)
-        if key.partition("/")[2] not in tried.list(".probe", seconds=_PROBE_SECONDS):
+        bucket = Bucket(str(self))
+        # Few retries, so that the server's refusal is reported soon.
+        bucket._kv = bucket._open(context(gcs_request_retries=_FEW_RETRIES, s3_request_retries=_FEW_RETRIES))
+        bucket.write(key, b"probe", seconds=_PROBE_SECONDS)
+        if key.partition("/")[2] not in bucket.list(".probe", seconds=_PROBE_SECONDS):
             raise MachineError(f"{self}: what was written does not appear in the list of objects")
-        tried.delete(key, seconds=_PROBE_SECONDS)
+        bucket.delete(key, seconds=_PROBE_SECONDS)
 
     def reason(self, error: Exception, seconds: float) -> str:
-        """Returns why a request failed, and what can be done about it."""
+        """Returns the reason of a failed request, with a remedy."""
         return explain(error, self, seconds)
 
     def failure(self, verb: str, key: str, error: Exception, seconds: float) -> MachineError:
-        """Returns what to raise for a request that failed."""
+        """Returns the error to raise for a failed request."""
         return MachineError(f"{self}: cannot {verb} {key or 'objects'}: {self.reason(error, seconds)}")
 
 
 StoragePath = Path | Bucket
-"""A directory: on this machine, or in object storage."""
+"""A directory on this machine or in object storage."""
 
 
 def storage_path(path: str | os.PathLike[str]) -> StoragePath:
-    """Returns the directory that a path (with `~` for the home of a user) or a URL of one of `PLACES` names."""
+    """Returns the directory for a path (`~` is expanded) or for a URL with one of the schemes `PLACES`."""
     text = os.fspath(path)
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, location = text.partition("://")
     if not separator:
         return Path(expanded(path))
     if scheme == "file":
-        return Path(rest)
+        return Path(location)
     return Bucket(text)
 
 
@@ -197,35 +197,35 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def read_json(directory: Bucket, key: str) -> dict[str, Any]:
-    """Reads an object that holds JSON; empty when there is none.
+    """Reads a JSON object from storage; returns an empty dict if the key does not exist.
 
     Raises:
-        MachineError: when it is damaged.
+        MachineError: if the content is not a JSON object.
     """
     content = directory.read(key)
     try:
-        found = json.loads(content) if content is not None else {}
+        value = json.loads(content) if content is not None else {}
     except ValueError as error:
         raise MachineError(f"{directory}/{key} is damaged: {error}") from None
-    if not isinstance(found, Mapping):
+    if not isinstance(value, Mapping):
         raise MachineError(f"{directory}/{key} is damaged: it holds no JSON object")
-    return dict(found)
+    return dict(value)
 
 
-def explain(error: BaseException, place: Bucket, seconds: float) -> str:
-    """Says why a request to object storage failed, and what can be done about it, in one line."""
-    endpoint = place.spec().get("endpoint") or os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "that of the cloud"
+def explain(error: BaseException, directory: Bucket, seconds: float) -> str:
+    """Explains in one line why a request to object storage failed and how to fix it."""
+    endpoint = directory.spec().get("endpoint") or os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "that of the cloud"
     check = f"check the network and the endpoint ({without_credentials(endpoint)})"
     if isinstance(error, TimeoutError):
         return f"the server has not answered within {seconds:.0f} s; {check}"
     text = f"{error} {error.__context__ or ''}".strip()
-    reason = " ".join(without_credentials(_ANSWER.sub("", reason_of(text))).split())[:_LONGEST]
+    reason = " ".join(without_credentials(_RESPONSE_DETAILS.sub("", reason_of(text))).split())[:_MAX_REASON_CHARS]
     for pattern, remedy in (
         (_UNREACHABLE, f"the server cannot be reached; {check}"),
         (_REGION, "the bucket is in another region; set AWS_REGION"),
         (_CLOCK, "the clock of this machine is wrong; set it"),
         (_DENIED, "the server refuses; check the credentials and what they permit (write, list, read, delete)"),
-        (_ABSENT, f"there is no bucket {place.bucket}; create it, or mend its name"),
+        (_ABSENT, f"there is no bucket {directory.bucket}; create it, or mend its name"),
     ):
         if pattern.search(text):
             return f"{remedy} ({reason})"

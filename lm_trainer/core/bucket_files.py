@@ -1,4 +1,4 @@
-"""Files between this machine and directories in object storage, however large they are."""
+"""Copying files of any size between this machine and object storage."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from lm_trainer.core.bucket import Bucket, StoragePath, explain
 from lm_trainer.core.errors import MachineError, UserError, disk_error
 from lm_trainer.core.inside import path_inside
 
-_AT_ONCE = {"s3": 5 * 2**30}
-"""Bytes of the largest object that the protocol takes in one request."""
-_PIECE_BYTES = 64 << 20
-"""Bytes of a part of a large file. S3 takes 10,000 of them, which are 625 GiB."""
+_MAX_PUT = {"s3": 5 * 2**30}
+"""URL scheme -> bytes of the largest object the protocol accepts in one request."""
+_PART_BYTES = 64 << 20
+"""Bytes per part of a large file. S3 accepts 10,000 parts, which makes 625 GiB."""
 
 
 def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, int] | None = None) -> None:
-    """Copies objects, those of them that exist, into a local directory, each under its key.
+    """Copies objects into a local directory, each under its key; missing objects are skipped.
 
     Args:
-        directory: what the keys are below.
-        keys: the objects.
+        directory: the directory in object storage.
+        keys: keys of the objects, relative to it.
         to: the local directory.
-        sizes: of those that may be large, which are then read in pieces.
+        sizes: sizes in bytes of objects that may be large; these are read in parts.
 
     Raises:
-        UserError: for a key that leads out of that directory, before anything is copied.
-        MachineError: when the server cannot be reached or refuses, an object goes while it is read, or the file system
-            refuses.
+        UserError: for a key leading out of the local directory, before anything is copied.
+        MachineError: if the server is unreachable or refuses, an object is deleted while it is read, or the file cannot
+            be written.
     """
-    # Consoles of buckets mark a folder by an empty object whose key ends with a slash.
+    # Bucket consoles mark a folder by an empty object with a key ending in a slash.
     files = {key: path_inside(to, key, directory) for key in keys if not key.endswith("/")}
     for key, file in files.items():
         try:
             _fetch(directory, key, file, (sizes or {}).get(key, 0))
         except OSError as error:
-            told = f"{file}: {directory}/{key} cannot be written there ({error.strerror})"
-            raise disk_error(error) or MachineError(told) from None
+            message = f"{file}: {directory}/{key} cannot be written there ({error.strerror})"
+            raise disk_error(error) or MachineError(message) from None
 
 
 def _fetch(directory: Bucket, key: str, file: Path, size: int) -> None:
-    whole = [slice(None)] if size <= _PIECE_BYTES else []
-    pieces = whole or (slice(at, min(at + _PIECE_BYTES, size)) for at in range(0, size, _PIECE_BYTES))
+    full_range = [slice(None)] if size <= _PART_BYTES else []
+    pieces = full_range or (slice(offset, min(offset + _PART_BYTES, size)) for offset in range(0, size, _PART_BYTES))
     for number, piece in enumerate(pieces):
         content = directory.read(key, within=piece)
         if content is None:
@@ -60,34 +60,33 @@ def _fetch(directory: Bucket, key: str, file: Path, size: int) -> None:
 
 
 def put(source: Path, directory: Bucket) -> None:
-    """Copies every file below a local directory, under its path there.
+    """Uploads every file below a local directory under its relative path.
 
     Raises:
-        UserError: for a file that the server takes in parts alone, where the package for that is missing, before any
-            is copied.
-        MachineError: when the server cannot be reached or refuses.
+        UserError: if a file needs a multipart upload and the package for it is missing, before anything is copied.
+        MachineError: if the server is unreachable or refuses.
     """
     files = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()}
     sizes = {key: file.stat().st_size for key, file in files.items()}
-    most = _AT_ONCE.get(directory.scheme, sys.maxsize)
-    large = next((key for key, size in sizes.items() if size > most), None)
-    in_parts = None if large is None else _writer_in_parts(directory, large, sizes[large])
+    limit = _MAX_PUT.get(directory.scheme, sys.maxsize)
+    large = next((key for key, size in sizes.items() if size > limit), None)
+    write_multipart = None if large is None else _multipart_writer(directory, large, sizes[large])
     for key, file in files.items():
-        if in_parts is not None and sizes[key] > most:
-            in_parts(key, file)
+        if write_multipart is not None and sizes[key] > limit:
+            write_multipart(key, file)
         else:
             directory.write(key, file.read_bytes())
 
 
-def _writer_in_parts(directory: Bucket, key: str, size: int) -> Callable[[str, Path], None]:
-    """Writes files to S3 in parts, which TensorStore does not do."""
+def _multipart_writer(directory: Bucket, key: str, size: int) -> Callable[[str, Path], None]:
+    """Returns a function for multipart uploads to S3, which TensorStore does not support."""
     spec = directory.spec()
     region = {"region_name": spec["aws_region"]} if "aws_region" in spec else {}
     try:
         store = importlib.import_module("s3fs").S3FileSystem(endpoint_url=spec.get("endpoint"), client_kwargs=region)
     except ImportError:
         raise UserError(
-            f"{directory}: {key} has {size:,} bytes, and S3 takes {_AT_ONCE['s3']:,} in one request; to write it in "
+            f"{directory}: {key} has {size:,} bytes, and S3 takes {_MAX_PUT['s3']:,} in one request; to write it in "
             f"parts, pip install 'lm_trainer[s3]'; or write a dtype of 16 bits (--dtype bf16) or smaller shards "
             f"(--max-shard-size)"
         ) from None
@@ -95,8 +94,8 @@ def _writer_in_parts(directory: Bucket, key: str, size: int) -> Callable[[str, P
     def write(key: str, file: Path) -> None:
         try:
             to = "/".join(part for part in (directory.bucket, directory.path, key) if part)
-            store.put_file(str(file), to, chunksize=_PIECE_BYTES)
-        except Exception as error:  # the file system's own, of many classes
+            store.put_file(str(file), to, chunksize=_PART_BYTES)
+        except Exception as error:  # s3fs raises errors of many classes
             raise MachineError(f"{directory}: cannot write {key}: {explain(error, directory, 0)}") from None
 
     return write
@@ -104,7 +103,7 @@ def _writer_in_parts(directory: Bucket, key: str, size: int) -> Callable[[str, P
 
 @contextlib.contextmanager
 def written_to(directory: StoragePath) -> Iterator[Path]:
-    """Hands out a local directory to write files into, which come to `directory`: that itself, where it is local."""
+    """Yields a local directory to write files into; they are uploaded on exit if `directory` is in a bucket."""
     if isinstance(directory, Path):
         yield directory
         return
@@ -114,9 +113,10 @@ def written_to(directory: StoragePath) -> Iterator[Path]:
 
 
 def local_copy(directory: StoragePath, *keys: str, sizes: Mapping[str, int] | None = None) -> Path:
-    """Returns a local directory with these files of `directory`, and all below them; that itself where it is local.
+    """Returns a local directory with these keys of `directory` and everything below them.
 
-    The copy is removed when the process ends. `sizes` as of `fetch`, whose keys are copied as well.
+    A local `directory` is returned unchanged. A downloaded copy is removed when the process ends. The keys of `sizes`
+    are copied too; see `fetch`.
     """
     if isinstance(directory, Path):
         return directory

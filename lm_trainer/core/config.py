@@ -1,4 +1,4 @@
-"""The base of every configuration model, and the value types that users write in YAML."""
+"""The base class of all configuration models, and the value types users write in YAML."""
 
 import os
 import re
@@ -30,21 +30,21 @@ from lm_trainer.core.files import HUB_NAME, path_problem
 
 @dataclass(frozen=True)
 class Ignored:
-    """Reason for which a key has no effect, and the values for which that is so; None: all."""
+    """Reason why a key has no effect, and the values it may have; None means all values."""
 
     reason: str
     values: tuple[Any, ...] | None = None
 
 
 def _refuse_absent(config: type, name: str) -> None:
-    """Raises AttributeError with what to use, for a name that other frameworks have."""
-    for each in config.__mro__:
-        if name in each.__dict__.get("absent", {}):
-            raise AttributeError(f"there is no {config.__name__}.{name}: {each.__dict__['absent'][name]}")
+    """Raises AttributeError with the replacement, for a name known from other frameworks."""
+    for base in config.__mro__:
+        if name in base.__dict__.get("absent", {}):
+            raise AttributeError(f"there is no {config.__name__}.{name}: {base.__dict__['absent'][name]}")
 
 
 class _ConfigType(type(BaseModel)):
-    """The type of the classes, of which methods may be asked as well as of their objects."""
+    """Metaclass, so that absent methods are explained when accessed on the class too."""
 
     if not TYPE_CHECKING:
 
@@ -54,48 +54,47 @@ class _ConfigType(type(BaseModel)):
 
 
 class Config(BaseModel, metaclass=_ConfigType):
-    """A frozen value that knows all its keys: an unknown key is an error, never ignored."""
+    """Base of frozen configuration values; an unknown key is an error, never ignored."""
 
     model_config = ConfigDict(
         frozen=True,
-        # A misspelt key would otherwise be a default that nobody notices.
+        # Otherwise a misspelt key would silently leave the default in effect.
         extra="forbid",
-        # The input may be long, or hold a secret; `config.explain` shows what a person has to see of it.
+        # The input may be long or contain a secret; `config.explain` shows the relevant part.
         hide_input_in_errors=True,
         validate_default=True,
         allow_inf_nan=False,
-        # pydantic reserves `model_`, with which several keys begin.
+        # pydantic reserves the prefix `model_`, which several keys have.
         protected_namespaces=(),
-        # Most classes are only ever checked as a part of the whole configuration.
+        # Most classes are only validated as part of the full configuration.
         defer_build=True,
     )
 
     refused_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other frameworks' configurations that are refused here, each with the reason or the replacement."""
+    """Keys of other frameworks refused here -> the reason or the replacement."""
     ignored_keys: ClassVar[Mapping[str, Ignored]] = {}
-    """Such keys that may stand in a file and have no effect; said in a note. With another value than those that are
-    named they are refused."""
+    """Keys of other frameworks accepted without effect, with a note; values other than the listed ones are refused."""
     renamed_keys: ClassVar[Mapping[str, str]] = {}
-    """Such keys that mean the same as one of the keys here; said in a note."""
+    """Keys of other frameworks -> the equivalent key here; reported in a note."""
 
     respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {}
-    """Such keys that with some value mean that one of the keys here has another; by key and value."""
+    """Keys of other frameworks -> value -> the equivalent (key, value) here."""
 
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Keys of which an override, or a foreign one among them also in the file, takes the place of others that the file
-    holds; those are dropped with a note."""
+    """Keys -> other keys of the file that an override of the key replaces; a key of another framework replaces them
+    also from the file. Replaced keys are dropped with a note."""
 
     refused_types: ClassVar[Mapping[str, str]] = {}
-    """Values of `type` that a union with this class has not and other frameworks have, each with the reason or the
+    """Values of `type` known from other frameworks and missing in unions with this class -> the reason or the
     replacement."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "default_choice_name": "it is the default of the field `type`",
     }
-    """Methods and properties that other frameworks' configurations have and these have not, each with what to use. A
-    class inherits its bases' names."""
+    """Methods and properties of other frameworks' configurations, missing here -> the replacement. Subclasses inherit
+    the entries of their bases."""
 
-    # Hidden from type checkers, for which any attribute would exist otherwise.
+    # Hidden from type checkers, which would otherwise accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -104,16 +103,16 @@ class Config(BaseModel, metaclass=_ConfigType):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The schema of the class, with the docstrings of its fields as their descriptions."""
-        shown = handler(schema)
-        properties = handler.resolve_ref_schema(shown).get("properties", {})
+        """Returns the JSON schema of the class, with field docstrings as descriptions."""
+        json_schema = handler(schema)
+        properties = handler.resolve_ref_schema(json_schema).get("properties", {})
         for name, text in field_docs(cls).items():
             if name in properties:
                 properties[name].setdefault("description", text)
-        return shown
+        return json_schema
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copies as pydantic does, but for what this object has computed of its fields (`cached_property`)."""
+        """Copies as pydantic does, without cached values (`cached_property`) computed from the old fields."""
         copy = super().model_copy(update=update, deep=deep)
         for name in vars(copy).keys() - type(self).model_fields.keys():
             del vars(copy)[name]
@@ -121,18 +120,18 @@ class Config(BaseModel, metaclass=_ConfigType):
 
     @property
     def changed_fields(self) -> set[str]:
-        """The keys that differ from the defaults; unlike `model_fields_set` the same after writing and reading."""
+        """Keys with a value other than the default; unlike `model_fields_set`, the same after writing and reading."""
         fields = type(self).model_fields.items()
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
 
 def or_instance_of(base: type[Config]) -> WrapValidator:
-    """Takes objects of `base` that were made in Python as they are, and checks all else as the annotation says."""
-    return WrapValidator(lambda value, listed: value if isinstance(value, base) else listed(value))
+    """Accepts instances of `base` made in Python unchanged, and validates other values by the annotation."""
+    return WrapValidator(lambda value, validate: value if isinstance(value, base) else validate(value))
 
 
 Name = Annotated[str, "name"]
-"""A key of a mapping that names one of several things, such as an axis: `token` there is no secret."""
+"""A key of a mapping that is a name, such as an axis: `token` is not treated as a secret here."""
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _DURATION_PATTERN = (
@@ -165,7 +164,7 @@ def parse_duration(value: Any) -> timedelta:
 
 
 def _duration_of(value: Any) -> str:
-    """The text for a duration as others write it: `2 days, 4:13:02`, `+32 m 1 s`; empty for anything else."""
+    """Converts other notations, `2 days, 4:13:02` and `+32 m 1 s`, to a duration; empty for anything else."""
     if not isinstance(value, str):
         return ""
     if clock := _CLOCK.fullmatch(value.strip()):
@@ -177,7 +176,7 @@ def _duration_of(value: Any) -> str:
 
 
 def format_duration(value: timedelta) -> str:
-    """Writes a duration as a short text that `parse_duration` reads back as the same duration."""
+    """Formats a duration as a short text; `parse_duration` restores the same duration."""
     seconds = value.total_seconds()
     for unit in ("d", "h", "m"):
         if seconds and seconds % _UNIT_SECONDS[unit] == 0:
@@ -191,7 +190,7 @@ Duration = Annotated[
     PlainSerializer(format_duration, return_type=str),
     Field(json_schema_extra={"pattern": _DURATION_PATTERN, "examples": ["15m", "1h30m"]}),
 ]
-"""A span of time as people write it: `15m`, `1h30m`, `90s`."""
+"""A duration such as `15m`, `1h30m` or `90s`."""
 
 
 def _is_positive(value: timedelta) -> timedelta:
@@ -201,14 +200,14 @@ def _is_positive(value: timedelta) -> timedelta:
 
 
 PositiveDuration = Annotated[Duration, AfterValidator(_is_positive)]
-"""Such a span that is not empty."""
+"""A duration above zero."""
 
 
 def fraction_or_steps(value: float, total: int) -> int:
-    """Turns a setting that is a fraction of `total` steps (<= 1.0 as a float) or a number of steps into steps.
+    """Converts a fraction of `total` steps (a float up to 1.0) or a number of steps into a number of steps.
 
-    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, as it is written in decimal, rounded down:
-    0.29 of 100 steps are 29.
+    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, evaluated in decimal and rounded down:
+    0.29 of 100 steps is 29.
 
     Raises:
         ValueError: for a negative value or a fractional number of steps above 1.
@@ -218,7 +217,7 @@ def fraction_or_steps(value: float, total: int) -> int:
     if isinstance(value, int):
         return value
     if value <= 1.0:
-        # As decimals: in binary, 0.29 * 100 is 28.999999999999996.
+        # In decimal: in binary, 0.29 * 100 is 28.999999999999996.
         return int(Decimal(repr(float(value))) * total)
     if value != int(value):
         raise ValueError(f"{value} is neither a fraction (at most 1.0) nor a whole number of steps")
@@ -236,17 +235,17 @@ def _path_as_text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Takes:
-    """The mark of a key that takes a path as text; callers in Python may give a `Path`.
+    """Annotation of a key with a path as text; callers in Python may pass a `Path`.
 
-    A `~` stays as it was written, for whoever uses the path: see `lm_trainer.core.files.expanded`.
+    A `~` is kept, and expanded where the path is used: see `lm_trainer.core.files.expanded`.
     """
 
     schemes: tuple[str, ...] = ()
-    """Schemes of the URLs that work in its place."""
+    """URL schemes accepted in addition to paths."""
     name: str = ""
-    """A name that works in its place."""
+    """Description of a kind of name accepted in addition to paths."""
     instead: str = ""
-    """Advice to those who write a URL."""
+    """Advice added to the error for a URL."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         text = core_schema.no_info_before_validator_function(_path_as_text, handler(source))
@@ -259,16 +258,16 @@ class Takes:
 
 
 LocalPath = Annotated[str, Takes()]
-"""A path on this machine; a URL, which would be taken for the name of a directory, is refused."""
+"""A path on this machine; a URL would be taken for a directory name, and is refused."""
 
 PlacePath = Annotated[str, Takes(schemes=PLACES)]
-"""A path on this machine, or a URL of object storage."""
+"""A path on this machine, or an object storage URL."""
 
 LocalPathOrHubName = Annotated[str, Takes(name=HUB_NAME)]
 """A path on this machine, or a name on the Hugging Face hub."""
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""Seed of random numbers; JAX takes no more than 32 bits of it."""
+"""Seed of random numbers; JAX uses at most 32 bits."""
 
 FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_is_fraction_or_steps)]
-"""A part of a length as people write it: `0.1` is a tenth, `100` so many steps."""
+"""A fraction or a number of steps: `0.1` is a tenth, `100` is 100 steps."""

@@ -1,4 +1,4 @@
-"""Credentials in URLs and commands, and keys that name a secret: none may reach a log, a record or a service."""
+"""Blanking of credentials in URLs, commands and secret keys, before they reach a log, a record or a service."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _QUERY = re.compile(
     r"([?&](?:[\w.-]*(?:token|secret|passw|signature|credential|api[-_]?key|access[-_]?key)[\w.-]*|sig|key)=)[^&#\s\"']+",
     re.IGNORECASE,
 )
-# Addresses that are secrets themselves: whoever knows them can write there.
+# Webhook addresses are secrets themselves: anyone who knows one can post to it.
 _HOOK = re.compile(
     r"(https?://(?:hooks?\.[^\s\"'/]+/|[\w.-]*discord(?:app)?\.com/api/[\w/]*?webhooks/|api\.telegram\.org/bot"
     r"|hc-ping\.com/))[^\s\"'?#]+",
     re.IGNORECASE,
 )
-# Tokens that can be told by their form: of Hugging Face, OpenAI and the like, GitHub, Slack and AWS.
+# Tokens recognised by their format: Hugging Face, OpenAI and similar, GitHub, Slack and AWS.
 _TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}"
     r"|github_pat_\w{30,}|xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16})\b"
@@ -27,19 +27,19 @@ _TOKEN = re.compile(
 _BEARER = re.compile(r"\b(Bearer\s+)(?=\S{0,99}\d)[\w.~+/=-]{8,}")
 
 COMMAND = "command"
-"""The key whose value is a command, of which more may be a secret than of other texts."""
+"""Key with a shell command as its value, in which more can be a secret than in other texts."""
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"']+)"
 _SECRETS_OF_COMMANDS = (
-    # `Authorization: x` of a header, `"token": "x"` of JSON.
+    # `Authorization: x` in a header, `"token": "x"` in JSON.
     re.compile(r"(?<![\w-])([\w-]+)(\s*:\s*|\"\s*:\s*\"?|'\s*:\s*'?)(?!//)[^\"'\s][^\"']*"),
     re.compile(rf"(?<![\w./-])(-{{0,2}}[A-Za-z_][\w.-]*)(=){_VALUE}"),
     re.compile(rf"(?<!\S)--([\w.-]+)(\s+){_VALUE}"),
 )
-"""A name, what is between, and a value, which is a secret where the name says so."""
+"""Patterns of a name (group 1), a separator (group 2) and a value, which is a secret if the name is."""
 _LOGIN = re.compile(rf"(?<!\S)(-u|--user|--proxy-user)(=|\s+){_VALUE}")
 _LOGIN_HEADERS = {"authorization", "proxy-authorization", "cookie"}
 _URL = re.compile(r"https?://[^\s\"']+")
-# A part of a path that no person has thought of.
+# A random-looking part of a path.
 _RANDOM = re.compile(r"(?<=/)(?=[^/?#]*\d)[^/?#]{16,}")
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
@@ -47,11 +47,11 @@ _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
 def without_credentials(value: Any) -> Any:
-    """Copies a text, or plain containers of texts, and blanks credentials; other values stay the same.
+    """Returns a copy of a text, or of plain containers of texts, with credentials blanked; other values are unchanged.
 
-    `https://user:password@host?token=x` becomes `https://***@host?token=***`. So do the addresses of web hooks, tokens
-    that can be told by their form, and in a value of the key `command` also options, headers and variables that name a
-    secret.
+    `https://user:password@host?token=x` becomes `https://***@host?token=***`. Webhook addresses and tokens of a
+    recognisable format are blanked too. In the value of the key `command`, so are options, headers and variables with
+    the name of a secret.
     """
     if isinstance(value, str):
         blanked = _QUERY.sub(r"\1***", _USER.sub("***@", value))
@@ -67,21 +67,21 @@ def without_credentials(value: Any) -> Any:
 
 
 def _command_without_credentials(command: str) -> str:
-    def named(match: re.Match[str]) -> str:
+    def blank(match: re.Match[str]) -> str:
         is_secret = is_secret_name(match[1]) or match[1].lower() in _LOGIN_HEADERS
         return f"{match[0][: match.end(2) - match.start()]}***" if is_secret else match[0]
 
     blanked = _LOGIN.sub(r"\1\2***", without_credentials(command))
     for pattern in _SECRETS_OF_COMMANDS:
-        blanked = pattern.sub(named, blanked)
-    # The host is left, by which the command is known again.
+        blanked = pattern.sub(blank, blanked)
+    # The host is kept, to identify the command.
     return _URL.sub(lambda url: _RANDOM.sub("***", url[0]), blanked)
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns True if the words of a key name a secret: those of `hf_token` and `apiKey` do, `tokenizer` does not.
+    """Returns True if the words of a key name a secret: True for `hf_token` and `apiKey`, False for `tokenizer`.
 
-    Nor does `pad_token_id`: numbers of tokens in a vocabulary are no secret.
+    False for `pad_token_id` too: token IDs of a vocabulary are no secret.
     """
     words = [word.lower() for word in _WORD.findall(name)]
     if words[-2:] in (["token", "id"], ["token", "ids"]):

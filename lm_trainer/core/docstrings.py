@@ -1,4 +1,4 @@
-"""Docstrings below the fields of configuration classes, read from their source only where they are asked for."""
+"""Docstrings of configuration fields, read from the source on demand."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 
 def field_docs(model: Any) -> dict[str, str]:
-    """Field -> the docstring below it, in the class that declares the field last; fields without one are left out.
+    """Returns field -> docstring, from the most derived class declaring the field; undocumented fields are left out.
 
-    pydantic reads them when a class is made, which is half of the time that importing all configurations takes.
+    pydantic would read the docstrings at class creation, which takes half of the import time of all configurations.
     """
-    found = {}
+    docs = {}
     for name in model.model_fields:
         owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
         if text := _docs_of(inspect.getsourcefile(owner)).get(owner.__qualname__, {}).get(name):
-            found[name] = text
-    return found
+            docs[name] = text
+    return docs
 
 
 @functools.cache
 def _docs_of(file: str | None) -> dict[str, dict[str, str]]:
-    """Qualified class name -> field -> docstring, of all classes of a file."""
+    """Returns qualified class name -> field -> docstring, for all classes of a file."""
     if file is None or not Path(file).is_file():
         return {}
     return dict(_classes(ast.parse(Path(file).read_text(encoding="utf-8")), ""))

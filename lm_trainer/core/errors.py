@@ -1,4 +1,4 @@
-"""Errors that are addressed to the person at the terminal, and the exit codes that they stand for."""
+"""Errors addressed to the user, and their exit codes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from lm_trainer.core.credentials import without_credentials
 
-_DISK = "make room or mend the disk"
-_LIMIT = "raise the limit of open files (ulimit -n)"
+_FIX_DISK = "make room or mend the disk"
+_RAISE_LIMIT = "raise the limit of open files (ulimit -n)"
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE), _DISK),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _LIMIT),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE), _FIX_DISK),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _RAISE_LIMIT),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "mend the permissions"),
 }
-"""Error of the machine -> what to do."""
+"""errno -> the remedy."""
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED(?!.*out of memory)|(ran )?out[ _]of[ _]memory|CU\w+_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
-# The small memories of a chip, which a kernel's tiles fill whatever the size of the run, and gRPC's messages.
+# On-chip memories, which a kernel's tiles fill regardless of the size of the run, and gRPC's message limit.
 _OTHER_RESOURCE = re.compile(
     r"memory space (?!hbm)\w+|space=[sv]mem|shared memory size|message larger than max", re.IGNORECASE
 )
@@ -32,16 +32,16 @@ EXIT_CONFIG = 2
 EXIT_NON_FINITE = 3
 EXIT_OUT_OF_MEMORY = 4
 EXIT_PREEMPTED = 75
-"""`EX_TEMPFAIL` of sysexits.h: everything is saved, start me again."""
+"""`EX_TEMPFAIL` in sysexits.h: everything is saved, restart the run."""
 EXIT_STOPPED = 76
-"""Everything is saved, and the run ends here because a person asked for it: do not start it again."""
+"""Everything is saved, and a person asked the run to end: do not restart it."""
 
 
 class UserError(Exception):
-    """A mistake or a state of the machine that the user can mend.
+    """A mistake or a state of the machine that the user can fix.
 
-    The command line prints the message alone, without a traceback, and exits with `exit_code`.
-    The message names the fault, its place and the remedy; credentials in its URLs are blanked.
+    The command line prints only the message, without a traceback, and exits with `exit_code`.
+    The message names the fault, its location and the remedy; credentials in its URLs are blanked.
     """
 
     exit_code: int = EXIT_CONFIG
@@ -53,7 +53,7 @@ class UserError(Exception):
 class ConfigError(UserError):
     """All faults of a configuration, found in one pass.
 
-    `problems` holds one line each, sorted by position, already with `file:line:column` where there is one.
+    `problems` holds one line per fault, sorted by position, with `file:line:column` if known.
     """
 
     def __init__(self, problems: Iterable[str]):
@@ -74,7 +74,7 @@ class NonFiniteError(UserError):
 
 
 class OutOfMemoryError(UserError):
-    """The memory of a device, or of the host, is too small for what was to be computed."""
+    """The memory of a device or of the host is too small for the computation."""
 
     exit_code = EXIT_OUT_OF_MEMORY
 
@@ -86,15 +86,15 @@ class Preempted(UserError):
 
 
 class Stopped(Preempted):
-    """A person asked the run to stop, so that no scheduler is to start it again."""
+    """A person asked the run to stop, so no scheduler should restart it."""
 
     exit_code = EXIT_STOPPED
 
 
 def disk_error(error: OSError) -> MachineError | None:
-    """Translates an error of a full, broken or read-only disk for the user, wherever it was met; None for others.
+    """Translates a full, broken or read-only disk, missing permissions or too many open files into a user error.
 
-    So are errors of permissions and of too many open files.
+    Returns None for any other error.
     """
     remedy = _REMEDIES.get(error.errno or 0)
     if remedy is None:
@@ -103,12 +103,12 @@ def disk_error(error: OSError) -> MachineError | None:
 
 
 def _file_of(error: OSError) -> str:
-    """The file of an error. One of reading or writing does not have it, and the functions that it came through do."""
-    found, step = error.filename, error.__traceback__
-    while error.filename is None and step is not None:
-        named = filter(None, map(_name_of, step.tb_frame.f_locals.values()))
-        found, step = next(named, found), step.tb_next
-    return "a file" if found is None else str(found)
+    """Returns the file of an error. Errors of read and write do not name it; local variables in the traceback do."""
+    filename, frame = error.filename, error.__traceback__
+    while error.filename is None and frame is not None:
+        named = filter(None, map(_name_of, frame.tb_frame.f_locals.values()))
+        filename, frame = next(named, filename), frame.tb_next
+    return "a file" if filename is None else str(filename)
 
 
 def _name_of(value: object) -> str | None:
@@ -119,17 +119,17 @@ def _name_of(value: object) -> str | None:
 
 
 def out_of_memory(error: BaseException) -> OutOfMemoryError | None:
-    """Translates an error of a device's or the host's memory, met at compilation or in a step; None for others."""
+    """Translates an out-of-memory error of a device or the host, at compilation or in a step; None for others."""
     if isinstance(error, OutOfMemoryError):
         return error
     if isinstance(error, MemoryError):
         return OutOfMemoryError(f"the memory of this machine is too small: {error or 'an allocation failed'}")
-    said = str(error)
-    # By its name: JAX is not imported for an error that something else has raised. Arrays that do not fit are a
-    # ValueError of the same words.
-    known = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") or said.startswith("RESOURCE_EXHAUSTED: ")
-    # Each backend says it in other words, and behind others: a step that failed fails what waits for it.
-    if not known or (found := _OUT_OF_MEMORY.search(said)) is None:
+    text = str(error)
+    # Checked by class name, so that JAX is not imported for unrelated errors. Arrays too large for the device raise a
+    # ValueError with the same words.
+    from_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") or text.startswith("RESOURCE_EXHAUSTED: ")
+    # Each backend words it differently, and may put it after other text: a failed step fails its dependents.
+    if not from_jax or (match := _OUT_OF_MEMORY.search(text)) is None:
         return None
-    line = said[found.start() :].splitlines()[0]
+    line = text[match.start() :].splitlines()[0]
     return None if _OTHER_RESOURCE.search(line) else OutOfMemoryError(f"the memory of a device is too small: {line}")

@@ -1,4 +1,4 @@
-"""Locks of files and directories of this machine, which end with their process, however it ends."""
+"""Locks of local files and directories, released when the process ends for any reason."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import fcntl
 import time
 from pathlib import Path
 
-_MOMENT = 0.05
+_RETRY_AFTER_SECONDS = 0.05
 """Seconds."""
 
-# flock, since the system releases it even when the process is killed; the mere existence of a file would outlive it.
+# flock, because the system releases it even if the process is killed; a lock file by existence would remain.
 
 
 def try_lock(handle: int) -> bool:
     """Takes the lock of an open file or directory, until it is closed.
 
     Args:
-        handle: its descriptor.
+        handle: the file descriptor.
 
     Returns:
-        False when another process holds it.
+        False if another process holds the lock.
 
     Raises:
-        OSError: where the file system has no locks.
+        OSError: if the file system has no locks.
     """
     if not _take(handle):
-        # A process that only asks (`is_locked`) has it for a moment.
-        time.sleep(_MOMENT)
+        # A process calling `is_locked` holds the lock for a moment.
+        time.sleep(_RETRY_AFTER_SECONDS)
         return _take(handle)
     return True
 
@@ -43,10 +43,10 @@ def _take(handle: int) -> bool:
 
 
 def is_locked(file: Path) -> bool:
-    """Returns True if a process holds the lock of a file; False too where the file cannot be read."""
+    """Returns True if a process holds the lock of a file; False also if the file cannot be read."""
     try:
         with file.open() as opened:
-            # Shared, so that two who ask do not see each other.
+            # Shared, so that two concurrent calls do not see each other's lock.
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -1,4 +1,4 @@
-"""Files that are complete or, after a crash, as they were before."""
+"""Paths written by users, and files written atomically."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from pathlib import Path
 from lm_trainer.core.errors import UserError
 
 AnyPath = str | os.PathLike[str]
-"""A path as callers in Python write it."""
+"""A path as accepted from Python callers."""
 
 TAKE_URLS = (
     *("data.train_urls", "data.validation_urls", "data.cache_dir", "data.source.path"),
     *("trainer.checkpointer.base_path", "trainer.load_checkpoint_path", "trainer.initialize_from", "hf_save_path"),
     *("trainer.tracker.logdir", "trainer.jax_compilation_cache_dir"),
 )
-"""Keys that take URLs."""
+"""Configuration keys that accept URLs."""
 
 HUB_NAME = "a name on the Hugging Face hub"
-"""Stands in the place of a path in keys and arguments that take models and tokenizers."""
+"""Description of the alternative to a path, in keys and arguments for models and tokenizers."""
 
-# With one slash as well, which is what `pathlib` makes of two. A drive of Windows has one letter.
+# One slash matches too, because `pathlib` collapses two. Windows drives have one letter.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
-# As shells write them.
+# Shell variables.
 _VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_]\w*)")
 
 
 def expanded(path: AnyPath) -> str:
-    """Returns a path with the home of a user in place of `~` or `~USER` at its beginning.
+    """Expands `~` or `~USER` at the beginning of a path to the home directory.
 
-    Every path that a person writes goes through here (`local_path` and `storage_path` do so) when it is used, and stays
-    as it was written in the configuration, which may be read on a machine with another home.
+    Every path written by a user is expanded when it is used (`local_path` and `storage_path` do so). The configuration
+    keeps the original, because it may be read on a machine with another home directory.
     """
     return os.path.expanduser(os.fspath(path))
 
 
 def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> str | None:
-    """Says why a path cannot be used, and what to write instead; None where it can be.
+    """Explains why a path is invalid and what to write instead; None if it is valid.
 
-    It cannot be a URL but for some, hold a variable of a shell, or begin with the home of a user that there is not.
+    A path must not be a URL with a scheme outside `schemes`, contain a shell variable, or begin with the home directory
+    of an unknown user.
 
     Args:
-        path: what was written.
-        schemes: of the URLs that work in the place of a path.
-        name: what else works in its place.
+        path: the path as written by the user.
+        schemes: URL schemes accepted in addition to paths.
+        name: description of any other accepted value, for the message.
     """
     if "\0" in os.fspath(path):
         return f"{os.fspath(path)!r}: no path has a zero character"
@@ -56,11 +57,11 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
 
 
 def variable_problem(path: AnyPath) -> str | None:
-    """As `path_problem`, for variables alone: a file means the same wherever it is read."""
+    """Like `path_problem`, but only for shell variables: a file must mean the same on every machine."""
     text = os.fspath(path)
-    if found := _VARIABLE.search(text):
+    if match := _VARIABLE.search(text):
         return (
-            f"{text}: {found[0]} is not replaced by the value of a variable; write the path itself, or set the key on "
+            f"{text}: {match[0]} is not replaced by the value of a variable; write the path itself, or set the key on "
             f"the command line, where the shell replaces it"
         )
     return None
@@ -74,29 +75,29 @@ def _home_problem(path: AnyPath) -> str | None:
 
 
 def url_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> str | None:
-    """As `path_problem`, for URLs alone."""
+    """Like `path_problem`, but only for URLs."""
     text = os.fspath(path)
-    found = _URL.match(text)
-    if found is None or (found[1].lower() in schemes and found[2] == "//"):
+    match = _URL.match(text)
+    if match is None or (match[1].lower() in schemes and match[2] == "//"):
         return None
-    if found[1].lower() in schemes:
-        return f"{text} has lost a slash of its URL, as in pathlib.Path; write it as text, with {found[1]}://"
-    if found[1].lower() == "file":
-        return f"{text} is a URL; write the path alone: /{text[found.end() :].lstrip('/')}"
-    if found[2] == "/" and not isinstance(path, str):
-        text = f"{found[1]}://{text[found.end() :]}"
-    works = ["a path on this machine", *([name] if name else []), *(f"{each}://" for each in schemes)]
+    if match[1].lower() in schemes:
+        return f"{text} has lost a slash of its URL, as in pathlib.Path; write it as text, with {match[1]}://"
+    if match[1].lower() == "file":
+        return f"{text} is a URL; write the path alone: /{text[match.end() :].lstrip('/')}"
+    if match[2] == "/" and not isinstance(path, str):
+        text = f"{match[1]}://{text[match.end() :]}"
+    accepted = ["a path on this machine", *([name] if name else []), *(f"{scheme}://" for scheme in schemes)]
     return (
-        f"{text} is a URL, and only {' or '.join(works)} works here; copy the files or mount the bucket, and write "
+        f"{text} is a URL, and only {' or '.join(accepted)} works here; copy the files or mount the bucket, and write "
         f"that path. Keys that take URLs: {', '.join(TAKE_URLS)}"
     )
 
 
 def local_path(path: AnyPath) -> Path:
-    """Returns a path on this machine, with `~` for the home of a user.
+    """Returns a path on this machine, with `~` expanded.
 
     Raises:
-        UserError: for a URL, which would be taken for the name of a directory, and for a home that there is not.
+        UserError: for a URL, which would be taken for a directory name, and for the home of an unknown user.
     """
     if problem := url_problem(path) or _home_problem(path):
         raise UserError(problem)
@@ -104,17 +105,17 @@ def local_path(path: AnyPath) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the content of a file by a rename, so that a crash leaves the old content or the new one."""
+    """Replaces the content of a file by a rename, so that a crash leaves either the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            # A file system may carry out the rename before the data: after a power cut the file would be empty.
+            # A file system may perform the rename before writing the data; a power cut would leave an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        # An error of `write` does not know of which file.
+        # Errors of `write` carry no file name.
         error.filename = str(path)
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -122,9 +123,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Adds a line to a file, which is on the disk when this returns.
+    """Appends a line to a file and syncs it to disk.
 
-    A line before it that a kill has cut off is ended, so that it does not spoil this one.
+    If a kill has truncated the previous line, a line break is added first, so that it does not corrupt this one.
     """
     with path.open("a+b") as file:
         if file.tell():
@@ -136,19 +137,19 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def make_writable(directory: Path, setting: str) -> None:
-    """Creates a directory and finds at once whether files can be written there.
+    """Creates a directory and checks that files can be written to it.
 
     Args:
-        directory: the directory, whose parents may be missing too.
-        setting: the name of the setting by which the user can choose another place.
+        directory: the directory; missing parents are created.
+        setting: the name of the setting with which the user can choose another location.
 
     Raises:
-        UserError: when it cannot be created or written.
+        UserError: if it cannot be created or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # By trying: permissions tell nothing of quotas, read-only mounts or network file systems.
-        # One name for all processes: what a kill leaves here goes with the next start.
+        # Try it: permissions do not reflect quotas, read-only mounts or network file systems.
+        # All processes use one name, so a file left by a kill is removed at the next start.
         probe = directory / ".write-test"
         probe.touch()
         probe.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The end of a terminal, as when a connection by ssh breaks: SIGHUP, and output that nobody can read any more."""
+"""Loss of the terminal, for example when an ssh connection breaks: SIGHUP, and output with no reader."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable
 
 
 def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
-    """Returns those of the signals to which this process is to react: `nohup` starts a program that ignores SIGHUP."""
+    """Returns the signals this process should handle: without SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in signals if not (ignored and number == signal.SIGHUP)]
+    return [signal_ for signal_ in signals if not (ignored and signal_ == signal.SIGHUP)]
 
 
 def leave_terminal() -> None:
-    """Sends to nowhere what this process still prints to the terminal, where writing would be an error from now on."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    """Redirects output to a lost terminal to /dev/null, because further writes would fail."""
+    devnull = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         if os.isatty(stream):
-            os.dup2(nowhere, stream)
-    os.close(nowhere)
+            os.dup2(devnull, stream)
+    os.close(devnull)

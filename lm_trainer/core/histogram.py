@@ -1,6 +1,6 @@
-"""Histograms whose counts never depend on the number of devices.
+"""Histograms with counts independent of the number of devices.
 
-Minima, maxima and sums of integers are the same in any order, so XLA may reduce them over sharded arrays as it likes.
+Minima, maxima and integer sums are the same in any order, so XLA may reduce them over sharded arrays in any way.
 
 Shapes: G groups (layers), B bins.
 """
@@ -16,15 +16,15 @@ BINS = 64
 
 
 def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array]:
-    """Counts the finite values of an array [G, ...], each index of its first dimension apart.
+    """Counts the finite values of an array [G, ...], separately for each group.
 
     Args:
-        x: the array; its other dimensions are the values of a group, at most 2^31 - 1.
-        shared_edges: let all groups share their edges, those of all values together.
+        x: the array; each group holds at most 2^31 - 1 values.
+        shared_edges: use the same edges for all groups, spanning the values of all of them.
 
     Returns:
-        counts_GB, int32, and edges_GE with E = B + 1, float32: bins of equal width between the least and the greatest
-        value. A value on an edge belongs to the bin above it, the greatest to the last.
+        counts_GB, int32, and edges_GE with E = B + 1, float32: bins of equal width between the minimum and the maximum.
+        A value on an edge belongs to the bin above it, the maximum to the last bin.
     """
     inside = tuple(range(1, x.ndim))
     x = x.astype(jnp.float32)
@@ -37,7 +37,7 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
     def count_below(edge_G: jax.Array) -> jax.Array:
         return jnp.sum((x < jnp.expand_dims(edge_G, inside)) & finite, axis=inside, dtype=jnp.int32)
 
-    # One pass for each edge: comparing with all edges at once is six times slower on a CPU.
+    # One pass per edge: comparing with all edges at once is six times slower on a CPU.
     below = jax.lax.map(count_below, edges_GE[:, 1:-1].T).T
     total = jnp.sum(finite, axis=inside, dtype=jnp.int32)[:, None]
     counts_GB = jnp.diff(jnp.concatenate([jnp.zeros_like(total), below, total], axis=1), axis=1)
@@ -45,14 +45,14 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
 
 
 def _edges(low: jax.Array, high: jax.Array) -> jax.Array:
-    """[...] -> [..., B + 1]; around 0 if there is no value, and one wide if all values are equal."""
-    # Without a finite value the least is inf and the greatest -inf.
+    """[...] -> [..., B + 1]; of width 1 if all values are equal, and centred on 0 without finite values."""
+    # Without a finite value, the minimum is inf and the maximum -inf.
     some = low <= high
     low, high = jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
     equal = low == high
     low, high = jnp.where(equal, low - 0.5, low), jnp.where(equal, high + 0.5, high)
-    # A width of 17 bits makes its products with k / B exact, so that they are the same whether or not a compiler
-    # contracts them and the addition to one instruction.
+    # With a width of 17 bits the products with k / B are exact, and therefore the same whether or not a compiler fuses
+    # multiplication and addition into one instruction.
     width = jax.lax.reduce_precision(high - low, exponent_bits=8, mantissa_bits=16)
     fractions_B = jnp.arange(BINS, dtype=jnp.float32) / BINS
     inner = low[..., None] + width[..., None] * with_rank_of(fractions_B, width[..., None])

@@ -1,4 +1,4 @@
-"""Reach of the Hugging Face hub, asked before its client is, which tries for half a minute and says so each time."""
+"""Quick check that the Hugging Face hub is reachable; its client retries for half a minute and logs each attempt."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-_SECONDS = 4.0
-_PAUSE = 30.0
-"""Seconds for which a failure is an answer: several parts of one start ask, a run of days asks again."""
+_TIMEOUT_SECONDS = 4.0
+_FAILURE_CACHED_SECONDS = 30.0
+"""Seconds for which a failure is cached: several checks during one start share it, and a long run checks later."""
 
 _answers: dict[tuple[str, int], tuple[str | None, float]] = {}
-"""By host and port: why it cannot be reached, and when that was found."""
+"""(host, port) -> (the reason it is unreachable or None, time of the check)."""
 
 
 def why_no_hub() -> str | None:
-    """The reason why the hub cannot be reached from here, in at most 4 seconds; None where it can be, or may be.
+    """Returns the reason why the hub is unreachable, within 4 seconds; None if it is, or may be, reachable.
 
-    Behind a proxy only the proxy could tell, so nothing is asked. A hub that was reached once is not asked again.
+    Behind a proxy nothing is checked, because only the proxy could know. A success is cached for the whole process.
     """
     from huggingface_hub import constants
 
@@ -30,16 +30,16 @@ def why_no_hub() -> str | None:
     if getproxies() or os.environ.get("ALL_PROXY") or not address.hostname:
         return None
     server = (address.hostname, address.port or 443)
-    reason, found = _answers.get(server, ("not asked yet", -math.inf))
-    if reason is not None and time.monotonic() - found >= _PAUSE:
-        reason = _why_not(server)
+    reason, checked = _answers.get(server, ("not asked yet", -math.inf))
+    if reason is not None and time.monotonic() - checked >= _FAILURE_CACHED_SECONDS:
+        reason = _connection_problem(server)
         _answers[server] = (reason, time.monotonic())
     return reason
 
 
-def _why_not(server: tuple[str, int]) -> str | None:
+def _connection_problem(server: tuple[str, int]) -> str | None:
     try:
-        with socket.create_connection(server, timeout=_SECONDS):
+        with socket.create_connection(server, timeout=_TIMEOUT_SECONDS):
             return None
     except OSError as error:
         return f"{server[0]} cannot be reached ({error.strerror or error})"

@@ -1,4 +1,4 @@
-"""Names from outside that become paths: of an object in a bucket, of a file that another file names, of a run."""
+"""Validation of untrusted names that become paths: object keys, file names found in other files, run IDs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from lm_trainer.core.errors import UserError
 
-# Of ASCII and Latin-1, and halves of characters, which no file system takes.
+# Control characters of ASCII and Latin-1, and lone surrogates, which no file system accepts.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 def check_name(name: object, source: object) -> str:
-    """Returns a relative path that came from outside, written with `/`, if it stays in its directory on any system.
+    """Returns an untrusted relative path, written with `/`, if it stays within its directory on any system.
 
     Args:
-        name: as it was listed or read.
-        source: the place that it was found in, for the message.
+        name: the name as listed or read.
+        source: the location of the name, for the message.
 
     Raises:
-        UserError: for what is no text, is absolute, has an empty part, `.` or `..`, or has a backslash, a drive of
-            Windows or a control character.
+        UserError: if the name is not a string, is absolute, has an empty part, `.` or `..`, or has a backslash, a
+            Windows drive or a control character.
     """
     if problem := _problem(name):
         raise UserError(f"{source}: the name {name!r} {problem}; rename or remove it there")
@@ -29,18 +29,18 @@ def check_name(name: object, source: object) -> str:
 
 
 def path_inside(directory: Path, name: object, source: object) -> Path:
-    """Returns the path of a file of a directory by a name that came from outside, to be read or written.
+    """Returns the path of a file in a directory for an untrusted name, for reading or writing.
 
-    A link on the way may lead to another place of the directory. Below a snapshot of the Hugging Face hub's cache, it
-    may also lead to the files of the same repository, where the cache keeps them.
+    Symbolic links may point to other locations in the directory. In a snapshot of the Hugging Face hub's cache, they
+    may also point to the blobs of the same repository.
 
     Args:
-        directory: which the file has to be in; it need not exist.
-        name: relative to it, written with `/`.
-        source: the place that the name was found in, for the message.
+        directory: the directory to stay in; it need not exist.
+        name: path relative to it, written with `/`.
+        source: the location of the name, for the message.
 
     Raises:
-        UserError: as `check_name`, and for a link that leads out of the directory.
+        UserError: as in `check_name`, and for a link leading out of the directory.
     """
     path = directory / check_name(name, source)
     try:

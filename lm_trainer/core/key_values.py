@@ -1,4 +1,4 @@
-"""Objects by their keys, in any store that TensorStore opens. A write is atomic."""
+"""Key-value access to any store TensorStore can open. Writes are atomic."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from lm_trainer.core.errors import MachineError, UserError
 
 MISSING = b"\x02"
-"""The generation of an object that does not exist."""
-_SLOWEST = 2**20
-"""Bytes per second of a connection that is waited for."""
-# Of TensorStore, for each request, below the deadline of the whole operation.
+"""The generation of a missing object."""
+_MIN_BYTES_PER_SECOND = 2**20
+"""Bytes per second of the slowest connection for which deadlines are long enough."""
+# Retries by TensorStore of each request, within the deadline of the operation.
 _RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
 _REMOTE = ("gcs", "s3", "http")
 
@@ -24,21 +24,21 @@ _ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
 
 
 class KeyValues(ABC):
-    """Objects below one prefix of a store; nothing is asked of a server before it is used.
+    """Objects below one prefix of a store; the first use opens the connection.
 
-    Each object is seen by everybody as soon as it is there. Requests to a server that fail in passing (a lost
-    connection, 429, 500, 503) are repeated until a deadline.
+    A written object is visible to all readers at once. Transient failures of requests (a lost connection, 429, 500,
+    503) are retried until a deadline.
     """
 
     remote = True
-    """True where a server answers, so that a request has a deadline."""
+    """True if a server answers the requests; only then do they have a deadline."""
     deadline = 120.0
-    """Seconds for a request to a server for which none are named."""
+    """Default deadline of a request, in seconds."""
 
     @property
     @abstractmethod
     def store_spec(self) -> Any:
-        """TensorStore's specification of the store that the prefix is in."""
+        """TensorStore's specification of the store containing the prefix."""
 
     @property
     @abstractmethod
@@ -47,57 +47,57 @@ class KeyValues(ABC):
 
     @abstractmethod
     def reason(self, error: Exception, seconds: float) -> str:
-        """Returns why a request failed; with `TimeoutError`, after so many seconds."""
+        """Returns the reason of a failed request; `seconds` is its deadline, for `TimeoutError`."""
 
     @abstractmethod
     def failure(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
-        """Returns what to raise for a request that failed, such as to `read` a key."""
+        """Returns the error to raise for a failed request; `verb` is, for example, `read`."""
 
     def deadline_for(self, count: int) -> float:
-        """Returns the seconds for a request that sends or receives `count` bytes."""
-        return self.deadline + count / _SLOWEST
+        """Returns the deadline, in seconds, of a request sending or receiving `count` bytes."""
+        return self.deadline + count / _MIN_BYTES_PER_SECOND
 
     @functools.cached_property
     def _kv(self) -> Any:
         return self._open(context())
 
-    def _open(self, opened_in: Any) -> Any:
+    def _open(self, ts_context: Any) -> Any:
         import tensorstore as ts
 
-        # The store as a whole: some servers list more than they were asked for, which whole names tell.
+        # Open the store without the prefix: some servers list more than requested, and full names reveal it.
         with _failures(partial(self.failure, "open", ""), self.deadline):
-            return ts.KvStore.open(self.store_spec, context=opened_in).result(self.deadline)
+            return ts.KvStore.open(self.store_spec, context=ts_context).result(self.deadline)
 
     def read(self, key: str, *, within: slice = slice(None), seconds: float | None = None) -> bytes | None:
-        """Returns an object, or the bytes of it `within` bounds, or None if there is none."""
+        """Returns the content of an object, limited to the byte range `within`, or None if it does not exist."""
         return self.read_versioned(key, within=within, seconds=seconds)[0]
 
     def read_versioned(
         self, key: str, *, within: slice = slice(None), seconds: float | None = None
     ) -> tuple[bytes | None, bytes]:
-        """Returns what `read` does, and the generation that a conditional write may name."""
+        """Returns the content as `read` does, and the generation for a conditional write."""
         future = self._kv.read(self.prefix + key, byte_range=within)
         result = self._wait(future, partial(self.failure, "read", key), seconds)
         generation = bytes(result.stamp.generation)
-        # A server that names no generation gives zero, which is none: a write that names it is unconditional.
+        # A server without generations returns zeros; a write conditional on zeros would be unconditional.
         versioned = any(generation) or not self.remote
         return (result.value if result.state == "value" else None), generation if versioned else b""
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
-        """Yields the bytes [first, last) of each (key, first, last); none of an object that does not exist.
+        """Yields the bytes [first, last) of each (key, first, last); empty bytes for a missing object.
 
         Raises:
-            MachineError: when they cannot be read.
+            MachineError: if they cannot be read.
         """
         import tensorstore as ts
 
-        # TensorStore joins the ranges of one batch that are close together, and asks for them at the same time.
+        # TensorStore merges nearby ranges of a batch, and requests them concurrently.
         with ts.Batch() as batch:
             futures = [
                 self._kv.read(self.prefix + key, byte_range=slice(first, last), batch=batch)
                 for key, first, last in ranges
             ]
-        # All of them share the connection.
+        # All ranges share the connection.
         seconds = self.deadline_for(sum(last - first for _, first, last in ranges))
         for (key, _, _), future in zip(ranges, futures, strict=True):
             yield self._wait(future, partial(self._unread, key), seconds).value
@@ -108,23 +108,23 @@ class KeyValues(ABC):
     def write(
         self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float | None = None
     ) -> bytes:
-        """Writes an object and returns its generation; empty if it no longer had the generation that was named.
+        """Writes an object and returns its generation; empty if the object did not have the required generation.
 
         Args:
-            key: below the prefix.
+            key: key below the prefix.
             value: the content.
-            if_generation: what the object must be at; `MISSING`: it must not exist.
-            seconds: until the deadline.
+            if_generation: the generation the object must have; `MISSING` if it must not exist.
+            seconds: deadline in seconds.
         """
         failure = partial(self.failure, "write", key)
         seconds = self.deadline_for(len(value)) if seconds is None else seconds
-        # A store that can only be read refuses at once.
+        # A read-only store refuses here, before any request.
         with _failures(failure, seconds):
             future = self._kv.write(self.prefix + key, value, if_equal=if_generation)
         return bytes(self._wait(future, failure, seconds).generation)
 
     def delete(self, *keys: str, seconds: float | None = None) -> None:
-        """Deletes objects; a key that does not exist is skipped."""
+        """Deletes objects; missing keys are skipped."""
         futures = []
         for key in keys:
             failure = partial(self.failure, "delete", key)
@@ -160,11 +160,11 @@ _Failure = Callable[[Exception, float], UserError]
 
 @contextlib.contextmanager
 def _failures(failure: _Failure, seconds: float) -> Iterator[None]:
-    """Raises what `failure` makes of an error of TensorStore."""
+    """Converts errors of TensorStore with `failure`."""
     try:
         yield
     except UserError:
-        # Of the handler of a stop signal, which came while the server was waited for.
+        # Raised by the handler of a stop signal during the wait for the server.
         raise
     except Exception as error:
         raise failure(error, seconds) from None
@@ -178,7 +178,7 @@ def _shared_context() -> Any:
 
 
 def context(**resources: Any) -> Any:
-    """TensorStore's context, which says how often a request is repeated; with `resources`, a new one."""
+    """Returns TensorStore's shared context with the retry settings; with `resources`, a new context derived from it."""
     import tensorstore as ts
 
     return ts.Context(resources, parent=_shared_context()) if resources else _shared_context()
@@ -187,8 +187,8 @@ def context(**resources: Any) -> Any:
 def reason_of(error: object) -> str:
     """Returns TensorStore's reason for a failure in plain text.
 
-    TensorStore escapes paths in its messages, and ends the directories in them by zero bytes.
+    TensorStore escapes paths in its messages, and terminates directories with zero bytes.
     """
     text = str(error).split(" [source locations")[0].encode()
-    plain = _ESCAPED.sub(lambda found: found[2] or bytes([int(found[1], 16)]), text)
+    plain = _ESCAPED.sub(lambda match: match[2] or bytes([int(match[1], 16)]), text)
     return plain.replace(b"\0", b"/").decode(errors="replace")

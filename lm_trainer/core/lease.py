@@ -1,4 +1,4 @@
-"""Lock of a directory in object storage: an object that its holder renews, and that ends when nobody does."""
+"""Lock of a directory in object storage: an object renewed by its holder, which expires without renewal."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ logger = logging.getLogger(__name__)
 
 _KEY = ".lock"
 RENEWED_EVERY = 5.0
-"""Seconds."""
+"""Seconds between renewals."""
 ENDS_AFTER = 30.0
-"""Seconds without renewal after which another process may take it."""
-_FORGOTTEN_AFTER = 600.0
-"""Seconds after which it is taken at once, by the clocks of both machines, which may differ by less."""
+"""Seconds without renewal after which another process may take the lease."""
+_TAKEN_AT_ONCE_AFTER = 600.0
+"""Age in seconds of the last renewal above which the lease is taken without waiting. It compares the clocks of two
+machines, which must differ by less."""
 
 
 class Lease:
-    """Holds a directory for this process, from `__enter__` on; a context manager.
+    """Context manager holding the lock of a directory for this process.
 
-    It is taken by a conditional write, so that of two processes one gets it. It has ended when nobody has renewed it
-    for `ENDS_AFTER`, by the clock of the one who waits; that a process of this machine is dead is known at once.
+    The lease is taken by a conditional write, so only one of two competing processes gets it. It expires after
+    `ENDS_AFTER` seconds without renewal, by the clock of the waiting process. A dead holder on this machine is detected
+    without waiting.
 
     Args:
-        directory: what to hold.
-        waiting: told why the start has to wait.
+        directory: the directory to lock.
+        waiting: called with a message if the start has to wait.
 
     Raises:
-        UserError: when another process holds it.
+        UserError: if another process holds the lease.
     """
 
     def __init__(self, directory: Bucket, waiting: Callable[[str], Any] | None = None):
@@ -53,7 +55,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
-        while not (self._take() or self._outlast()):
+        while not (self._take() or self._wait_for_expiry()):
             pass
         self._thread.start()
         return self
@@ -66,7 +68,7 @@ class Lease:
                 self._directory.delete(_KEY, seconds=5)
 
     def check(self) -> None:
-        """Raises `MachineError` when another process is known to have taken the lease; costs nothing."""
+        """Raises `MachineError` if another process is known to have taken the lease; sends no request."""
         if self._lost is not None:
             raise MachineError(
                 f"{self._directory} was taken over by {self._lost}, while this process could not reach it; it stops "
@@ -74,8 +76,8 @@ class Lease:
             )
 
     def confirm(self) -> None:
-        """Makes sure that the lease is held now; raises `MachineError` where it is not."""
-        # Where the server was out of reach, it may have let another process in meanwhile.
+        """Verifies that the lease is still held; raises `MachineError` if not."""
+        # While the server was unreachable from here, another process may have taken the lease.
         if self._lost is None and time.monotonic() - self._renewed > ENDS_AFTER - RENEWED_EVERY:
             self._renew_once()
         self.check()
@@ -87,8 +89,8 @@ class Lease:
             return False
         return self._write(MISSING if content is None else generation)
 
-    def _outlast(self) -> bool:
-        """Takes the lease when nobody has renewed it long enough; False: try again; raises if its holder lives."""
+    def _wait_for_expiry(self) -> bool:
+        """Takes the lease once it has expired; returns False to retry, and raises if its holder renews it."""
         first, generation = self._directory.read_versioned(_KEY)
         if first is None or _has_ended(_parsed(first)):
             return False
@@ -97,25 +99,25 @@ class Lease:
             if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
                 self._waiting(f"waiting for {_who(_parsed(first))}, which no longer answers, to lose {self._directory}")
             time.sleep(1)
-            now, generation = self._directory.read_versioned(_KEY)
-            if now is None:
+            body, generation = self._directory.read_versioned(_KEY)
+            if body is None:
                 return False
-            if now != first:
+            if body != first:
                 raise UserError(
-                    f"{self._directory} is in use by {_who(_parsed(now))}; wait for it, stop it, or set trainer.id to "
+                    f"{self._directory} is in use by {_who(_parsed(body))}; wait for it, stop it, or set trainer.id to "
                     f"another name"
                 )
         return self._write(generation)
 
     def _write(self, generation: bytes) -> bool:
-        """Writes the lease over the given generation; True if this process then holds it."""
+        """Overwrites the given generation of the lease; returns True if this process now holds it."""
         self._count += 1
         written = self._directory.write(_KEY, self._content(), if_generation=generation, seconds=RENEWED_EVERY * 2)
-        # A request that was repeated after a lost answer finds its own first try there, so the content decides.
-        found, now = self._directory.read_versioned(_KEY)
-        if _parsed(found).get("token") != self._token:
+        # A retry after a lost response conflicts with its own first attempt, so compare the content.
+        content, generation_after = self._directory.read_versioned(_KEY)
+        if _parsed(content).get("token") != self._token:
             return False
-        self._generation, self._renewed = written or now, time.monotonic()
+        self._generation, self._renewed = written or generation_after, time.monotonic()
         return True
 
     def _content(self) -> bytes:
@@ -145,10 +147,10 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
 
 def _has_ended(holder: dict[str, Any]) -> bool:
     written = holder.get("time")
-    if not isinstance(written, int | float) or abs(time.time() - written) > _FORGOTTEN_AFTER:
+    if not isinstance(written, int | float) or abs(time.time() - written) > _TAKEN_AT_ONCE_AFTER:
         return True
     process = ProcessId.parsed(holder)
-    # Machines may share a host name: only one whose start is known is told apart from all others.
+    # Machines may share a host name; only the boot ID identifies this machine.
     return process is not None and process.boot != "" and process.has_ended()
 
 

@@ -1,4 +1,4 @@
-"""Pages of HTML from templates that are kept beside the code that fills them."""
+"""HTML pages from templates stored next to the code using them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def write_page(package: str, template: str, **values: Any) -> str:
-    """Fills a template of Jinja in, which escapes every value but what it marks as `safe`.
+    """Renders a Jinja template; values are escaped unless the template marks them as `safe`.
 
     Args:
-        package: the package that the template is in.
-        template: the name of its file.
-        values: what it names. As `{{ value | tojson }}`, one is JSON that may be in an element `script`.
+        package: the package containing the template.
+        template: its file name.
+        values: variables of the template. `{{ value | tojson }}` writes one as JSON, safe inside a `script` element.
     """
     content = (resources.files(package) / template).read_text("utf-8")
     return _environment().from_string(content).render(values)
@@ -25,14 +25,14 @@ def write_page(package: str, template: str, **values: Any) -> str:
 
 @functools.cache
 def _environment() -> Environment:
-    # Here, since few commands write a page.
+    # Imported here because few commands write a page.
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.policies["json.dumps_function"] = json.dumps
-    # Keys in their order; numbers that are no JSON are refused, since no browser would read the page.
+    # Keys keep their order; NaN and infinities are refused, because browsers cannot parse them.
     options = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     environment.policies["json.dumps_kwargs"] = options
     return environment

@@ -1,4 +1,4 @@
-"""Piecewise constant values, which change at given steps of a run."""
+"""Piecewise constant values, changing at given steps of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piecewise(Generic[T]):
-    """A value that holds from each start, in steps counted from 0, until the next one."""
+    """Piecewise constant function of the step: each value holds from its start, counted from 0, to the next start."""
 
     starts: tuple[int, ...]
     values: tuple[T, ...]
@@ -28,7 +28,7 @@ class Piecewise(Generic[T]):
         """Builds it from (start, value) pairs.
 
         Raises:
-            ValueError: when the first does not start at 0 or the starts do not rise.
+            ValueError: if the first pair does not start at 0 or the starts are not increasing.
         """
         starts = tuple(start for start, _ in phases)
         if not starts or starts[0] != 0:
@@ -38,7 +38,7 @@ class Piecewise(Generic[T]):
         return cls(starts, tuple(value for _, value in phases))
 
     def start_of(self, value: T) -> int:
-        """The first step with that value, which is one of `values`."""
+        """The first step with this value, which must be in `values`."""
         return self.starts[self.values.index(value)]
 
     def at(self, step: int) -> T:
@@ -47,43 +47,43 @@ class Piecewise(Generic[T]):
 
 
 class IntPhase(Config):
-    """One entry of a whole number that changes over the run."""
+    """One entry of an integer schedule."""
 
     start: NonNegativeInt
-    """The first step, counted from 0, with this value; it holds until the next entry."""
+    """The first step with this value, counted from 0; the value holds until the next entry."""
     value: PositiveInt
-    """The value from there on."""
+    """The value from this step on."""
 
 
 def _check_phases(phases: tuple[IntPhase, ...]) -> tuple[IntPhase, ...]:
     if not phases:
         raise ValueError("expected a whole number or a list of {start, value}, got an empty list")
-    found = {}
+    problems = {}
     if phases[0].start != 0:
-        found[0] = f"the first entry must start at step 0, got {phases[0].start}"
+        problems[0] = f"the first entry must start at step 0, got {phases[0].start}"
     for index, (earlier, later) in enumerate(itertools.pairwise(phases), 1):
         if later.start <= earlier.start:
-            found[index] = f"must be later than the entry before, which starts at {earlier.start}, got {later.start}"
-    if found:
-        # One error for each entry, at its own line; a plain ValueError would stand at the line of the whole list.
+            problems[index] = f"must be later than the entry before, which starts at {earlier.start}, got {later.start}"
+    if problems:
+        # One error per entry, at its line; a plain ValueError would be reported at the line of the list.
         details = [
             InitErrorDetails(
                 type=PydanticCustomError("value_error", "{text}", {"text": text}),
                 loc=(index, "start"),
                 input=phases[index].start,
             )
-            for index, text in found.items()
+            for index, text in problems.items()
         ]
         raise ValidationError.from_exception_data("IntSchedule", details)
     return phases
 
 
 IntSchedule = PositiveInt | Annotated[tuple[IntPhase, ...], AfterValidator(_check_phases)]
-"""A positive whole number, or how it changes: `[{start: 0, value: 64}, {start: 1000, value: 128}]`."""
+"""A positive integer, or a schedule of integers: `[{start: 0, value: 64}, {start: 1000, value: 128}]`."""
 
 
 def piecewise_int(value: IntSchedule) -> Piecewise[int]:
-    """Turns the value of a configuration into values over steps."""
+    """Converts the value of a configuration key into a piecewise constant function of the step."""
     phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
     return Piecewise.make([(phase.start, phase.value) for phase in phases])
 
@@ -98,18 +98,18 @@ def _is_no_multiple_of_the_devices(value: Any) -> Any:
 
 
 BatchSizes = Annotated[IntSchedule, BeforeValidator(_is_no_multiple_of_the_devices)]
-"""Rows in a global batch, as a schedule."""
+"""Rows in a global batch: a constant or a schedule."""
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The number of rows in the global batch of each step, and its place in the order of all rows."""
+    """The number of rows in the global batch of each step, and the position of the batch among all rows."""
 
     sizes: Piecewise[int]
 
     @classmethod
     def constant(cls, size: int) -> BatchSchedule:
-        """The same size at every step."""
+        """Returns a schedule with the same size at every step."""
         return cls(Piecewise((0,), (size,)))
 
     def at(self, step: int) -> int:
@@ -117,8 +117,8 @@ class BatchSchedule:
         return self.sizes.at(step)
 
     def rows_before(self, step: int) -> int:
-        """Rows in all batches before that of `step`, in time that does not grow with `step`."""
-        # Each phase contributes the steps that it has before `step`, times its size.
+        """Rows in all batches before the batch of `step`; the time is independent of `step`."""
+        # Each phase contributes its number of steps before `step` times its size.
         starts = (*self.sizes.starts, step)
         ends = [min(end, step) for end in starts[1:]]
         return sum(
@@ -129,11 +129,11 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class TokenSchedule:
-    """The number of tokens that a run has seen before each step: all of its rows have the same length."""
+    """The number of tokens trained on before each step; all rows have the same length."""
 
     batch: BatchSchedule
     seq_len: int
 
     def before(self, step: int) -> int:
-        """Tokens in all batches before that of `step`."""
+        """Tokens in all batches before the batch of `step`."""
         return self.batch.rows_before(step) * self.seq_len

@@ -1,4 +1,4 @@
-"""Mixed precision policies, written as the field writes them: `f32`, `p=f32,c=bfloat16`."""
+"""Mixed precision policies in the usual notation: `f32`, `p=f32,c=bfloat16`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _PARTS = {
 
 
 class Policy(NamedTuple):
-    """The dtype of each part of the computation, by its NumPy name."""
+    """The dtypes of parameters, computation and output, by NumPy name."""
 
     param: str = "float32"
     """Master weights, gradients and optimizer state."""
     compute: str = "float32"
     """Activations and the operands of matrix products."""
     output: str = "float32"
-    """Accepted, since such policies are written elsewhere, but without effect: logits and losses are always float32."""
+    """Accepted for compatibility with policies of other frameworks, without effect: logits and losses are float32."""
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -54,10 +54,10 @@ class Policy(NamedTuple):
 
 
 def parse_policy(value: Any) -> Policy:
-    """Reads `f32`, `bfloat16` (all parts) or `p=f32,c=bfloat16[,o=f32]`; an absent output follows compute.
+    """Parses `f32`, `bfloat16` (all parts) or `p=f32,c=bfloat16[,o=f32]`; the output dtype defaults to compute.
 
     Raises:
-        ValueError: for an unknown dtype or part, naming those that exist.
+        ValueError: for an unknown dtype or part; the message lists the valid ones.
     """
     if isinstance(value, Policy):
         return value
@@ -88,7 +88,7 @@ def _dtype(text: str) -> str:
 
 
 def format_policy(policy: Policy) -> str:
-    """Writes a policy as the text that `parse_policy` reads back."""
+    """Formats a policy as a text; `parse_policy` is the inverse."""
     return f"p={policy.param},c={policy.compute},o={policy.output}"
 
 

@@ -1,4 +1,4 @@
-"""A process by the name that its locks give it, and whether it is known to have ended."""
+"""Identity of a process, as recorded in locks, and the check if it has ended."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of any machine."""
+    """A process on any machine."""
 
     host: str
     pid: int
     boot: str = ""
-    """Number of the start of the machine that it belongs to; empty where that is not known."""
+    """Boot ID of the machine; empty if unknown."""
 
     @classmethod
     def of_this_process(cls) -> ProcessId:
-        """Returns the name of the process that calls this."""
+        """Returns the identity of the calling process."""
         boot = Path("/proc/sys/kernel/random/boot_id")
         return cls(socket.gethostname(), os.getpid(), boot.read_text().strip() if boot.exists() else "")
 
     @classmethod
     def parsed(cls, record: Mapping[str, Any]) -> ProcessId | None:
-        """Returns the process whose fields are in a record, or None where it names none."""
+        """Returns the process described by a record, or None if the fields are missing or malformed."""
         host, pid, boot = record.get("host"), record.get("pid"), record.get("boot", "")
         if not isinstance(host, str) or not isinstance(pid, int) or not isinstance(boot, str):
             return None
@@ -38,27 +38,27 @@ class ProcessId:
         return f"process {self.pid} on {self.host}"
 
     def has_ended(self) -> bool:
-        """Returns True if no such process is left on this machine; False too where it is one of another machine.
+        """Returns True if the process was on this machine and no longer exists; False for other machines.
 
-        A process that was started later may have its number: then it counts as running.
+        If a later process has the same PID, the process counts as running.
         """
-        here = ProcessId.of_this_process()
-        if self.host != here.host or self.boot not in ("", here.boot):
+        this_process = ProcessId.of_this_process()
+        if self.host != this_process.host or self.boot not in ("", this_process.boot):
             return False
         return not _is_running(self.pid)
 
 
 def _is_running(pid: int) -> bool:
-    if pid <= 0:  # names a group of processes
+    if pid <= 0:  # a process group
         return False
     try:
-        # Signal 0 is not sent; it only checks whether the process exists.
+        # Signal 0 is not sent; it only checks that the process exists.
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):  # no process has so large a number
+    except (ProcessLookupError, OverflowError):  # too large for a PID
         return False
-    except OSError:  # it exists, and belongs to another user
+    except OSError:  # it exists and belongs to another user
         return True
-    # A process that has ended and was not waited for still has its number.
+    # A zombie (ended, but not yet waited for) still has its PID.
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True

@@ -1,4 +1,4 @@
-"""Marks on the fields of a configuration: whether a key decides the numbers of a run."""
+"""Annotations of configuration fields: does a key affect the numerical results of a run?"""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResultEffect:
-    """The part of a key's value that decides the numbers of a run."""
+    """The part of a key's value that affects the numerical results of a run."""
 
     part: Callable[[Any], Any] | None
-    """From the value as plain data to that part of it; None: nothing of it does, the key is operational."""
+    """Function from the value as plain data to the relevant part; None for an operational key, which has no effect."""
 
 
-def _whole(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-AffectsResults = Annotated[T, ResultEffect(_whole)]
-"""A key that decides numbers: changed, it makes another run."""
+AffectsResults = Annotated[T, ResultEffect(_identity)]
+"""A key affecting numerical results: a different value means a different run."""
 Operational = Annotated[T, ResultEffect(None)]
-"""A key that may change between two attempts at one run, because no weight depends on it."""
+"""A key that may change between attempts at a run, because no weight depends on it."""
 
 
 def result_part(part: Callable[[Any], Any]) -> ResultEffect:
-    """The mark of a key of which only `part(value)` decides numbers; for `Annotated`."""
+    """Returns the annotation for a key of which only `part(value)` affects numerical results; for `Annotated`."""
     return ResultEffect(part)
 
 
 def effect_of(config: type[Config], key: str) -> ResultEffect | None:
-    """The mark of a field; None where it has none, and so counts as one that decides numbers."""
+    """Returns the annotation of a field; None if it has none, and therefore counts as affecting results."""
     return next((m for m in config.model_fields[key].metadata if isinstance(m, ResultEffect)), None)
 
 
 def result_values(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration that decide numbers, as far as its own fields say so.
+    """Returns the keys affecting numerical results, according to the annotations of the config's fields.
 
     Args:
-        config: says which.
+        config: the configuration with the annotated fields.
         plain: its values as plain data.
     """
-    kept = {}
+    values = {}
     for key, value in plain.items():
-        mark = effect_of(type(config), key) or ResultEffect(_whole)
-        if mark.part is not None:
-            kept[key] = mark.part(value)
-    return kept
+        effect = effect_of(type(config), key) or ResultEffect(_identity)
+        if effect.part is not None:
+            values[key] = effect.part(value)
+    return values

@@ -1,4 +1,4 @@
-"""Settings of the process that have to be made before JAX starts its backends."""
+"""Process settings to make before JAX starts its backends."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded, path_problem
 from lm_trainer.core.xla_flags import set_gpu_flags
 
-# Of glibc's malloc.h, which Python does not know.
+# Constants of glibc's malloc.h, missing in Python.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 COMPILATION_CACHES = ("gs", "s3")
-"""Schemes of the URLs that may name the directory of compiled programs."""
+"""URL schemes accepted for the compilation cache directory."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _TPU_FILES = ("/dev/accel0", "/dev/vfio")
-_LEAST_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-"""JAX's own variable, by which a user says from which time of compilation a program is kept."""
+_MIN_COMPILE_TIME_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+"""JAX's environment variable for the shortest compilation time of a cached program."""
 
 
 def available_cores() -> int:
-    """The number of processor cores that this process may use."""
-    # The affinity mask knows of a scheduler's or a container's share of the machine; not every system has one.
+    """Returns the number of processor cores available to this process."""
+    # The affinity mask reflects a scheduler's or container's share of the machine; not every system has one.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_process() -> list[str]:
-    """Tunes the allocator and the thread count for XLA on a CPU, its flags for GPUs; call it before jax is imported.
+    """Tunes the allocator and thread count for XLA on a CPU, or XLA's flags on GPUs; call it before importing jax.
 
-    On a CPU every step allocates one big buffer. By default glibc maps it afresh each time and every page faults again,
-    which costs up to a third of a step; here the heap is kept instead. On GPUs it does as `set_gpu_flags`.
+    On a CPU every step allocates one big buffer. By default glibc maps it each time and every page faults, which costs
+    up to a third of a step; here the heap is kept instead. On GPUs this calls `set_gpu_flags`.
 
     Returns:
-        Each change in words.
+        A description of each change.
     """
     if not _cpu_only():
         return set_gpu_flags()
-    done = []
+    changes = []
     if keep_freed_memory(one_arena=True):
-        done.append("the allocator keeps freed memory for the next step")
-    if available_cores() == 1 and _asked_threads() is None:
-        # With a single thread XLA picks other matrix kernels, whose bits differ from those of every other count.
+        changes.append("the allocator keeps freed memory for the next step")
+    if available_cores() == 1 and _requested_threads() is None:
+        # With a single thread XLA picks other matrix kernels, with different rounding from all other thread counts.
         set_cpu_threads(2)
-        done.append("XLA runs two threads on the only core, to compute the same bits as on two")
-    return done
+        changes.append("XLA runs two threads on the only core, to compute the same bits as on two")
+    return changes
 
 
 def keep_freed_memory(*, one_arena: bool = False) -> bool:
-    """Lets glibc keep the memory that this process frees, whose pages would fault again when it is asked for anew.
+    """Makes glibc keep freed memory, to avoid page faults at the next allocation.
 
     Args:
-        one_arena: let all threads share one arena, so that memory that one thread frees can go to another.
+        one_arena: let all threads share one arena, so memory freed by one thread can be used by another.
 
     Returns:
-        True if it was done; other C libraries have no such settings.
+        True if the settings were applied; other C libraries do not have them.
     """
     if sys.platform == "linux":
         # musl has no `mallopt`.
         with contextlib.suppress(OSError, AttributeError):
             mallopt = ctypes.CDLL(None).mallopt
-            # -1: never map a large block afresh, and never give the top of the heap back.
-            kept = mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1)
-            return bool(kept and (not one_arena or mallopt(_M_ARENA_MAX, 1)))
+            # -1: never use mmap for a large block, and never return the top of the heap to the system.
+            applied = mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1)
+            return bool(applied and (not one_arena or mallopt(_M_ARENA_MAX, 1)))
     return False
 
 
 def return_freed_memory() -> None:
-    """Gives the system back the freed memory that `keep_freed_memory` has kept."""
+    """Returns the freed memory retained by `keep_freed_memory` to the system."""
     # Only glibc has `malloc_trim`.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -80,79 +80,79 @@ def return_freed_memory() -> None:
 
 @contextlib.contextmanager
 def quick_handover() -> Iterator[None]:
-    """Lets a thread that waits for the interpreter's lock have it after 0.2 ms, not after 5.
+    """Reduces the switch interval of the interpreter's lock (GIL) from 5 ms to 0.2 ms.
 
-    For stages of a pipeline that release the lock for most of their time, and would wait for it after each call.
+    For pipeline stages that release the lock most of the time, and would wait for it after each call.
     """
-    before = sys.getswitchinterval()
+    interval = sys.getswitchinterval()
     sys.setswitchinterval(2e-4)
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(interval)
 
 
 def set_cpu_threads(count: int | None) -> None:
-    """Sets the number of XLA's threads on a CPU, None for no change; call it before jax starts its backends."""
+    """Sets the number of XLA's CPU threads; None leaves it unchanged. Call it before jax starts its backends."""
     if count is not None:
         os.environ["NPROC"] = str(count)
 
 
 def cpu_threads() -> int | None:
-    """The number of threads with which XLA computes on a CPU, None on other devices. Starts the backends of jax.
+    """Returns the number of XLA's threads on a CPU, None on other devices. Starts the backends of jax.
 
-    There are never fewer than (emulated) devices in the process. XLA divides matrix products and sums among them, so
-    their number decides bits.
+    It is at least the number of (emulated) devices in the process. XLA divides matrix products and sums among the
+    threads, so their number affects rounding.
     """
     import jax
 
     if jax.default_backend() != "cpu":
         return None
-    return max(_asked_threads() or available_cores(), jax.local_device_count())
+    return max(_requested_threads() or available_cores(), jax.local_device_count())
 
 
-def _asked_threads() -> int | None:
-    """The number in XLA's own environment variables (`DefaultThreadPoolSize` in tsl)."""
-    found = (os.environ.get(name, "") for name in ("PJRT_NPROC", "NPROC"))
-    return next((int(text) for text in found if text.isdecimal() and int(text)), None)
+def _requested_threads() -> int | None:
+    """Returns the number in XLA's environment variables (`DefaultThreadPoolSize` in tsl)."""
+    settings = (os.environ.get(name, "") for name in ("PJRT_NPROC", "NPROC"))
+    return next((int(text) for text in settings if text.isdecimal() and int(text)), None)
 
 
 def _cpu_only() -> bool:
-    return not _has((*_GPU_FILES, *_TPU_FILES))
+    return not _any_exists((*_GPU_FILES, *_TPU_FILES))
 
 
-def _has(files: Sequence[str]) -> bool:
-    # By the device files: asking JAX would start its backends.
+def _any_exists(files: Sequence[str]) -> bool:
+    # Checks device files, because querying JAX would start its backends.
     return os.environ.get("JAX_PLATFORMS", "") != "cpu" and any(Path(file).exists() for file in files)
 
 
 def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_threads: int | None = None) -> None:
-    """Applies JAX settings by name, turns the persistent compilation cache on, and does as `set_cpu_threads`.
+    """Applies JAX settings by name, enables the persistent compilation cache, and calls `set_cpu_threads`.
 
     Raises:
-        UserError: for a value that JAX refuses, and for a JAX_COMPILATION_CACHE_DIR that the key could not be.
+        UserError: for a value refused by JAX, and for a JAX_COMPILATION_CACHE_DIR invalid as a cache directory.
     """
     import jax
 
     set_cpu_threads(cpu_threads)
     directory = expanded(cache_dir or _cache_of_environment() or default_compilation_cache())
     if _cpu_only():
-        # XLA cuts a program into tasks for the threads of the process that compiles it, and its key knows nothing of
-        # them: with another number of threads one would run, and record the hash of, a program that was not made here.
-        directory = f"{directory}/{_asked_threads() or available_cores()}-threads"
+        # XLA splits a program into tasks for the threads of the compiling process, but the cache key does not include
+        # their number: a process with another number would run, and record the hash of, a foreign program.
+        directory = f"{directory}/{_requested_threads() or available_cores()}-threads"
     values: dict[str, Any] = {"jax_compilation_cache_dir": directory}
-    # GPUs' compiler chooses kernels by timing them: all programs are kept, or a sum might be in another order at each
-    # start. Elsewhere a program that compiles faster than this is compiled again sooner than it is read.
-    if _has(_GPU_FILES):
+    # The GPU compiler selects kernels by timing them: cache all programs, or the order of a sum might change at each
+    # start. Elsewhere, compiling a program below this time is faster than reading it.
+    if _any_exists(_GPU_FILES):
         values["jax_persistent_cache_min_compile_time_secs"] = 0.0
-    elif _LEAST_TIME not in os.environ:
+    elif _MIN_COMPILE_TIME_VARIABLE not in os.environ:
         values["jax_persistent_cache_min_compile_time_secs"] = 0.5
     if "://" in directory:
-        # JAX has XLA keep its choice of kernels in the same directory, and XLA writes to local ones alone: it would
-        # make one here whose name begins with `gs:`, or fail. The programs themselves hold the choice.
+        # JAX makes XLA store its kernel choices in the same directory, but XLA only writes to local ones: it would
+        # create a directory named `gs:...`, or fail. The cached programs contain the choices.
         values["jax_persistent_cache_enable_xla_caches"] = "none"
     for name, value in {**values, **settings}.items():
-        # Some settings may not be touched once the backends run, not even to the value that they have.
+        # Once the backends run, some settings cannot be set, not even to their current value.
         if jax.config.values[name] == value:
             continue
         try:
@@ -162,26 +162,26 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
 
 
 def _cache_of_environment() -> str | None:
-    named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if named and (problem := path_problem(named, COMPILATION_CACHES)):
+    directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if directory and (problem := path_problem(directory, COMPILATION_CACHES)):
         raise UserError(f"JAX_COMPILATION_CACHE_DIR in the environment: {problem}")
-    return named
+    return directory
 
 
 def check_settings(settings: Iterable[str]) -> None:
-    """Raises ValueError for the name of a setting that this version of JAX does not have."""
+    """Raises ValueError for a setting unknown to this version of JAX."""
     names = list(settings)
-    if not names:  # whoever only reads a configuration then does without JAX
+    if not names:  # avoids importing JAX just to read a configuration
         return
     import jax
 
     for name in names:
         if name not in jax.config.values:
-            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, jax.config.values, 1))
-            raise ValueError(f"this version of JAX ({jax.__version__}) has no setting {name!r}{near}")
+            hint = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, jax.config.values, 1))
+            raise ValueError(f"this version of JAX ({jax.__version__}) has no setting {name!r}{hint}")
 
 
 def default_compilation_cache() -> Path:
-    """The default directory of compiled programs."""
+    """Returns the default compilation cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "lm_trainer" / "compiled"

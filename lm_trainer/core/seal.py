@@ -1,4 +1,4 @@
-"""Records in JSON that say by a checksum whether they are as they were written."""
+"""JSON records with a checksum of their content."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ CHECKSUM = "checksum"
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a record, with the checksum of all else."""
-    # Its owner may go on changing it.
+    """Returns a copy of a record with the checksum of its other keys."""
+    # A deep copy, because the caller may keep changing the record.
     copy = json.loads(json.dumps(_without_checksum(record)))
     return {**copy, CHECKSUM: _checksum(copy)}
 
 
 def is_sealed(record: Mapping[str, Any]) -> bool:
-    """Returns True if a record has the checksum of all else."""
+    """Returns True if the checksum of a record matches its other keys."""
     return record.get(CHECKSUM) == _checksum(record)
 
 

@@ -10,37 +10,37 @@ import jax
 
 def leaf_name(path: tuple[Any, ...]) -> str:
     """Joins a key path of `jax.tree_util` to a name, such as `blocks.0.attention.qkv`."""
-    # Keys of dicts have `key`, those of attributes `name`, those of sequences `idx`.
+    # Dict keys have `key`, attributes `name`, sequence indices `idx`.
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns every leaf under its dotted name, in the order of `jax.tree.leaves`.
+    """Returns dotted name -> leaf, in the order of `jax.tree.leaves`.
 
     Raises:
-        ValueError: when two leaves have the same name.
+        ValueError: if two leaves have the same name.
     """
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {leaf_name(path): leaf for path, leaf in pairs}
+    leaves = {leaf_name(path): leaf for path, leaf in pairs}
     # `{"a.b": x, "a": {"b": y}}`: one of them would be lost.
-    if len(named) != len(pairs):
+    if len(leaves) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
-    return named
+    return leaves
 
 
 def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
-    """Builds the tree with the structure of `like` and the leaves of `named`; the inverse of `named_leaves`."""
+    """Builds a tree with the structure of `like` and the leaves of `named`; the inverse of `named_leaves`."""
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     return jax.tree.unflatten(structure, [named[leaf_name(path)] for path, _ in paths])
 
 
 def nested_from_names(named: Mapping[str, Any]) -> dict[str, Any]:
     """Builds nested dicts from leaves by dotted name."""
-    result: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for name, leaf in named.items():
         *path, last = name.split(".")
-        at = result
+        node = nested
         for key in path:
-            at = at.setdefault(key, {})
-        at[last] = leaf
-    return result
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return nested

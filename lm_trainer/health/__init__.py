@@ -1,1 +1,1 @@
-"""The health of a run: stop signals, steps that hang, processes that die."""
+"""Run health: stop signals, alerts, hanging steps, dying processes."""

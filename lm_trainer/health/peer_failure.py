@@ -1,13 +1,13 @@
-"""Failure detector for the processes of a run: when one ends before its time, the others name it and end too.
+"""Failure detector for the processes of a run: when one dies, the others report it and exit too.
 
-Without it they would wait for the missing one inside a collective operation. Every process holds a TCP connection to
-process 0, which the operating system closes when a process dies, whatever it died of.
+Without it they would wait for the missing process in a collective. Every process holds a TCP connection to process 0;
+the operating system closes it when a process dies for any reason.
 
-`jax.distributed` has a heartbeat of its own, which does not replace this (measured with jax 0.10.2, three processes
-on a CPU, `heartbeat_timeout_seconds=10`). After a SIGKILL the others end 10.3 s later instead of 0.2 s, by SIGABRT with
-a C++ stack trace that has the number of the process but neither host nor pid. A process that fails cannot say why. A
-timeout of one or two seconds would be as quick, but it ends a run as soon as one process is suspended for that long
-(SIGSTOP, a laptop that sleeps), which a TCP connection survives.
+The heartbeat of `jax.distributed` is no replacement (measured with jax 0.10.2, three processes on a CPU,
+`heartbeat_timeout_seconds=10`). After a SIGKILL the others end after 10.3 s instead of 0.2 s, by SIGABRT with a C++
+stack trace containing the process index but neither host nor PID. A failing process cannot report the reason. A timeout
+of one or two seconds would be as quick, but would end a run whenever one process is suspended for as long (SIGSTOP, a
+sleeping laptop), which a TCP connection survives.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -34,46 +35,46 @@ from lm_trainer.parallel.processes import gather, gather_texts, is_lead
 from lm_trainer.trackers import Progress
 
 GRACE = 10.0
-"""Seconds in which a process is expected to fail by itself after another has failed, before it is made to end."""
+"""Seconds for a process to fail by itself after another one failed, before it is forced to exit."""
 
-# Connecting comes right after a collective operation, so that all processes are there; longer means a firewall.
+# All processes connect right after a collective, so a longer wait means a firewall.
 _CONNECT_SECONDS = 10.0
 _TOKEN_BYTES = 16
-_LONGEST_LINE = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
-"""Finds a machine that is gone without closing its connections (power cut, network) after 20 + 4 * 10 seconds."""
+"""Detects a machine lost without closing its connections (power cut, network) after 20 + 4 * 10 seconds."""
 
 
 def join_processes(config: DistributedConfig, progress: Progress) -> FailureDetector:
-    """Connects the processes of the run, notes how many there are, and closes the progress of all but process 0.
+    """Connects the processes of the run, reports their number, and closes the progress display except in process 0.
 
     Raises:
-        UserError: as `DistributedConfig.start`.
+        UserError: as in `DistributedConfig.start`.
     """
-    found = config.start(progress.note)
-    if found:
-        progress.note(found)
+    description = config.start(progress.note)
+    if description:
+        progress.note(description)
     if not is_lead():
         progress.close()
     return FailureDetector(progress)
 
 
 class FailureDetector:
-    """Ends all processes of a run soon after one of them has ended; a context manager that all of them enter.
+    """Context manager, entered by all processes of a run, that ends all of them soon after one dies.
 
-    A process that fails says why. One that is killed or loses its machine cannot, and is named by the others.
+    A failing process reports the reason. A process that was killed or lost its machine is reported by the others.
     """
 
     def __init__(self, progress: Progress):
         self._progress = progress
-        # By process: process 0 is connected to all others, and each of them to process 0 alone.
+        # By process index: process 0 is connected to all others, and each other one only to process 0.
         self._connections: dict[int, _Connection] = {}
         self._names: list[str] = []
         self._reported, self._all_failed = False, threading.Event()
         self._failed: set[int] = set()
-        # Process 0 has one listening thread for each connection, and they share `_failed`.
+        # Process 0 has one listening thread per connection; they share `_failed`.
         self._lock = threading.Lock()
-        # Threads may still ask while the process ends, when JAX has forgotten.
+        # Cached, because threads may need it while the process exits, after JAX has shut down.
         self._leads = False
 
     def __enter__(self) -> Self:
@@ -86,24 +87,28 @@ class FailureDetector:
             ]
             self._connect(gather_texts(host))
             for index, connection in self._connections.items():
-                # A thread, because the main one may hang in a collective operation just when news comes; a daemon,
-                # because a blocking read must not keep the process from ending.
+                # A thread, because the main one may hang in a collective when a message arrives; a daemon, because a
+                # blocking read must not prevent the process from exiting.
                 threading.Thread(target=self._listen, args=(index, connection), daemon=True).start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.report(kind, error, trace)
         for connection in self._connections.values():
             if error is None:
-                # Says goodbye: a connection that closes without it counts as a death.
+                # Goodbye message: a connection closed without it counts as a death.
                 connection.send(end=None)
             connection.close()
 
-    def report(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Reports a failure to the others, before anything waits for them; takes the arguments of `__exit__`.
+    def report(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Reports a failure to the other processes before any cleanup waits for them; arguments as of `__exit__`.
 
-        Where all fail alike, as on a loss that is not finite, it returns when all have said so. Where only this
-        process fails, it prints the error and ends the process: whatever closes after this would wait for the others.
+        If all processes fail, for example on a non-finite loss, it returns once all have reported. If only this process
+        fails, it prints the error and exits, because later cleanup would wait for the others.
         """
         del kind, trace
         if error is None or self._reported or not self._connections:
@@ -128,10 +133,10 @@ class FailureDetector:
         local = len(set(hosts)) == 1
         server = None
         if is_lead():
-            # Loopback where it suffices: nobody else can knock then.
+            # Loopback if sufficient, so that no other machine can connect.
             server = socket.create_server(("127.0.0.1" if local else "", 0), backlog=len(hosts))
         port = "" if server is None else str(server.getsockname()[1])
-        # The port is chosen by the system, and a token keeps strangers out; both go by a collective operation, which
+        # The system chooses the port, and a token keeps strangers out; both are distributed by a collective, which
         # works already.
         port, token = gather_texts(f"{port} {secrets.token_hex(_TOKEN_BYTES)}")[0].split()
         if server is not None:
@@ -157,12 +162,12 @@ class FailureDetector:
                 hello = next(connection.messages(), {})
                 # In constant time, so that the token cannot be guessed byte by byte.
                 if secrets.compare_digest(str(hello["token"]), token):
-                    # Silence is normal from here on: there is a message only at the end.
+                    # From here on no timeout: messages are sent only at the end.
                     accepted.settimeout(None)
                     self._connections[int(hello["process"])] = connection
 
     def _dial(self, host: str, port: int, token: str) -> None:
-        # A process that cannot connect trains all the same; `_connect` counts the connections and warns.
+        # A process that cannot connect still trains; `_connect` counts the connections and warns.
         with contextlib.suppress(OSError):
             dialled = socket.create_connection((host, port), _CONNECT_SECONDS)
             dialled.settimeout(None)
@@ -170,7 +175,7 @@ class FailureDetector:
             self._connections[0].send(token=token, process=jax.process_index())
 
     def _listen(self, index: int, connection: _Connection) -> None:
-        """Reads and obeys the messages of process `index` until it has ended."""
+        """Reads and handles the messages of process `index` until it has ended."""
         for message in connection.messages():
             if "lost" in message:
                 _exit_with_reason(message["lost"], EXIT_CRASH)
@@ -180,12 +185,12 @@ class FailureDetector:
                 return
             else:
                 self._record_failure(index)
-                # A process that has failed itself ends anyway, and may be past the point where threads can be started.
+                # A process that has failed itself exits anyway, and may be too late to start threads.
                 if not self._reported:
                     text = f"{self._names[index]} stopped: {message['end']}"
-                    # A thread of its own: this one has to read on, for word that all have failed.
+                    # In another thread: this one must keep reading, for the message that all have failed.
                     threading.Thread(target=self._follow, args=(text, message["code"]), daemon=True).start()
-        # The connection closed without a goodbye, and not by this process.
+        # Closed without a goodbye, and not by this process.
         if index not in self._failed and not connection.closed:
             text = f"{self._names[index]} is gone: it was killed, or its machine was lost"
             self._forward(lost=text)
@@ -195,62 +200,62 @@ class FailureDetector:
         with self._lock:
             self._failed.add(index)
             if self._leads and len(self._failed) == len(self._names):
-                # First the others, who wait for it: with the event this process begins to end.
+                # Notify the others first: after the event is set, this process begins to exit.
                 self._forward(all=True)
                 self._all_failed.set()
 
     def _follow(self, text: str, code: int) -> None:
-        """Ends this process as well, unless it fails by itself within `GRACE`: its own error says more."""
+        """Ends this process too, unless it fails by itself within `GRACE` with a more specific error."""
         if not self._all_failed.wait(GRACE) and not self._reported:
             self._forward(lost=text)
             _exit_with_reason(text, code)
 
     def _forward(self, **message: Any) -> None:
-        """Passes a message on from process 0 to the others, which are connected to it alone."""
+        """Forwards a message from process 0 to the others, which are connected only to it."""
         if self._leads:
             for connection in self._connections.values():
                 connection.send(**message)
 
 
 class _Connection:
-    """A connection that carries one JSON object in each line."""
+    """A connection with one JSON object per line."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Not every system lets a program set the times of its keepalives.
+        # Not every system supports setting the keepalive times.
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection, self.closed = connection, False
 
     def send(self, **message: Any) -> None:
-        # The other side may be dead already: its listener reports that.
+        # The peer may be dead already; the listener reports it.
         with contextlib.suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yields the messages that arrive until the other side is gone."""
+        """Yields incoming messages until the connection closes."""
         with contextlib.suppress(OSError, ValueError), self._connection.makefile("rb") as lines:
-            while line := lines.readline(_LONGEST_LINE):
+            while line := lines.readline(_MAX_LINE_BYTES):
                 yield json.loads(line)
 
     def close(self) -> None:
-        # First the flag: the listening thread takes a closed connection without it for a death.
+        # Set the flag first: without it, the listening thread treats a closed connection as a death.
         self.closed = True
         with contextlib.suppress(OSError):
-            # `close` alone would not wake a thread that reads.
+            # `close` would not wake a reading thread.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 def _exit_with_reason(text: str, code: int) -> None:
-    told = f"\nerror: {text}. This process ends with it; the same command goes on from the newest checkpoint\n"
-    sys.stderr.write(for_terminal(told))
+    message = f"\nerror: {text}. This process ends with it; the same command goes on from the newest checkpoint\n"
+    sys.stderr.write(for_terminal(message))
     _exit(code)
 
 
 def _exit(code: int) -> None:
-    """Ends the process at once: its main thread may wait for ever, and `sys.exit` would wait for that thread."""
+    """Exits immediately: the main thread may be blocked forever, and `sys.exit` would wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

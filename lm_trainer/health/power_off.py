@@ -1,4 +1,4 @@
-"""Shutdown of the machine when a command ends, however it ends: for machines that cost while they are idle."""
+"""Shutdown of the machine when a command ends for any reason, to save the cost of an idle machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DEFAULT_SECONDS = 5.0
 
 
 def shut_down_at_exit(setting: bool | float) -> None:
-    """Arranges that the machine shuts down after this process.
+    """Registers a shutdown of the machine at the exit of this process.
 
     Args:
-        setting: the value of `trainer.shutdown_at_exit`. False: no shutdown; True: after 5 s; a number: after so many
-            seconds.
+        setting: the value of `trainer.shutdown_at_exit`: False for no shutdown, True for a delay of 5 s, or the delay
+            in seconds.
     """
     if setting is not False:
         atexit.register(_shut_down, _DEFAULT_SECONDS if setting is True else float(setting))
@@ -24,9 +24,9 @@ def shut_down_at_exit(setting: bool | float) -> None:
 def _shut_down(seconds: float) -> None:
     sys.stderr.write(f"trainer.shutdown_at_exit: this machine shuts down in {seconds:g} s\n")
     sys.stderr.flush()
-    # Time to press Ctrl-C, and for other handlers of the exit to finish.
+    # Time to press Ctrl-C, and for other exit handlers to finish.
     time.sleep(seconds)
-    # Without root, sudo may be allowed to; -n, because nobody is there to type a password.
+    # Without root, try sudo; -n, because nobody can type a password.
     for command in (["shutdown", "-h", "now"], ["sudo", "-n", "shutdown", "-h", "now"]):
         try:
             if subprocess.run(command, check=False).returncode == 0:

@@ -1,4 +1,4 @@
-"""Handlers of signals: they stop the training loop between two steps, have it save, or end other long work."""
+"""Signal handlers: stop the training loop after a step, request a checkpoint, or end other long-running work."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _end_at_once(number: int) -> None:
-    # Without cleanup: whoever asks twice does not want to wait for a save that may hang.
+    # Without cleanup: after a second signal, do not wait for a save that may hang.
     os._exit(128 + number)
 
 
 class _SecondSignal:
     """Thread that ends the process at the second of the given signals, even while the main thread runs no Python.
 
-    Python calls handlers in the main thread, between two instructions: two signals that come while it is inside a
-    computation of JAX are one call. The interpreter writes every signal to a file descriptor as it comes.
+    Python calls handlers in the main thread between bytecode instructions, so two signals during a JAX computation
+    cause only one call. The interpreter writes every signal to a file descriptor immediately.
     """
 
     def __init__(self, signals: list[signal.Signals]):
@@ -40,11 +40,11 @@ class _SecondSignal:
         self._read, self._written = socket.socketpair()
         self._written.setblocking(False)  # a handler must not wait
         self._thread = threading.Thread(target=self._count, name="second-signal", daemon=True)
-        self._before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        self._previous = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
     def close(self) -> None:
-        signal.set_wakeup_fd(self._before)
+        signal.set_wakeup_fd(self._previous)
         self._written.close()
         self._thread.join()
         self._read.close()
@@ -57,33 +57,33 @@ class _SecondSignal:
                 _end_at_once(number[0])
 
 
-# A forked process would write its signals to the parent's thread: Ctrl-C, which all processes get, would count twice.
+# A forked process would send its signals to the parent's thread: Ctrl-C reaches all processes, and would count twice.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class _Handlers:
     """Handlers of SIGTERM, SIGINT and SIGHUP while active; the second signal ends the process with 128 + its number.
 
-    SIGHUP, which comes when the terminal is closed, stays ignored in a process that `nohup` has started.
+    SIGHUP (closed terminal) remains ignored in a process started by `nohup`.
 
     Attributes:
-        requested: the name of the first signal that came; None if none did.
+        requested: name of the first received signal; None before any.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._second: _SecondSignal | None = None
 
     def __enter__(self) -> Self:
         signals = heeded(_SIGNALS)
         self._second = _SecondSignal(signals)
         for number in signals:
-            self._before[number] = signal.signal(number, self._handle)
+            self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._second:
             self._second.close()
@@ -98,14 +98,14 @@ class _Handlers:
         self._on_first()
 
     def _on_first(self) -> None:
-        """Reacts to the first signal, which is recorded already."""
+        """Reacts to the first signal, after it was recorded."""
         raise NotImplementedError
 
 
 class StopRequest(_Handlers):
-    """Request to stop after the present step, for a loop that polls `requested`; a context manager.
+    """Context manager for a stop after the current step, in a loop polling `requested`.
 
-    Before `arm` is called there is nothing to save, and the first signal ends the run by raising `Preempted`.
+    Before `arm` is called no state needs saving, and the first signal ends the run by raising `Preempted`.
     """
 
     def __init__(self) -> None:
@@ -113,24 +113,24 @@ class StopRequest(_Handlers):
         self._armed = False
 
     def arm(self) -> None:
-        """Declares that from now on there is state that is worth saving."""
+        """Declares that from now on the state is worth saving."""
         self._armed = True
 
     def _on_first(self) -> None:
         if not self._armed:
             raise preempted(self.requested, 0)
-        _tell(f"\n{self.requested}: stopping after this step; once more stops at once\n")
+        _write_stderr(f"\n{self.requested}: stopping after this step; once more stops at once\n")
 
 
 SAVE_NOW, STOP_AFTER_SAVE = "save-now", "stop-after-save"
-"""Files in the run directory by which a user asks for a checkpoint, and for an end after one."""
+"""Files in the run directory to request a checkpoint, and a stop after a checkpoint."""
 
-_LOOK_SECONDS = 1.0
-"""Time between two looks for these files, which may be on a network file system."""
+_CHECK_SECONDS = 1.0
+"""Seconds between checks for these files, which may be on a network file system."""
 
 
-class Asked(NamedTuple):
-    """The requests that all processes of a run have agreed on after a step."""
+class Requests(NamedTuple):
+    """Requests all processes of a run agreed on after a step."""
 
     stop: bool
     save: bool
@@ -138,72 +138,72 @@ class Asked(NamedTuple):
 
 
 class SaveRequests:
-    """Requests for a permanent checkpoint, by SIGUSR1 or by files in the run directory; a context manager.
+    """Context manager for requests for a permanent checkpoint, by SIGUSR1 or by files in the run directory.
 
     Args:
         directory: the run directory.
-        clock: seconds that only grow.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic):
         self._files = {name: directory / name for name in (SAVE_NOW, STOP_AFTER_SAVE)}
-        self._signalled, self._clock, self._next_look = False, clock, 0.0
+        self._signalled, self._clock, self._next_check = False, clock, 0.0
         self._seen = dict.fromkeys(self._files, False)
-        self._before: Any = None
+        self._previous: Any = None
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        self._previous = signal.signal(signal.SIGUSR1, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGUSR1, self._before)
+        signal.signal(signal.SIGUSR1, self._previous)
 
-    def agree(self, stop: bool) -> Asked:
+    def agree(self, stop: bool) -> Requests:
         """Exchanges the requests of all processes; every process must call it after the same step.
 
         Args:
-            stop: True if this process has been asked to stop.
+            stop: True if this process received a request to stop.
         """
-        if is_lead() and self._clock() >= self._next_look:
-            self._next_look = self._clock() + _LOOK_SECONDS
+        if is_lead() and self._clock() >= self._next_check:
+            self._next_check = self._clock() + _CHECK_SECONDS
             self._seen = {name: file.exists() for name, file in self._files.items()}
         flags = [stop, self._signalled or self._seen[SAVE_NOW], self._seen[STOP_AFTER_SAVE]]
-        return Asked(*(bool(any(column)) for column in gather(np.asarray(flags)).T))
+        return Requests(*(bool(any(column)) for column in gather(np.asarray(flags)).T))
 
     def saved(self) -> None:
-        """Marks the request for a checkpoint as heeded."""
+        """Marks the request for a checkpoint as done."""
         self._signalled = False
         self._remove(SAVE_NOW)
 
     def stopping(self) -> None:
-        """Marks the request to stop after a checkpoint as heeded."""
+        """Marks the request to stop after a checkpoint as done."""
         self._remove(STOP_AFTER_SAVE)
 
     def _remove(self, name: str) -> None:
         self._seen[name] = False
         if is_lead():
-            # One that cannot be removed is heeded again: that is seen, and does no harm.
+            # If it cannot be removed, the request is repeated: visible, but harmless.
             with contextlib.suppress(OSError):
                 self._files[name].unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._signalled = True
-        _tell("\nSIGUSR1: saving after this step\n")
+        _write_stderr("\nSIGUSR1: saving after this step\n")
 
 
 class Interruption(_Handlers):
-    """End, by an exception, of work that is no training; a context manager.
+    """Context manager that interrupts work other than training by an exception.
 
-    Python loses an exception that is raised while it collects garbage, so long work should also poll `came`.
+    Python drops an exception raised during garbage collection, so long work should also poll `came`.
 
     Args:
-        kept: tells the user what remains of the work that was done.
+        results_note: message telling the user which results remain.
     """
 
-    def __init__(self, kept: str):
+    def __init__(self, results_note: str):
         super().__init__()
-        self._kept = kept
+        self._results_note = results_note
         self._raised: BaseException | None = None
         self._report_unraisable = sys.unraisablehook
 
@@ -216,44 +216,44 @@ class Interruption(_Handlers):
         sys.unraisablehook = self._report_unraisable
 
     def came(self) -> bool:
-        """Returns True once a signal has come."""
+        """Returns True once a signal was received."""
         return self.requested is not None
 
     def error(self) -> BaseException:
-        """The exception that ends the work."""
+        """Returns the exception to end the work with."""
         if self.requested == "SIGINT":
             return KeyboardInterrupt()
-        return Preempted(f"stopped by {self.requested}; {self._kept}")
+        return Preempted(f"stopped by {self.requested}; {self._results_note}")
 
     def _on_first(self) -> None:
         self._raised = self.error()
         raise self._raised
 
-    def _unraisable(self, lost: sys.UnraisableHookArgs) -> None:
-        """Reports an exception that Python has lost, unless `came` tells of it."""
-        if lost.exc_value is not self._raised:
-            self._report_unraisable(lost)
+    def _unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Reports an exception dropped by Python, unless it is ours, which `came` reports."""
+        if dropped.exc_value is not self._raised:
+            self._report_unraisable(dropped)
 
 
-def _tell(text: str) -> None:
-    """Writes to stderr from the handler of a signal, which an output that is gone must not disturb."""
+def _write_stderr(text: str) -> None:
+    """Writes to stderr from a signal handler; errors of a closed output are ignored."""
     with contextlib.suppress(OSError):
-        # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
+        # Not `print`: the signal may have interrupted a print, and this thread would hold its lock.
         os.write(2, text.encode())
 
 
 def preempted(signal: str | None, step: int) -> Preempted:
-    """The exception that ends a run after `step` steps, because of a signal to this process or another."""
-    by = signal or "another process"
+    """Returns the exception ending a run after `step` steps because of a signal to this or another process."""
+    cause = signal or "another process"
     if not step:
-        return Preempted(f"stopped by {by} before the first step; there was nothing to save")
-    return Preempted(_saved(by, step))
+        return Preempted(f"stopped by {cause} before the first step; there was nothing to save")
+    return Preempted(_saved(cause, step))
 
 
 def stopped_after_save(step: int) -> Stopped:
-    """The exception that ends a run after the checkpoint of `step`, because of the file `stop-after-save`."""
+    """Returns the exception ending a run after the checkpoint of `step` because of the file `stop-after-save`."""
     return Stopped(_saved(STOP_AFTER_SAVE, step))
 
 
-def _saved(by: str, step: int) -> str:
-    return f"stopped by {by} after step {step}; everything is saved, and the same command goes on from here"
+def _saved(cause: str, step: int) -> str:
+    return f"stopped by {cause} after step {step}; everything is saved, and the same command goes on from here"

@@ -1,4 +1,4 @@
-"""Watchdog of a run: notices that it makes no progress, and writes down the stacks of all threads."""
+"""Watchdog of a run: detects missing progress and dumps the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ T = TypeVar("T")
 
 
 class WatchdogConfig(Config):
-    """Reaction to a run that hangs: on a dead mount, a lost machine, a deadlock."""
+    """Reaction to a hanging run, for example on a dead mount, a lost machine or a deadlock."""
 
     timeout: Duration | None = timedelta(minutes=10)
-    """Longest time for a step, a batch, an evaluation or a checkpoint. After it the run says what it waits for, and
-    appends the stacks of all threads to RUN_DIR/stacks.txt; null: never. Compilation and the reading of data at the
-    start are not timed."""
+    """Maximum time for a step, a batch, an evaluation or a checkpoint. After it, the run reports the operation it is
+    waiting for and appends the stacks of all threads to RUN_DIR/stacks.txt. null turns the watchdog off. Compilation
+    and reading data at the start are not timed."""
     abort: bool = False
-    """Also end the process then, with exit code 75, so that a scheduler starts it again from its newest checkpoint."""
+    """After the timeout, also end the process with exit code 75, so that a scheduler restarts it from its newest
+    checkpoint."""
 
     @field_validator("timeout")
     @classmethod
@@ -39,15 +40,15 @@ class WatchdogConfig(Config):
 
 
 class Watchdog:
-    """Timer, in a thread of its own, of the one thing that the run waits for; use it as a context manager.
+    """Context manager with a background thread timing the operation the run is waiting for.
 
-    Time during which the process was stopped or the machine slept does not count.
+    Time during which the process was stopped or the machine was suspended does not count.
 
     Args:
         config: the timeout, and whether to abort after the warning.
-        directory: takes the stacks; if it cannot be written, they go to standard error.
-        clock: seconds that only grow.
-        exit: ends the process with an exit code. The default runs no cleanup, which could hang as well.
+        directory: directory for the stacks; if it cannot be written, they go to standard error.
+        clock: monotonic clock in seconds.
+        exit: ends the process with an exit code. The default runs no cleanup, because cleanup could hang too.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class Watchdog:
         exit: Callable[[int], object] = os._exit,
     ):
         self._timeout = None if config.timeout is None else config.timeout.total_seconds()
-        # Often enough that a warning is at most a quarter late, seldom enough to cost nothing.
+        # Frequent enough for a warning at most a quarter of the timeout late, rare enough to be free.
         self._interval = min((self._timeout or 0.0) / 4, 10.0)
         self._abort, self._directory, self._clock, self._exit = config.abort, directory, clock, exit
-        # One tuple, so that the thread never sees half a change; assigning it needs no lock.
+        # One tuple, so that the thread never sees a partial update; assignment needs no lock.
         self._wait: tuple[str, float] | None = None
         self._reported: tuple[str, float] | None = None
         self._checked = self._awake_since = clock()
         self._ended = threading.Event()
         self.on_stall: Callable[[str], object] = lambda _: None
-        """Takes the warning, in the watchdog's thread."""
-        # A daemon: a run that ends by an exception must not wait for its watchdog.
+        """Called with the warning, in the watchdog's thread."""
+        # A daemon, because a run ending with an exception must not wait for its watchdog.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
@@ -83,31 +84,31 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def arm(self, what: str) -> None:
-        """Starts timing `what`, which the warning names, and stops timing the thing before it."""
-        self._wait = (what, self._clock())
+    def arm(self, operation: str) -> None:
+        """Starts timing the given operation, named in the warning; the previous one is no longer timed."""
+        self._wait = (operation, self._clock())
 
     def disarm(self) -> None:
-        """Stops timing: the next thing may take as long as it likes, such as a compilation."""
+        """Stops timing: the next operation, such as a compilation, may take any time."""
         self._wait = None
 
-    def each(self, items: Iterable[T], what: str) -> Iterator[T]:
-        """Yields the items, and times each of them together with its use."""
+    def timed(self, items: Iterable[T], operation: str) -> Iterator[T]:
+        """Yields the items, and times fetching and using each of them."""
         for item in items:
-            self.arm(what)
+            self.arm(operation)
             yield item
-        self.arm(what)
+        self.arm(operation)
 
     def check(self) -> None:
-        """Warns once for each thing that takes longer than the timeout."""
-        now, wait = self._clock(), self._wait
-        # A check this late means that the whole process stood still (SIGSTOP, suspend), not that the run hangs.
-        if now - self._checked > 2 * self._interval + 1:
-            self._awake_since = now
-        self._checked = now
+        """Warns once per operation that exceeds the timeout."""
+        time_now, wait = self._clock(), self._wait
+        # A check this late means the process was paused (SIGSTOP, suspend); the run does not hang.
+        if time_now - self._checked > 2 * self._interval + 1:
+            self._awake_since = time_now
+        self._checked = time_now
         if wait is None or self._timeout is None or wait is self._reported:
             return
-        age = now - max(wait[1], self._awake_since)
+        age = time_now - max(wait[1], self._awake_since)
         if age >= self._timeout:
             self._reported = wait
             self._warn(wait[0], age)
@@ -116,14 +117,14 @@ class Watchdog:
         while not self._ended.wait(self._interval):
             self.check()
 
-    def _warn(self, what: str, age: float) -> None:
-        text = f"no progress for {age:.0f} s, waiting for {what}"
-        where = self._write_stacks(text)
+    def _warn(self, operation: str, age: float) -> None:
+        text = f"no progress for {age:.0f} s, waiting for {operation}"
+        stacks = self._write_stacks(text)
         if self._abort:
             outcome = f"ending with exit code {EXIT_PREEMPTED}; the same command goes on from the newest checkpoint"
         else:
             outcome = "the run waits on (trainer.watchdog.abort: true would end it)"
-        _write(2, f"\nwatchdog: {text}; the stacks of all threads are {where}; {outcome}\n".encode())
+        _write_unbuffered(2, f"\nwatchdog: {text}; the stacks of all threads are {stacks}; {outcome}\n".encode())
         self.on_stall(text)
         if self._abort:
             self._exit(EXIT_PREEMPTED)
@@ -136,7 +137,7 @@ class Watchdog:
         try:
             with file.open("a", encoding="utf-8") as stream:
                 stream.write(f"=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} process {os.getpid()}: {text}\n")
-                # `faulthandler` writes to the descriptor, past the buffer of the stream.
+                # `faulthandler` writes to the descriptor, bypassing the buffer of the stream.
                 stream.flush()
                 faulthandler.dump_traceback(stream, all_threads=True)
         except OSError:
@@ -145,7 +146,7 @@ class Watchdog:
         return f"in {file}"
 
 
-def _write(descriptor: int, text: bytes) -> None:
-    """Writes past the buffers of a stream, whose lock a hanging thread may hold."""
+def _write_unbuffered(descriptor: int, text: bytes) -> None:
+    """Writes unbuffered, because a hanging thread may hold the lock of a stream."""
     with contextlib.suppress(OSError):
         os.write(descriptor, text)

@@ -1,1 +1,1 @@
-"""A run from its configuration to its last checkpoint."""
+"""Training runs, from the configuration to the last checkpoint."""

@@ -1,4 +1,4 @@
-"""A configuration's program without a run: for `--dry-run`, plans and benchmarks."""
+"""Building a configuration's program without a run: for `--dry-run`, plans and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ _EMBEDDED = "note: data names no text (train_urls, id or source), so the sources
 
 
 def dry_run(config: RunConfig, *, name: str) -> list[str]:
-    """Describes the run that `train` would start, in lines of text.
-
-    Writes nothing, reads no text, allocates nothing on the devices.
+    """Describes the run `train` would start, in lines of text, without writing files, reading text or device memory.
 
     Raises:
-        UserError: when the devices, the sharding rules or the Hugging Face checkpoint to start from do not fit, a file
-            or the tokenizer is missing, or the attention that is demanded cannot be computed here.
+        UserError: if the devices, the sharding rules or the initial Hugging Face checkpoint do not fit, a file or the
+            tokenizer is missing, or the requested attention backend is not available here.
     """
     run = run_id(config, name)
     start = find_start(config, run)
@@ -44,9 +42,9 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         f"run {run} on {describe_mesh(setup.sharding.mesh)}",
         *(() if start is None else start.notes),
         *(() if note is None else (f"note: {note}",)),
-        *(f"note: {each}" for each in configuration_warnings(trainer, setup.sharding.mesh)),
-        *(f"note: {each}" for each in schedule_notes(config)),
-        *(() if all(one.names_text for one in config.data.sets.values()) else (_EMBEDDED,)),
+        *(f"note: {line}" for line in configuration_warnings(trainer, setup.sharding.mesh)),
+        *(f"note: {line}" for line in schedule_notes(config)),
+        *(() if all(dataset.names_text for dataset in config.data.sets.values()) else (_EMBEDDED,)),
         f"{describe_size(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
@@ -55,21 +53,21 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
 
 
 def check_attention(config: RunConfig, vocab_size: int, platform: str) -> None:
-    """Raises UserError where `model.attn_backend` demands what cannot be had on a platform (`cpu`, `gpu`, `tpu`)."""
+    """Raises UserError if `model.attn_backend` is not available on a platform (`cpu`, `gpu`, `tpu`)."""
     seq_len, trainer = config.model.seq_len, config.trainer
     metadata = AttentionMetadata(platform, trainer.mp.compute_dtype, seq_len // trainer.context_axis_size, seq_len)
     check_backends(config.model.spec(vocab_size).blocks, metadata)
 
 
 def configured_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
-    """The program of a configuration, with JAX set up as it says, and the vocabulary that it was planned with.
+    """Configures JAX, and returns the program of a configuration and its vocabulary size.
 
     Args:
-        config: the run.
-        vocab_size: rows of the token embedding; None: as `find_vocabulary` says.
+        config: configuration of the run.
+        vocab_size: rows of the token embedding; None means the result of `find_vocabulary`.
 
     Raises:
-        UserError: when the devices or the sharding rules do not fit, or as `find_vocabulary`.
+        UserError: if the devices or the sharding rules do not fit, or as in `find_vocabulary`.
     """
     trainer = config.trainer
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)

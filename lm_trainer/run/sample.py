@@ -1,4 +1,4 @@
-"""A sample of what a model writes, at the end of its run."""
+"""A sample from the model at the end of its run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lm_trainer.step.state.train_state import TrainState
 
 
 def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: TrainState) -> str:
-    """The prompt and its continuation; without `sample_prompt`, it is the start of a held-out document (of the training
-    text, where nothing is held out).
+    """Returns a prompt and its continuation. Without `sample_prompt`, the prompt is the start of a held-out document,
+    or of the training text if no text is held out.
     """
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     if rows.features is not None:
-        return _draw_heard(setup, data, state, rows)
+        return _sample_transcription(setup, data, state, rows)
     if (text := config.trainer.sample_prompt) is not None:
-        # The end of a prompt that fills the context, so that a finished run does not fail for its sample.
+        # Truncate a prompt that fills the context, so that a finished run does not fail because of its sample.
         prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
     else:
         prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
@@ -48,13 +48,13 @@ def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: Trai
     return data.tokenizer.decode(prompt) + "⟫" + data.tokenizer.decode(tokens)
 
 
-def _draw_heard(setup: TrainingSetup, data: Data, state: TrainState, row: Batch) -> str:
-    """The text of a row, and what the model writes when it hears it."""
+def _sample_transcription(setup: TrainingSetup, data: Data, state: TrainState, row: Batch) -> str:
+    """Returns the transcript of a recording, and the model's transcription of it."""
     weights = list(setup.weights(state).values())[-1]
     model: Any = setup.model.merge(local_params(setup, weights))
-    # The tokens that are not learnt before the first that is: the prompt.
+    # The prompt is the tokens before the first one with a loss weight.
     count = int(np.argmax(row.weights[0] > 0)) + 1
     ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id
     rules = SpeechRules(start_id=ids[0], eos_id=eos_id)
-    heard = write_heard(model, np.asarray(row.features), rules, prompt=ids[:count])[0]
-    return data.tokenizer.decode(ids[count:]) + "⟫" + data.tokenizer.decode(heard)
+    transcription = write_heard(model, np.asarray(row.features), rules, prompt=ids[:count])[0]
+    return data.tokenizer.decode(ids[count:]) + "⟫" + data.tokenizer.decode(transcription)

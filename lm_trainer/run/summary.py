@@ -1,4 +1,4 @@
-"""The end of a run for the person at the terminal: what came out, where everything is, and what to do next."""
+"""Summary for the user at the end of a run: results, file locations, and next commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from lm_trainer.core.bucket import StoragePath
 
 _PROMPT_CHARS = 24
-"""Characters of the sample's prompt that are offered as a prompt of one's own."""
+"""Characters of the sample's prompt suggested as a prompt for `lmt generate`."""
 
 
 @dataclass
@@ -23,21 +23,21 @@ class Summary:
     checkpoints: StoragePath
     step: int
     train_loss: float = math.nan
-    """In nats per token, of the last step of this attempt; NaN when there was nothing left to do."""
+    """Loss of the last step of this attempt, in nats per token; NaN if the run was already complete."""
     eval_losses: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    """Wall time of this attempt."""
+    """Wall time of this attempt, in seconds."""
     sample: str | None = None
-    """A prompt and what the model makes of it, or what is said in a recording and what the model hears."""
+    """A prompt and the model's continuation, or the transcript of a recording and the model's transcription."""
     takes_audio: bool = False
-    """True of a model that writes what it hears, and goes on from no text."""
+    """True for a speech model, which transcribes audio and does not continue text."""
     exports: bool = True
-    """True of a model for which transformers' format has a place."""
+    """True if the model can be exported to the format of transformers."""
     gaps: Sequence[str] = ()
-    """A line about each file of metrics that lacks steps of the run."""
+    """A line for each metrics file with missing steps."""
 
     def lines(self) -> list[str]:
-        """The end of the terminal's output: what came out, and where everything is."""
+        """Returns the lines to print: results, file locations, and next commands."""
         if math.isnan(self.train_loss) and not self.eval_losses:
             complete = "has all its steps, but not all their metrics" if self.gaps else "was complete already"
             result = [f"run {self.name} {complete}, after step {self.step}"]
@@ -47,8 +47,8 @@ class Summary:
             result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
         result += [f"warning: {gap}" for gap in self.gaps]
         if self.sample is not None:
-            before = "what is said" if self.takes_audio else "the prompt"
-            origin = f"sample (up to ⟫ it is {before}, from there on the model's):"
+            source = "what is said" if self.takes_audio else "the prompt"
+            origin = f"sample (up to ⟫ it is {source}, from there on the model's):"
             result += ["", origin, *(f"  | {line}" for line in self.sample.splitlines()), ""]
         return [
             *result,
@@ -59,14 +59,14 @@ class Summary:
         ]
 
     def _next_commands(self) -> Iterator[str]:
-        """Commands to go on with, which work as they are written, but for the file of a recording."""
+        """Yields commands that work as written, except for the placeholder of an audio file."""
         run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
         text = (self.sample or "").partition("⟫")[0]
-        begun = next((line.strip() for line in text.splitlines() if line.strip()), "The")[:_PROMPT_CHARS]
+        start = next((line.strip() for line in text.splitlines() if line.strip()), "The")[:_PROMPT_CHARS]
         if self.takes_audio:
             yield f"lmt transcribe {run} FILE"
         else:
-            yield f"lmt generate {run} --prompt {shlex.quote(begun.rpartition(' ')[0] or begun)}"
+            yield f"lmt generate {run} --prompt {shlex.quote(start.rpartition(' ')[0] or start)}"
         yield f"lmt report {run}"
         yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}" if self.exports else "lmt runs"
 

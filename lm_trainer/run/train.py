@@ -40,7 +40,7 @@ from lm_trainer.run.training.task_evaluation import TaskEvaluation
 from lm_trainer.run.training.token_probabilities import TokenProbabilities
 from lm_trainer.run.weights.adapters import describe_size, find_base, training_flops
 from lm_trainer.run.weights.initial_weights import choose_vocab_size
-from lm_trainer.run.weights.pretrained import HfStart, carried_settings, find_start
+from lm_trainer.run.weights.pretrained import HfStart, find_start, published_settings
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -48,17 +48,17 @@ from lm_trainer.trackers import Progress
 
 
 def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
-    """Trains to `trainer.num_train_steps`, going on from the run's newest checkpoint if there is one.
+    """Trains to `trainer.num_train_steps`, resuming from the run's newest checkpoint if one exists.
 
     Args:
-        config: the run.
-        name: of the run if neither the configuration nor the environment names it.
-        progress: the person at the terminal.
-        allow_config_change: whether to go on with a run that was begun with another configuration or other data.
+        config: configuration of the run.
+        name: default name of the run, if neither the configuration nor the environment sets one.
+        progress: progress display at the terminal.
+        allow_config_change: continue a run started with another configuration or other data.
 
     Raises:
-        UserError: for anything that the user can mend; among them `Preempted` after a stop signal, with everything
-            saved, `NonFiniteError` when the loss is not finite, and `MachineError` for a full disk and the like.
+        UserError: for anything the user can fix; among them `Preempted` after a stop signal, with everything saved,
+            `NonFiniteError` for a non-finite loss, and `MachineError` for problems such as a full disk.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
 
         state = train_to_end(loop, run.state, run.batches())
         sample = None
-        # An attempt that found the run complete computes nothing.
+        # If the run was already complete, skip the sample.
         if state.step > run.state.step and config.trainer.sample_tokens:
             progress.phase("sampling")
             sample = draw_sample(config, setup, data, state)
@@ -104,12 +104,12 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             time.monotonic() - started,
             sample,
             takes_audio=config.model.features_shape is not None,
-            exports=_exports(config.model),
+            exports=_is_exportable(config.model),
             gaps=opened.tracker.gaps,
         )
 
 
-def _exports(model: DecoderConfig) -> bool:
+def _is_exportable(model: DecoderConfig) -> bool:
     try:
         check_exportable(model)
     except UserError:
@@ -118,20 +118,20 @@ def _exports(model: DecoderConfig) -> bool:
 
 
 def run_facts(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
-    """Facts of a run that its configuration alone does not tell, as plain data."""
+    """Returns facts of a run that its configuration does not contain, as plain data."""
     parameters = sum(math.prod(shape.shape) for shape in run.setup.model.shapes.values())
     return {"parameters": parameters, "flops_per_token": flops_per_token, "data": data_facts(run.data)}
 
 
 def data_facts(data: Data) -> dict[str, Any]:
-    """The size of the data, in tokens, as far as text is tokenised."""
+    """Returns the size of the data in tokens, as far as it has been tokenised."""
     caches = {name: {"tokens": len(cache.stream), "complete": cache.finished} for name, cache in data.caches.items()}
     return {"train_tokens": data.num_train_tokens, "vocabulary": data.tokenizer.vocab_size, "caches": caches}
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run before its next step: its data are open, its program is planned, its state is on the devices."""
+    """A run ready for its next step: data opened, program planned, state on the devices."""
 
     config: RunConfig
     attempt: Attempt
@@ -139,18 +139,18 @@ class PreparedRun:
     setup: TrainingSetup
     state: TrainState
     facts: Mapping[str, Any]
-    """Saved with every checkpoint, as JSON."""
+    """JSON values saved with every checkpoint."""
     flops_per_token: float
-    """FLOPs of a training step for each token."""
+    """FLOPs of a training step per token."""
     recomputed_flops_per_token: float
-    """FLOPs that rematerialisation adds to them."""
+    """Additional FLOPs per token due to rematerialisation."""
     hub_name: str | None
-    """The repository that exports are uploaded to."""
+    """Hub repository for exports."""
     settings: HfSettings | None
-    """Those of the published model that the run comes from."""
+    """Settings of the published model the run started from."""
 
     def batches(self) -> Iterator[Batch]:
-        """This process's rows of the batches from the next step on."""
+        """Yields this process's rows of the batches from the next step on."""
         return batches_from(self.setup, self.data, self.state.step, self.config.trainer.num_train_steps)
 
 
@@ -158,13 +158,13 @@ class PreparedRun:
 def prepare(
     config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False
 ) -> Iterator[PreparedRun]:
-    """Brings a run to its next step; arguments and errors as for `train`.
+    """Prepares a run for its next step; arguments and errors as in `train`.
 
-    Whatever can be found wrong without data is found before text is tokenised, which may take hours.
+    All checks that need no data are made before text is tokenised, which may take hours.
     """
     name = run_id(config, name)
     pretrained = find_start(config, name)
-    # The checkpoint may decide the model section, so it is read before anything is planned.
+    # The checkpoint may determine the model section, so it is read before planning.
     if pretrained is not None:
         config = pretrained.config
     try:
@@ -181,13 +181,13 @@ def prepare(
         with closing(open_training_data(config, progress)) as data:
             for note in data.notes:
                 progress.note(note)
-            yield _place_state(config, attempt, data, pretrained, hub_name)
+            yield _prepare_run(config, attempt, data, pretrained, hub_name)
 
 
-def _place_state(
+def _prepare_run(
     config: RunConfig, attempt: Attempt, data: Data, pretrained: HfStart | None, hub_name: str | None
 ) -> PreparedRun:
-    """Builds the model for the data's vocabulary, tells the person what will run, and makes the first state."""
+    """Builds the model for the data's vocabulary, describes the run to the user, and creates the initial state."""
     if pretrained is None:
         vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
     else:
@@ -203,8 +203,8 @@ def _place_state(
     if pretrained is not None:
         model = pretrained.attach(model)
     _describe(config, vocab_size, model, data, attempt.progress)
-    settings = carried_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
-    # Beside the checkpoints, so that a model can be used without the data that it was trained on.
+    settings = published_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
+    # Saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
         with written_to(attempt.directory.checkpoints) as directory:
             data.tokenizer.save(directory / TOKENIZER)
@@ -212,7 +212,7 @@ def _place_state(
                 settings.write(directory / SETTINGS)
     facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
     if base := find_base(config, attempt.store):
-        # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
+        # `initialize_from` names the frozen base model of the adapter here, not the initial weights of the state.
         model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
     setup = plan_for_memory(
@@ -223,9 +223,9 @@ def _place_state(
     )
     state = attempt.start(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    again = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
+    recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model)
-    return PreparedRun(config, attempt, data, setup, state, facts, flops, again, hub_name, settings)
+    return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 
 def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
@@ -250,17 +250,17 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
 
 
 def open_training_data(config: RunConfig, progress: Progress) -> Data:
-    """The data of the run, tokenised first where they are not cached yet."""
+    """Opens the data of the run, tokenising them first if they are not cached yet."""
 
-    def on_progress(at: BuildProgress) -> None:
-        progress.phase(str(at))
+    def on_progress(status: BuildProgress) -> None:
+        progress.phase(str(status))
 
     return open_data(
         config.data,
         seq_len=config.model.seq_len,
         seed=config.trainer.seed,
         on_progress=on_progress,
-        # Without an address Ray would start a cluster, for which nobody has asked.
+        # Without an address Ray would start an unrequested cluster.
         ray=config.trainer.ray if config.trainer.ray.address else None,
         background=True,
     )

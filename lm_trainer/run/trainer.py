@@ -1,4 +1,4 @@
-"""`Trainer`: a run as an object, for one's own model, loss or loop, over the same loop as `lmt train`."""
+"""`Trainer`: the Python API for custom models, losses or loops, built on the training loop of `lmt train`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lm_trainer.run.trainer_arguments import (
 from lm_trainer.run.training.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
 from lm_trainer.run.training.evaluations import EvalSets
 from lm_trainer.run.training.hooks import HookFn, Hooks, StepInfo, When
-from lm_trainer.run.training.loop import follow_up, take_step, train_to_end, training_steps
+from lm_trainer.run.training.loop import run_due_actions, take_step, train_to_end, training_steps
 from lm_trainer.run.training.loop_parts import LoopOptions, OpenLoop, open_loop
 from lm_trainer.run.weights.saved_state import Fingerprint
 from lm_trainer.step.loss.gradient import LossFn
@@ -48,33 +48,33 @@ from lm_trainer.trackers.base import Composite
 
 
 class _Settings(Config):
-    """The settings that decide a run which no configuration file describes."""
+    """The recorded settings of a run without a configuration file."""
 
     trainer: TrainerConfig
     optimizer: SerializeAsAny[Optimizer]
 
 
 class Trainer:
-    """One attempt at a run: its directory, checkpoints, trackers and hooks; use it as a context manager.
+    """One attempt at a run, with its directory, checkpoints, trackers and hooks; a context manager.
 
     Args:
-        config: the `trainer` section; its `id` names the run, and the same id again resumes it.
-        optimizer: one of `lm_trainer.optim`, such as `from_optax` makes of a transformation of optax.
-        loss_fn: `loss(model, batch, key)` returns three float32 scalars or a dict of them: the sum of the weighted
-            losses, the sum of the weights, and sums of what else to report.
-        settings: written down as the configuration of the run, by default the two above.
-        progress: the person at the terminal.
-        add_default_hooks: whether metrics are recorded and checkpoints saved.
+        config: the `trainer` section; its `id` names the run, and using the same ID resumes it.
+        optimizer: an optimizer of `lm_trainer.optim`, for example from `from_optax` for an optax transformation.
+        loss_fn: `loss(model, batch, key)` returns three float32 scalars or dicts of them: the sum of the weighted
+            losses, the sum of the weights, and sums of further values to report.
+        settings: recorded as the configuration of the run; default: the trainer section and the optimizer.
+        progress: progress display at the terminal.
+        add_default_hooks: record metrics and save checkpoints.
 
     Attributes:
-        allow_config_change: go on with a run that was begun with another configuration or other data; set it before the
-            trainer is entered.
-        flops_per_token: of a training step, for the figure of MFU; 0 where it is not known.
-        seq_len: positions in a row, for schedules that count tokens.
+        allow_config_change: continue a run started with another configuration or other data; set it before entering
+            the trainer.
+        flops_per_token: FLOPs per token of a training step, for computing MFU; 0 if unknown.
+        seq_len: positions in a row, for schedules counting tokens.
 
     Raises:
-        UserError: for an optimizer that is none of `lm_trainer.optim`, and when the run directory is in use or holds
-            another run, or the devices do not fit.
+        UserError: if the optimizer is not from `lm_trainer.optim`, the run directory is in use or belongs to another
+            run, or the devices do not fit.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class Trainer:
 
     @property
     def attempt(self) -> Attempt:
-        """The run directory, checkpoints and signals; there while the trainer is entered."""
+        """Run directory, checkpoints and signal handlers; available while the trainer is entered."""
         if self._attempt is None:
             raise RuntimeError("enter the trainer first: `with Trainer(...) as trainer:`")
         return self._attempt
 
     @property
     def loop(self) -> OpenLoop:
-        """The parts of the loop; there from `initial_state` on."""
+        """The parts of the training loop; available after `initial_state`."""
         if self._loop is None:
             raise RuntimeError("call initial_state first: what runs depends on the model")
         return self._loop
@@ -129,7 +129,7 @@ class Trainer:
 
     @property
     def run_dir(self) -> Path:
-        """Configuration, environment, metrics and artifacts."""
+        """Directory with configuration, environment, metrics and artifacts."""
         return self.attempt.directory.path
 
     @property
@@ -151,7 +151,7 @@ class Trainer:
 
     @property
     def setup(self) -> TrainingSetup:
-        """The program that runs; there from `initial_state` on."""
+        """The program of the run; available after `initial_state`."""
         return self.loop.parts.setup
 
     @property
@@ -160,17 +160,17 @@ class Trainer:
 
     @property
     def parameter_axis_mapping(self) -> AxisRules:
-        """Logical axis to mesh axes for the state in storage."""
+        """Logical axis -> mesh axes, for the stored state."""
         return self.setup.plan.param_rules
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
-        """Logical axis to mesh axes during computation."""
+        """Logical axis -> mesh axes, during computation."""
         return self.setup.plan.compute_rules
 
     @property
     def tracker(self) -> Composite:
-        """All trackers as one; there from `initial_state` on."""
+        """All trackers combined; available after `initial_state`."""
         return self.loop.tracker
 
     @overload
@@ -180,9 +180,9 @@ class Trainer:
     def add_hook(self, fn: None = None, *, every: When = 1) -> Callable[[HookFn], HookFn]: ...
 
     def add_hook(self, fn: HookFn | None = None, *, every: When = 1) -> Any:
-        """Calls `fn(info)` after every `every`-th step (or those listed) and the last one; also as a decorator.
+        """Calls `fn(info)` after every `every`-th step (or the listed steps) and the last one; also a decorator.
 
-        Hooks run in the order in which they were added, after an evaluation and before a checkpoint of the same step.
+        Hooks run in the order they were added, after an evaluation and before a checkpoint of the same step.
         """
         if fn is None:
             return lambda function: self.add_hook(function, every=every)
@@ -191,22 +191,22 @@ class Trainer:
         return fn
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
-        """Does everything that is due after a step, or with `force` everything that can be: see `loop.follow_up`."""
-        follow_up(self.loop.parts, info, last=force, stopping=False)
+        """Runs everything due after a step, or with `force` everything possible; see `loop.run_due_actions`."""
+        run_due_actions(self.loop.parts, info, last=force, stopping=False)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
-        """Evaluates on a held-out set every `steps_per_eval` steps: `eval/loss`, or `eval/NAME/loss`.
+        """Evaluates on a held-out set every `steps_per_eval` steps, logged as `eval/loss` or `eval/NAME/loss`.
 
-        Where the run averages its weights, the average is evaluated as well, as `eval/ema/loss`.
+        If the run averages its weights, the average is evaluated too, logged as `eval/ema/loss`.
 
         Args:
             eval_dataset: one set, such as an entry of `lm_trainer.data.open_data(...).validation()`.
-            name: of the set, where there are several.
+            name: name of the set, if several are used.
 
         Raises:
-            UserError: for what is no held-out set, and for a name that another has.
+            UserError: if the argument is not a held-out set, or the name is already used.
         """
-        check_eval_set(eval_dataset, name, (each for each, _ in self._eval_sets))
+        check_eval_set(eval_dataset, name, (existing for existing, _ in self._eval_sets))
         self._eval_sets.append((name, eval_dataset))
 
     def initial_state(
@@ -218,19 +218,19 @@ class Trainer:
         is_trainable: Selection = True,
         data_fingerprint: Fingerprint | Callable[[int], Fingerprint] = "",
     ) -> TrainState:
-        """The run's newest checkpoint, or what the configuration says to start from, or a fresh state.
+        """Returns the state from the run's newest checkpoint, else from the configured start, else a fresh state.
 
         Args:
-            training_key: for the random numbers of training, such as dropout; by default of `trainer.seed`.
-            model: the model whose weights to start from, or
-            model_init: a function that makes a fresh one, called under `jit`.
-            is_trainable: which parameters are trained, by dotted name. The others have no gradient and no optimizer
-                state, and are in no checkpoint.
-            data_fingerprint: saved with each checkpoint, and compared on resume; a function of the steps that have
-                been done, where what comes later may still change.
+            training_key: key for random numbers in training, such as dropout; default: derived from `trainer.seed`.
+            model: a model with the initial weights; an alternative to `model_init`.
+            model_init: a function building the model, called under `jit`, or a `ModelDef`.
+            is_trainable: selection of the trained parameters by dotted name. All other parameters have no gradient and
+                no optimizer state, and are not saved in checkpoints.
+            data_fingerprint: saved with each checkpoint and compared on resume; a function of the number of completed
+                steps if later data may still change.
 
         Raises:
-            UserError: when a checkpoint does not fit or cannot be used, or a sharding rule does not fit the model.
+            UserError: if a checkpoint does not fit or cannot be used, or a sharding rule does not fit the model.
             ValueError: unless exactly one of `model` and `model_init` is given.
         """
         if (model is None) == (model_init is None):
@@ -238,7 +238,7 @@ class Trainer:
         check_model(model, model_init)
         definition = model_init if isinstance(model_init, ModelDef) else None
         if definition is None:
-            # A copy, since tracing must leave the user's module as it is.
+            # A copy, because tracing must not modify the user's module.
             build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, is_trainable)
 
@@ -248,7 +248,7 @@ class Trainer:
             )
 
         setup = plan_for_memory(plan, self.attempt.config, self.seq_len, self.attempt.progress.note)
-        # Traced definitions hold shapes alone: the weights of a given model are taken from it here.
+        # Traced definitions contain only shapes, so take the weights from the given model here.
         init = setup.init
         if model is not None:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -272,24 +272,25 @@ class Trainer:
     def data_loader(self, dataset: Iterable[Any]) -> GrainLoader: ...
 
     def data_loader(self, dataset: TrainData | Iterable[Any]) -> BatchLoader | GrainLoader:
-        """The batches of this run from a dataset that knows them by number, or from a pipeline of Grain.
+        """Returns a loader for the batches of this run, from a dataset with random access by step or a Grain pipeline.
 
-        A pipeline begins at its beginning; its state is saved with every checkpoint, from which a resume goes on.
+        A pipeline starts at its beginning; its state is saved with every checkpoint, and restored on resume.
 
         Args:
-            dataset: has a method `train`, as `lm_trainer.data.open_data` returns it; or as for `GrainLoader`.
+            dataset: a dataset with a method `train`, as returned by `lm_trainer.data.open_data`; or a pipeline, see
+                `GrainLoader`.
         """
         check_dataset(dataset)
         if not hasattr(dataset, "train"):
             return GrainLoader(dataset)  # pyright: ignore[reportArgumentType]
-        numbered: Any = dataset
-        return BatchLoader(lambda step: batches_from(self.setup, numbered, step, self.num_train_steps))
+        train_data: Any = dataset
+        return BatchLoader(lambda step: batches_from(self.setup, train_data, step, self.num_train_steps))
 
     def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
-        """One step, without hooks; the arrays of `state` are consumed.
+        """Runs one step without hooks; the arrays of `state` are donated.
 
         Args:
-            state: before the step.
+            state: state before the step.
             batch: this process's rows of the global batch, as NumPy arrays.
         """
         check_state(state)
@@ -297,34 +298,34 @@ class Trainer:
         return take_step(self.loop.parts, state, batch, loading=0.0)
 
     def training_steps(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> Iterator[StepInfo]:
-        """Steps until `num_train_steps` or the end of the data, with hooks, each handed out after its hooks.
+        """Trains until `num_train_steps` or the end of the data, and yields each step after running its hooks.
 
         Raises:
             Preempted: after a stop signal, with everything saved.
-            NonFiniteError: when the loss is not finite and the configuration says to stop.
+            NonFiniteError: if the loss is not finite and the configuration demands a stop.
         """
         check_loader(state, train_loader)
-        return training_steps(self.loop.parts, state, _from(train_loader, state))
+        return training_steps(self.loop.parts, state, _batches_from(train_loader, state))
 
     def train(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> TrainState:
-        """Steps to the end, with hooks, and waits for the last checkpoint. Raises as `training_steps`.
+        """Trains to the end, with hooks, and waits for the last checkpoint. Raises like `training_steps`.
 
         Returns:
             The last state.
         """
         check_loader(state, train_loader)
-        return train_to_end(self.loop.parts, state, _from(train_loader, state))
+        return train_to_end(self.loop.parts, state, _batches_from(train_loader, state))
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
-        """Saves something beside the metrics, and hands it to the trackers.
+        """Saves an artifact in the run directory, and passes it to the trackers.
 
         Args:
-            name: the file's name in `RUN_DIR/artifacts`.
-            artifact: text, bytes, the path of a file to copy, or anything that JSON can hold.
-            type: what kind of thing it is, for trackers that sort by it.
+            name: file name in `RUN_DIR/artifacts`.
+            artifact: text, bytes, the path of a file to copy, or any JSON-serialisable value.
+            type: artifact type, for trackers that sort by it.
         """
         return self.loop.artifacts.write(name, artifact, type=type)
 
 
-def _from(loader: BatchLoader | Iterable[Batch], state: TrainState) -> Iterable[Batch]:
+def _batches_from(loader: BatchLoader | Iterable[Batch], state: TrainState) -> Iterable[Batch]:
     return loader.iter_from(state.step) if isinstance(loader, BatchLoader) else loader

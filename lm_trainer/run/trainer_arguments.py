@@ -1,10 +1,9 @@
-"""Checks of what a program hands to a `Trainer`: a mistake is told when it is made, and not after the first steps."""
+"""Checks of the arguments of `Trainer`, to report mistakes immediately and not after the first steps."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from flax import nnx
 
@@ -17,7 +16,7 @@ from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
 
 
-def check_trainer(config: Any, optimizer: Any, loss_fn: Any) -> None:
+def check_trainer(config: object, optimizer: object, loss_fn: object) -> None:
     """Checks the first three arguments of `Trainer`."""
     if not isinstance(config, TrainerConfig):
         inside = ", whose field `trainer` it is" if isinstance(getattr(config, "trainer", None), TrainerConfig) else ""
@@ -31,18 +30,18 @@ def check_trainer(config: Any, optimizer: Any, loss_fn: Any) -> None:
     _check_call("Trainer: the loss", loss_fn, "loss(model, batch, key)", None, None, None)
 
 
-def check_hook(fn: Any) -> None:
+def check_hook(fn: object) -> None:
     """Checks the function of `add_hook`."""
     _check_call("trainer.add_hook: the hook", fn, "hook(info)", None)
 
 
-def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> None:
+def check_eval_set(held_out: object, name: object, names: Iterable[str | None]) -> None:
     """Checks the arguments of `add_eval_hook`.
 
     Args:
-        held_out: the set.
+        held_out: the held-out set.
         name: its name.
-        names: of the sets before it.
+        names: names of the sets added before.
     """
     batches = getattr(held_out, "batches", None)
     if batches is None:
@@ -57,12 +56,12 @@ def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> Non
     if name is not None and not isinstance(name, str):
         raise UserError(f"trainer.add_eval_hook: the name must be a text, not {_kind(name)}")
     if name in [*names]:
-        named = "without a name" if name is None else repr(name)
-        raise UserError(f"trainer.add_eval_hook: there is a held-out set {named} already; give each a name of its own")
+        label = "without a name" if name is None else repr(name)
+        raise UserError(f"trainer.add_eval_hook: there is a held-out set {label} already; give each a name of its own")
 
 
-def check_model(model: Any, model_init: Any) -> None:
-    """Checks the model of `initial_state`, of which one is given."""
+def check_model(model: object, model_init: object) -> None:
+    """Checks the arguments `model` and `model_init` of `initial_state`, one of which is given."""
     if model is not None and not isinstance(model, nnx.Module):
         call = "; a class or function that makes one is model_init=" if callable(model) else ""
         raise UserError(f"trainer.initial_state: model must be a module of flax.nnx, not {_kind(model)}{call}")
@@ -72,7 +71,7 @@ def check_model(model: Any, model_init: Any) -> None:
         _check_call("trainer.initial_state: model_init", model_init, "model_init()")
 
 
-def check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: object) -> None:
     """Checks the argument of `data_loader`."""
     train = getattr(dataset, "train", None)
     if train is not None:
@@ -85,7 +84,7 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def check_loader(state: Any, loader: Any) -> None:
+def check_loader(state: object, loader: object) -> None:
     """Checks the arguments of `train` and `training_steps`."""
     check_state(state)
     if not isinstance(loader, BatchLoader | Iterable):
@@ -95,32 +94,32 @@ def check_loader(state: Any, loader: Any) -> None:
         )
 
 
-def check_state(state: Any) -> None:
-    """Checks a state to go on from."""
+def check_state(state: object) -> None:
+    """Checks the state to continue from."""
     if not isinstance(state, TrainState):
         inside = "; it is its field `state`" if isinstance(getattr(state, "state", None), TrainState) else ""
         raise UserError(f"the state must be a TrainState, as initial_state returns it, not {_kind(state)}{inside}")
 
 
-def check_batch(batch: Any) -> None:
+def check_batch(batch: object) -> None:
     """Checks a batch of `train_step`."""
     if not isinstance(batch, Batch):
         raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_kind(batch)}")
 
 
-def _check_call(what: str, function: Any, call: str, /, *args: Any, **kwargs: Any) -> None:
-    """Raises `UserError` unless `function` can be called so."""
+def _check_call(subject: str, function: object, call: str, /, *args: object, **kwargs: object) -> None:
+    """Raises `UserError` unless `function` can be called with these arguments."""
     if not callable(function):
-        raise UserError(f"{what} must be a function, called as {call}, not {_kind(function)}")
+        raise UserError(f"{subject} must be a function, called as {call}, not {_kind(function)}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a function that tells no signature, as some written in C
+    except (TypeError, ValueError):  # the function has no signature, for example some written in C
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise UserError(f"{what} is called as {call}, and cannot be: {error}") from None
+        raise UserError(f"{subject} is called as {call}, and cannot be: {error}") from None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -122,11 +122,11 @@ def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) ->
     for step, record in ((10, {}), (13, {KEPT: True}), (20, {}), (25, {})):
         store.save(step, arrays(step, sharded(1)), record)
     store.close()
-    assert store.promise_note() is None
+    assert store.extra_permanent_note() is None
     for config in (rare, rare.model_copy(update={"delete_old_temp_checkpoints": False}), NEVER):
         again = CheckpointStore(directory, config)
-        assert "steps 10, 13, 20, which were permanent" in (again.promise_note() or "")
-        assert f"rm -r {directory / '10'}" in (again.promise_note() or "")
+        assert "steps 10, 13, 20, which were permanent" in (again.extra_permanent_note() or "")
+        assert f"rm -r {directory / '10'}" in (again.extra_permanent_note() or "")
         again.close()
     saved(directory, 30, 33, config=rare).close()
     assert committed_steps(directory) == [10, 13, 20, 33]

@@ -53,7 +53,7 @@ def alerts_at(kind: AlertKind, series: Iterable[float], name: str) -> list[int]:
 
 
 def test_the_robust_score_is_the_formula() -> None:
-    window, values = RobustWindow(5, least=3), [1.0, 2.0, 4.0, 7.0, 100.0, 3.0]
+    window, values = RobustWindow(5, min_count=3), [1.0, 2.0, 4.0, 7.0, 100.0, 3.0]
     assert window.score(1.0) is None
     for value in values:
         window.add(value)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lm_trainer.checkpoint.in_bucket import marker
+from lm_trainer.checkpoint.in_bucket import record_key
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
@@ -51,9 +51,9 @@ def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Buck
     # What a save that was killed before its end leaves, and a deletion that was killed after its beginning.
     bucket.write("arrays/9-00000000/params.w/c/0/0", b"half")
     saved(bucket, 7).close()
-    content = bucket.read(marker(7))
+    content = bucket.read(record_key(7))
     assert content is not None
-    bucket.delete(marker(7))
+    bucket.delete(record_key(7))
     assert committed_steps(bucket) == []
     CheckpointStore(bucket, NEVER).close()
     assert bucket.list("arrays") == []
@@ -64,7 +64,7 @@ def test_damaged_arrays_are_named_and_the_step_before_is_used(
     bucket: Bucket, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
-    prefix = json.loads(bucket.read(marker(6)) or b"")["layout"]["prefix"]
+    prefix = json.loads(bucket.read(record_key(6)) or b"")["layout"]["prefix"]
     key = f"{prefix}/params.w/c/0/0"
     content = bytearray(bucket.read(key) or b"")
     content[5] ^= 1
@@ -88,8 +88,8 @@ def test_a_damaged_record_is_named_and_the_step_before_is_used(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
-    content = bucket.read(marker(6)) or b""
-    bucket.write(marker(6), content.replace(b'"note"', b'"nite"'))
+    content = bucket.read(record_key(6)) or b""
+    bucket.write(record_key(6), content.replace(b'"note"', b'"nite"'))
     store = CheckpointStore(bucket, NEVER)
     restored = store.restore(like(sharded(2)))
     store.close()

@@ -93,7 +93,7 @@ def test_after_a_stop_signal_a_save_ends_within_the_grace_period(behind: Bucket,
     store.wait()
     proxy.fault = refuse(503)
     started = time.monotonic()
-    store.hurry()
+    store.start_grace_period()
     store.save(2, arrays(2, sharded(8)), {})
     with pytest.raises(MachineError, match="SlowDown"):
         store.wait()

@@ -33,8 +33,8 @@ SMALLEST_PART = 5 << 20
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a file that one request does not take, and which is read in pieces."""
-    monkeypatch.setattr(bucket_files, "_AT_ONCE", {"s3": 2 * SMALLEST_PART})
-    monkeypatch.setattr(bucket_files, "_PIECE_BYTES", SMALLEST_PART)
+    monkeypatch.setattr(bucket_files, "_MAX_PUT", {"s3": 2 * SMALLEST_PART})
+    monkeypatch.setattr(bucket_files, "_PART_BYTES", SMALLEST_PART)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "large").write_bytes(os.urandom(2 * SMALLEST_PART + 7))
     (tmp_path / "files" / "empty").touch()

@@ -180,7 +180,7 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
     monkeypatch.setattr(in_bucket, "_DELETE_SECONDS", 1.0)
     monkeypatch.setattr(bucket, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_LAST_SECONDS", 1.0)
-    monkeypatch.setattr(bucket_mirror, "_EVERY", 1000.0)
+    monkeypatch.setattr(bucket_mirror, "_PUSH_INTERVAL", 1000.0)
     with once(newly(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
         failed = runs.run("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
     proxy.fault = None

@@ -13,7 +13,7 @@ import yaml
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.config.gather import LARGE, choose_gather, with_gather
+from lm_trainer.run.config.gather import LARGE_MODEL_PARAMS, resolve_gather, with_gather
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
@@ -51,7 +51,7 @@ def go_on(**trainer: Any) -> RunConfig:
     """The configuration with which the run goes on."""
     config = RunConfig.model_validate({"trainer": {"id": "run", **trainer}})
     directory: Any = RunDirectory(config.trainer, config, "run")
-    directory.go_on_as_begun()
+    directory.restore_recorded_keys()
     with directory:
         return directory.config
 
@@ -121,15 +121,15 @@ def test_the_former_spelling_is_read_and_said_once(in_tmp_path: Path) -> None:
 
 def test_what_is_gathered_follows_from_the_size_of_the_model() -> None:
     def gathered(num_params: int, *, layers: bool = True, **trainer: Any) -> str:
-        return choose_gather(TrainerConfig.model_validate(trainer), num_params, layers=layers).gather
+        return resolve_gather(TrainerConfig.model_validate(trainer), num_params, layers=layers).gather
 
-    assert gathered(LARGE - 1) == "model"
-    assert gathered(LARGE) == "layer"
-    assert gathered(LARGE, layers=False) == "model"
-    assert gathered(LARGE, pipeline_axis_size=2, per_device_parallelism=2) == "model"
-    assert gathered(LARGE, determinism="fast") == "auto"
+    assert gathered(LARGE_MODEL_PARAMS - 1) == "model"
+    assert gathered(LARGE_MODEL_PARAMS) == "layer"
+    assert gathered(LARGE_MODEL_PARAMS, layers=False) == "model"
+    assert gathered(LARGE_MODEL_PARAMS, pipeline_axis_size=2, per_device_parallelism=2) == "model"
+    assert gathered(LARGE_MODEL_PARAMS, determinism="fast") == "auto"
     assert gathered(1, gather="layer") == "layer"
-    assert gathered(LARGE, gather="model") == "model"
+    assert gathered(LARGE_MODEL_PARAMS, gather="model") == "model"
     assert with_gather(RunConfig.model_validate({"model": {"type": "gpt2"}}), 50257).trainer.gather == "layer"  # 124 M
     with pytest.raises(RuntimeError):
         _ = TrainerConfig().gathers_layers

@@ -22,7 +22,7 @@ RUN, CHECKPOINTS = Path("logs/own"), Path("checkpoints/own")
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(signals, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "_CHECK_SECONDS", 0.0)
 
 
 def train(steps: int = 8, at: dict[int, Callable[[], Any]] | None = None, **changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Alerts of a run, `trainer.alerts`: a file for each kind, and the section that lists them."""
+"""Alerts of a run (`trainer.alerts`): one file per kind, and the config section listing them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lm_trainer.health.alerts.non_finite import NonFinite
 from lm_trainer.health.alerts.rules import Rule
 from lm_trainer.health.alerts.step_time import StepTime
 
-_OF_A_SHELL = {"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1"}
+_SHELL_OPERATORS = {"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1"}
 
 
 class AlertsConfig(Config):
-    """Alerts: to the terminal, metrics.jsonl, the trackers and a command. They look at metrics that are there anyway,
-    after the step, and change no number of the run. Each kind may be null: never.
+    """Alerts to the terminal, metrics.jsonl, the trackers and a command. They evaluate metrics logged anyway, after the
+    step, and do not affect the results of the run. Set a kind to null to turn it off.
     """
 
     loss_spike: LossSpike | None = LossSpike()
@@ -36,28 +36,27 @@ class AlertsConfig(Config):
     memory: DeviceMemory | None = DeviceMemory()
 
     no_progress: bool = True
-    """Also alert when the watchdog (`trainer.watchdog`) says that the run makes no progress."""
+    """Also alert when the watchdog (`trainer.watchdog`) detects no progress."""
     stop: tuple[Rule, ...] = ()
-    """Rules that end the run, with exit code 3. To leave the updates of bad steps out instead, see
+    """Rules that end the run, with exit code 3. To skip the updates of bad steps instead, see
     `optimizer.skip_bad_steps`."""
     quiet_steps: PositiveInt = 100
-    """Steps after an alert in which its kind is silent."""
+    """Number of steps after an alert during which alerts of the same kind are suppressed."""
     command: str | None = None
-    """Command that is run for each alert, with a JSON object on its standard input: `run`, `run_dir`, `time`, `step`,
-    `alert`, `message`, `metrics`. It is no line of a shell; its arguments are separated by spaces, as in
-    `./notify --to me`."""
+    """Command run for each alert, with a JSON object on its standard input: `run`, `run_dir`, `time`, `step`, `alert`,
+    `message`, `metrics`. It runs without a shell; arguments are separated by spaces, as in `./notify --to me`."""
 
     @field_validator("command")
     @classmethod
     def _is_no_line_of_a_shell(cls, command: str | None) -> str | None:
         for word in shlex.split(command or ""):
-            if word in _OF_A_SHELL:
+            if word in _SHELL_OPERATORS:
                 line = shlex.quote(without_credentials({COMMAND: command})[COMMAND])
                 raise ValueError(f"{word} is for a shell, and the command runs without one; write: sh -c {line}")
         return command
 
     @property
     def kinds(self) -> Mapping[str, AlertKind]:
-        """Those that are on, by name."""
-        found = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in found.items() if isinstance(value, AlertKind)}
+        """Enabled alert kinds, by name."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in fields.items() if isinstance(value, AlertKind)}

@@ -1,4 +1,4 @@
-"""The contract of an alert's kind, and the statistics that several of them share."""
+"""Base class of alert kinds, and shared statistics."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import NamedTuple
 from lm_trainer.core.config import Config
 
 Check = Callable[[Mapping[str, float]], str | None]
-"""Takes the metrics of each step in turn, by the names that they are logged under; returns a message to alert."""
+"""Called with the logged metrics of each step, by name; returns a message to alert, or None."""
 
 LOSS, GRAD_NORM = "train/loss", "optim/grad_norm"
 STEP_TIME, DATA_WAIT = "throughput/step_time", "throughput/data_wait"
-"""Names of metrics; those of throughput are absent at steps that have no time of their own."""
+"""Metric names; throughput metrics are absent at steps without a separate time measurement."""
 
 _NORMAL_MAD = 1.4826
-"""Standard deviations of a normal distribution for each median absolute deviation (Leys et al. 2013)."""
-_LEAST_SPREAD = 1e-3
-"""Share of the median that counts as spread at least: values that hardly differ are no basis for an alert."""
+"""Ratio of standard deviation to median absolute deviation of a normal distribution (Leys et al. 2013)."""
+_MIN_SPREAD = 1e-3
+"""Minimum spread as a fraction of the median: nearly constant values must not trigger alerts."""
 
 
 class Alert(NamedTuple):
-    """One alert, as it is sent."""
+    """An alert to send."""
 
     step: int
     kind: str
     message: str
     metrics: Mapping[str, float]
-    """Metrics of the step; empty where none is known."""
+    """Metrics of the step; empty if unknown."""
 
 
 class AlertKind(Config):
@@ -39,37 +39,37 @@ class AlertKind(Config):
 
     @abstractmethod
     def open(self) -> Check:
-        """Returns a check with a state of its own; it is called once after each step."""
+        """Returns a new check with separate state; it is called once after each step."""
 
 
 class RobustWindow:
-    """The median and spread of the last values, which single outliers hardly move.
+    """Median and spread of the last values; robust against single outliers.
 
     Args:
-        size: number of last values.
-        least: number of values before which there is no score.
+        size: number of values in the window.
+        min_count: minimum number of values for a score.
     """
 
-    def __init__(self, size: int, least: int):
+    def __init__(self, size: int, min_count: int):
         self._values: deque[float] = deque(maxlen=size)
-        self._least = least
+        self._min_count = min_count
 
     @property
     def median(self) -> float:
         return statistics.median(self._values)
 
     def score(self, value: float) -> float | None:
-        """Robust z-score against the values before it: (value - median) / (1.4826 MAD). None while they are too few.
+        """Robust z-score against the previous values: (value - median) / (1.4826 MAD). None if they are too few.
 
         Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.
         """
-        if len(self._values) < self._least:
+        if len(self._values) < self._min_count:
             return None
-        middle = self.median
-        spread = _NORMAL_MAD * statistics.median(abs(each - middle) for each in self._values)
-        return (value - middle) / max(spread, _LEAST_SPREAD * abs(middle), 1e-12)
+        median = self.median
+        spread = _NORMAL_MAD * statistics.median(abs(v - median) for v in self._values)
+        return (value - median) / max(spread, _MIN_SPREAD * abs(median), 1e-12)
 
     def add(self, value: float) -> None:
-        """Takes a value in; one that is not finite is left out."""
+        """Adds a value to the window; non-finite values are ignored."""
         if math.isfinite(value):
             self._values.append(value)

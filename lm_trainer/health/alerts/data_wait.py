@@ -10,21 +10,21 @@ from lm_trainer.health.alerts.base import DATA_WAIT, AlertKind, Check
 
 
 class DataWait(AlertKind):
-    """Much of the time of the last steps was spent waiting for data (`throughput/data_wait`)."""
+    """The last steps spent much of their time waiting for data (`throughput/data_wait`)."""
 
     share: float = Field(default=0.2, gt=0, le=1)
-    """Share of the time from which to alert."""
+    """Alert if at least this fraction of the time is spent waiting."""
     after: NonNegativeInt = 100
-    """Steps of an attempt before the first alert: at the start, text may still be tokenised."""
+    """Number of steps of an attempt before the first alert: text may still be tokenised at the start."""
 
     def open(self) -> Check:
-        seen = 0
+        steps = 0
 
         def check(metrics: Mapping[str, float]) -> str | None:
-            nonlocal seen
-            seen += 1
+            nonlocal steps
+            steps += 1
             waited = metrics.get(DATA_WAIT, 0.0)
-            if seen <= self.after or waited < self.share:
+            if steps <= self.after or waited < self.share:
                 return None
             return f"{waited:.0%} of the time is spent waiting for data (`lmt bench data` says what it can deliver)"
 

@@ -1,4 +1,4 @@
-"""Alert: the gradient of a step is far larger than those before it."""
+"""Alert: the gradient of a step is far larger than previous gradients."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from lm_trainer.health.alerts.base import GRAD_NORM, AlertKind, Check, RobustWin
 
 
 class GradNorm(AlertKind):
-    """The norm of the gradient, before clipping, is far above those before it, by a robust z-score of its logarithm."""
+    """The gradient norm before clipping is far above previous norms, by a robust z-score of its logarithm."""
 
     threshold: PositiveFloat = 8.0
-    """Score from which to alert, in standard deviations of a normal distribution."""
+    """Minimum score for an alert, in standard deviations of a normal distribution."""
     factor: PositiveFloat = 4.0
-    """Multiple of the usual norm that it must reach as well."""
+    """The norm must also reach this multiple of the median norm."""
     window: PositiveInt = 128
-    """Steps that it is compared with; half of them must be there."""
+    """Number of previous steps to compare with; at least half of them must be available."""
 
     def open(self) -> Check:
-        window = RobustWindow(self.window, least=(self.window + 1) // 2)
+        window = RobustWindow(self.window, min_count=(self.window + 1) // 2)
 
         def check(metrics: Mapping[str, float]) -> str | None:
             norm = metrics[GRAD_NORM]
-            # Norms spread over orders of magnitude, evenly in their logarithm.
+            # Norms vary over orders of magnitude, symmetrically in their logarithm.
             size = math.log(norm) if 0 < norm < math.inf else math.nan
             score = window.score(size)
             usual = math.exp(window.median) if score is not None else math.inf

@@ -1,4 +1,4 @@
-"""Alert: the loss of a step is far above those before it."""
+"""Alert: the loss of a step is far above previous losses."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lm_trainer.health.alerts.base import LOSS, AlertKind, Check, RobustWindow
 
 
 class LossSpike(AlertKind):
-    """The loss of a step is far above those before it, by a robust z-score (median and MAD)."""
+    """The loss of a step is far above previous losses, by a robust z-score (median and MAD)."""
 
     threshold: PositiveFloat = 8.0
-    """Score from which it is a spike, in standard deviations of a normal distribution."""
+    """Minimum score for an alert, in standard deviations of a normal distribution."""
     window: PositiveInt = 128
-    """Steps that it is compared with; half of them must be there."""
+    """Number of previous steps to compare with; at least half of them must be available."""
 
     def open(self) -> Check:
-        window = RobustWindow(self.window, least=(self.window + 1) // 2)
+        window = RobustWindow(self.window, min_count=(self.window + 1) // 2)
 
         def check(metrics: Mapping[str, float]) -> str | None:
             loss = metrics[LOSS]
             score = window.score(loss)
             usual = window.median if score is not None else 0.0
             window.add(loss)
-            # A score that is NaN is of a loss that is: another kind.
+            # The score is NaN if the loss is NaN; then the kind `non_finite` alerts.
             if score is None or not score >= self.threshold:
                 return None
             return f"the loss is {loss:.4f}, after {usual:.4f} (median of {self.window} steps; score {score:.1f})"

@@ -11,25 +11,27 @@ from lm_trainer.health.alerts.base import AlertKind, Check
 
 
 class DeviceMemory(AlertKind):
-    """The memory of a device has been nearly full, once for each attempt; where JAX can tell, so not on a CPU."""
+    """The memory of a device was nearly full; at most one alert per attempt. Needs JAX memory statistics, which CPUs
+    lack.
+    """
 
     share: float = Field(default=0.95, gt=0, le=1)
-    """Share of what JAX may use, at its highest."""
+    """Alert if the peak reaches this fraction of the memory available to JAX."""
 
     def open(self) -> Check:
         import jax
 
-        told = False
+        alerted = False
 
         def check(metrics: Mapping[str, float]) -> str | None:
-            nonlocal told
+            nonlocal alerted
             del metrics
-            full = 0.0 if told else max(map(_peak_share, jax.local_devices()))
-            if full < self.share:
+            peak = 0.0 if alerted else max(map(_peak_share, jax.local_devices()))
+            if peak < self.share:
                 return None
-            # The peak never falls again.
-            told = True
-            return f"{full:.1%} of a device's memory was in use at its highest"
+            # The peak never decreases.
+            alerted = True
+            return f"{peak:.1%} of a device's memory was in use at its highest"
 
         return check
 

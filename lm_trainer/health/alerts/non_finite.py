@@ -1,4 +1,4 @@
-"""Alert: a loss or gradient that is not finite."""
+"""Alert: a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lm_trainer.health.alerts.base import GRAD_NORM, LOSS, AlertKind, Check
 
 
 class NonFinite(AlertKind):
-    """The loss or the norm of the gradient is NaN or infinite. The run itself reacts as `trainer.crash_on_nan` and
-    `crash_on_inf` say.
+    """The loss or the gradient norm is NaN or infinite. `trainer.crash_on_nan` and `crash_on_inf` determine how the run
+    reacts.
     """
 
     def open(self) -> Check:

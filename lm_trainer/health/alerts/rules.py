@@ -1,4 +1,4 @@
-"""Rules that end a run: a metric has been above a value for a number of steps."""
+"""Stop rules: end a run when a metric exceeds a value for a number of steps."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class RuleStop(UserError):
 
 
 class Rule(Config):
-    """Ends the run when a metric has been above a value for some steps in a row."""
+    """Ends the run when a metric exceeds a value for a number of consecutive steps."""
 
     metric: str = "train/loss"
-    """A metric of every step, as it is logged; not of throughput, which differs between processes."""
+    """Logged name of a metric of every step; throughput metrics are refused, as they differ between processes."""
     above: float
-    """The value; NaN counts as above."""
+    """Threshold of the metric; NaN counts as above."""
     steps: PositiveInt = 1
-    """Steps in a row."""
+    """Number of consecutive steps above the threshold."""
 
 
 def open_rules(rules: Sequence[Rule]) -> Callable[[int, Mapping[str, float]], None]:
-    """Returns a function that takes step and metrics of each step, the same in all processes.
+    """Returns a function to call with the step and its metrics, which must be the same in all processes.
 
-    It raises `RuleStop` when a rule holds, and `UserError` for a rule about a metric that is not there.
+    It raises `RuleStop` when a rule applies, and `UserError` for a rule about an unknown metric.
     """
     counts = [0] * len(rules)
 
@@ -38,7 +38,7 @@ def open_rules(rules: Sequence[Rule]) -> Callable[[int, Mapping[str, float]], No
         for index, rule in enumerate(rules):
             if rule.metric not in metrics:
                 raise UserError(f"trainer.alerts.stop: no metric {rule.metric!r}; there are: {', '.join(metrics)}")
-            # Not `value > above`, which is false of NaN.
+            # Not `value > above`, which is False for NaN.
             counts[index] = 0 if metrics[rule.metric] <= rule.above else counts[index] + 1
             if counts[index] == rule.steps:
                 raise RuleStop(

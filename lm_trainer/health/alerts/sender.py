@@ -1,4 +1,4 @@
-"""The way of an alert from a metric to the people: terminal, trackers, and a command of theirs."""
+"""Evaluates alerts and sends them to the terminal, the trackers and a user's command."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from lm_trainer.trackers.console import Progress
 from lm_trainer.trackers.jsonl import encode
 
 _COMMAND_SECONDS = 60.0
-"""Longest time for one command, and at the end of a run for all that still run."""
+"""Timeout of one command, and at the end of a run of all running commands together."""
 
 
 class Alerts:
-    """Watches the metrics of a run and sends alerts; nothing here is waited for.
+    """Watches the metrics of a run and sends alerts without blocking.
 
     Args:
-        config: the kinds and their settings.
-        run_dir: named in alerts; its last part is the run's id.
-        trackers: take the alerts.
+        config: the alert kinds and their settings.
+        run_dir: the run directory, included in alerts; its last component is the run ID.
+        trackers: trackers to send alerts to.
         progress: the terminal.
-        sends: True in the one process that sends; the others heed the rules alone.
+        sends: True in the one process sending alerts; other processes only apply the stop rules.
     """
 
     def __init__(self, config: AlertsConfig, run_dir: Path, trackers: Composite, progress: Progress, *, sends: bool):
@@ -40,42 +40,42 @@ class Alerts:
         self._rules = open_rules(config.stop)
         self._sends, self._command_works = sends, True
         self._silent_until: dict[str, int] = {}
-        # One after the other: a command that is slow must not pile up.
+        # One at a time, so that slow commands do not pile up.
         self._commands = ThreadPoolExecutor(1, "alert command")
         self._running: list[Future[None]] = []
         self._stalls: list[str] = []
         self._lock, self._step = threading.Lock(), 0
 
     def step(self, step: int, metrics: Mapping[str, float], speed: Mapping[str, float]) -> None:
-        """Looks at a step whose metrics have been read.
+        """Evaluates the metrics of a step.
 
         Args:
-            step: its number.
-            metrics: those that are the same in every process, by the names under which they are logged.
-            speed: those of throughput.
+            step: number of the step.
+            metrics: logged metrics with the same values in every process, by name.
+            speed: throughput metrics.
 
         Raises:
-            RuleStop: when a rule ends the run.
-            UserError: when a rule names a metric that is not there.
+            RuleStop: if a rule ends the run.
+            UserError: if a rule refers to an unknown metric.
         """
         self._step = step
         self._record_stalls(step)
-        both = {**metrics, **speed}
+        all_metrics = {**metrics, **speed}
         for name, check in self._checks.items():
-            message = check(both)
+            message = check(all_metrics)
             if message is not None and step > self._silent_until.get(name, 0):
                 self._silent_until[name] = step + self._config.quiet_steps
-                self._send(Alert(step, name, message, both))
+                self._send(Alert(step, name, message, all_metrics))
         try:
             self._rules(step, metrics)
         except RuleStop as stop:
             if self._sends:
-                # Without the terminal, where the error comes as well.
-                self._tell(Alert(step, "stop", str(stop), both))
+                # Not to the terminal, which shows the error anyway.
+                self._tell(Alert(step, "stop", str(stop), all_metrics))
             raise
 
     def stalled(self, message: str) -> None:
-        """Takes the watchdog's message, in its thread: the main one hangs, so only the command hears of it at once."""
+        """Handles the watchdog's message, in its thread: the main one hangs, so only the command runs immediately."""
         if not self._sends or not self._config.no_progress:
             return
         with self._lock:
@@ -83,7 +83,7 @@ class Alerts:
         self._run_command(Alert(self._step, "no_progress", message, {}))
 
     def close(self) -> None:
-        """Waits a while for commands that still run; safe to call twice."""
+        """Waits for running commands, up to a timeout; safe to call twice."""
         if self._running:
             wait(self._running, timeout=_COMMAND_SECONDS)
         self._commands.shutdown(wait=False, cancel_futures=True)
@@ -131,6 +131,6 @@ class Alerts:
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         if problem:
-            # Said once: training goes on, and the terminal has the alerts.
+            # Reported once: training continues, and the terminal still shows the alerts.
             self._command_works = False
             self._progress.note(without_credentials(f"trainer.alerts.command failed and is switched off: {problem}"))

@@ -1,4 +1,4 @@
-"""Alert: steps take much longer than before."""
+"""Alert: steps take much longer than at the start."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from lm_trainer.health.alerts.base import STEP_TIME, AlertKind, Check
 
 
 class StepTime(AlertKind):
-    """Steps take much longer than at the start of this attempt, for some time."""
+    """The median step time is much higher than at the start of this attempt."""
 
     factor: PositiveFloat = 2.0
-    """Multiple of the usual time."""
+    """Alert at this multiple of the usual step time."""
     steps: PositiveInt = 20
-    """Steps whose median is compared with the usual time, that of the first 100 after as many."""
+    """Number of recent steps in the median that is compared with the usual step time. The usual time is the median of
+    the first 100 steps after skipping this many."""
     least: NonNegativeFloat = 0.1
-    """Seconds below which a step is never slow."""
+    """Seconds below which a step never counts as slow."""
 
     def open(self) -> Check:
         first: list[float] = []
@@ -31,15 +32,15 @@ class StepTime(AlertKind):
             last.append(metrics[STEP_TIME])
             if len(last) < self.steps:
                 return None
-            if len(first) < _USUAL_STEPS:
+            if len(first) < _BASELINE_STEPS:
                 first.append(metrics[STEP_TIME])
                 return None
-            now, usual = statistics.median(last), statistics.median(first)
-            if now < max(self.factor * usual, self.least):
+            current, usual = statistics.median(last), statistics.median(first)
+            if current < max(self.factor * usual, self.least):
                 return None
-            return f"a step takes {now:.3g} s (median of {self.steps}), after {usual:.3g} s at the start"
+            return f"a step takes {current:.3g} s (median of {self.steps}), after {usual:.3g} s at the start"
 
         return check
 
 
-_USUAL_STEPS = 100
+_BASELINE_STEPS = 100

@@ -1,1 +1,1 @@
-"""The program of a run, planned from its configuration."""
+"""Building the program of a run from its configuration."""

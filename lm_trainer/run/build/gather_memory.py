@@ -1,4 +1,4 @@
-"""The microbatches that share what is gathered, where the configuration leaves them to the memory of the devices."""
+"""Choice of `microbatches_per_gather` by the memory of the devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import taken_memory
 
-_USED = 0.95
-"""The part of a device's memory that a step may take; the rest is for pieces between arrays."""
+_USABLE_FRACTION = 0.95
+"""Fraction of a device's memory available to a step; the remainder is for fragmentation."""
 
 
 def device_memory() -> int | None:
-    """Bytes that a run may use on each device, the least of all processes; None where a backend does not say."""
+    """Returns the bytes available per device, the minimum over all processes; None if the backend reports none."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return int(gather(np.asarray(min(limits), np.int64)).min()) or None
 
@@ -34,54 +34,54 @@ def plan_for_memory(
     *,
     memory: Callable[[], int | None] = device_memory,
 ) -> TrainingSetup:
-    """The program of a run, with as many `microbatches_per_gather` as the memory holds where none are configured.
+    """Plans the program of a run; if `microbatches_per_gather` is unset, with as many as fit into memory.
 
-    They decide no bits. All processes must call it.
+    The choice does not affect results. All processes must call it.
 
     Args:
-        make: plans the program of a trainer section.
-        trainer: of the run.
-        seq_len: positions in a row; None where they are not known, and nothing is chosen.
-        note: is told what was chosen, where it is not all of them.
-        memory: bytes of each device, None where they are not known; asked for only where it matters.
+        make: plans the program for a trainer section.
+        trainer: trainer section of the run.
+        seq_len: positions in a row; None if unknown, and then the number is not chosen.
+        note: called with a message about the choice, unless all microbatches fit.
+        memory: returns the bytes of each device, None if unknown; called only if needed.
     """
     setup = make(trainer)
     if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
         return setup
     mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=taken_memory)
-    fewer = plan.fewer_together(mesh)
-    if not fewer or (limit := memory()) is None:
+    smaller_counts = plan.fewer_together(mesh)
+    if not smaller_counts or (limit := memory()) is None:
         return setup
     row = random_batch(1, seq_len, 2)
-    # What is compiled here is what the run needs as well.
+    # The run needs these compiled programs too.
     compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
     def peak(trainer: TrainerConfig) -> int:
-        """The most bytes that a device holds in a step, the most of all processes."""
+        """Returns the peak bytes of a device in a step, the maximum over all processes."""
         with on_one_shard():
-            rehearsed = make(trainer)
+            rehearsal = make(trainer)
         with programs.of_rows(plan.rows) as measure:
-            record = rehearsed.rehearse(row, mesh.devices.flat[0].platform, measure)
+            record = rehearsal.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
-    tried = [(plan.shares(mesh).most, trainer, peak(trainer))]
-    while tried[-1][2] > _USED * limit and fewer:
-        together = fewer.pop(0)
-        turns = trainer.model_copy(update={"microbatches_per_gather": together})
-        tried.append((together, turns, peak(turns)))
-    (together, chosen, needed), (most, _, whole) = tried[-1], tried[0]
+    candidates = [(plan.shares(mesh).most, trainer, peak(trainer))]
+    while candidates[-1][2] > _USABLE_FRACTION * limit and smaller_counts:
+        count = smaller_counts.pop(0)
+        candidate = trainer.model_copy(update={"microbatches_per_gather": count})
+        candidates.append((count, candidate, peak(candidate)))
+    (count, chosen_trainer, needed), (max_count, _, full_bytes) = candidates[-1], candidates[0]
     if needed > limit:
         note(
             f"a step needs {_gib(needed)} on each device, which have {_gib(limit)}, even with "
-            f"microbatches_per_gather={together}; `lmt plan --search` looks for a layout that fits"
+            f"microbatches_per_gather={count}; `lmt plan --search` looks for a layout that fits"
         )
-    elif together < most:
+    elif count < max_count:
         note(
-            f"microbatches_per_gather={together}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
-            f"{_gib(whole)} with all {most} microbatches of a device together. The numbers are the same"
+            f"microbatches_per_gather={count}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
+            f"{_gib(full_bytes)} with all {max_count} microbatches of a device together. The numbers are the same"
         )
-    return setup if chosen is trainer else make(chosen)
+    return setup if chosen_trainer is trainer else make(chosen_trainer)
 
 
 def _gib(size: int) -> str:

@@ -1,4 +1,4 @@
-"""The model and the loss of a run, traced without memory."""
+"""The model and the loss of a run, traced without allocating memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.model_def import ModelDef
 
 INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
-"""Folded into the key of the seed, so that no two uses of it draw the same numbers."""
+"""Folded into the seed's key, so that different uses draw different numbers."""
 
 Selection = bool | Mapping[str, bool] | Callable[[str], bool]
-"""A choice of parameters by dotted name; a name that a mapping lacks is not chosen."""
+"""A selection of parameters by dotted name; names missing in a mapping are not selected."""
 
 
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
-    """The model of a configuration; its initial values follow from the seed."""
+    """Traces the model of a configuration; its initial values are determined by the seed."""
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
     quantization, adapter = config.trainer.quantization, config.adapter
     names = {} if adapter is None else module_names(config.model, vocab_size)
@@ -53,9 +53,9 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
-    """A model with the parameter dtype of the precision policy; see `ModelDef.trace`."""
+    """Traces a model with parameters cast to `param_dtype`; see `ModelDef.trace`."""
 
-    # Cast inside the traced function: under jit no array of the wider dtype is ever allocated.
+    # Cast inside the traced function: under jit, arrays of the wider dtype are never allocated.
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):
@@ -72,9 +72,9 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
 
 
 class _Recorded:
-    """A function that builds a module, and whose operations are recorded once and repeated at each call.
+    """Function building a module from operations recorded once and replayed at each call.
 
-    A run builds its model several times under `jit`, and tracing its Python takes longer than all that compiles it.
+    A run builds its model several times under `jit`, and tracing its Python code takes longer than compiling it.
     """
 
     def __init__(self, build: Callable[[], nnx.Module]) -> None:
@@ -86,7 +86,7 @@ class _Recorded:
 
     @functools.cached_property
     def _recording(self) -> tuple[nnx.GraphDef, ClosedJaxpr, Any]:
-        """The structure of the module, the operations that make its arrays, and the tree that these are leaves of."""
+        """The structure of the module, the operations producing its arrays, and the tree structure of the arrays."""
         graphdefs = []
 
         def arrays() -> nnx.State:
@@ -99,32 +99,32 @@ class _Recorded:
 
 
 def loss_function(config: RunConfig) -> NextTokenLoss:
-    """The training loss in the compute dtype of the configuration."""
+    """Returns the training loss in the compute dtype of the configuration."""
     terms = LossTerms(z_loss_weight=config.z_loss_weight)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
 def evaluation_loss(config: RunConfig) -> NextTokenLoss:
-    """The loss on held-out sets: without the penalty of training."""
+    """Returns the loss for held-out sets, without the z-loss of training."""
     terms = LossTerms(entropy=config.log_entropy)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
 def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms = CROSS_ENTROPY) -> NextTokenLoss:
-    """Cross-entropy of the next token, for a `Decoder`; arguments as the fields of `NextTokenLoss`."""
+    """Returns the next-token cross-entropy for a `Decoder`; arguments as the fields of `NextTokenLoss`."""
     return NextTokenLoss(dtype, block_size, terms)
 
 
 @dataclass(frozen=True)
 class NextTokenLoss:
-    """Cross-entropy of the next token, for a `Decoder`; a `LossFn`."""
+    """Next-token cross-entropy for a `Decoder`; a `LossFn`."""
 
     dtype: Any
-    """Precision of the computation."""
+    """Compute dtype."""
     block_size: int | None = None
-    """As for `token_loss`."""
+    """See `token_loss`."""
     terms: LossTerms = CROSS_ENTROPY
-    """As for `token_loss`."""
+    """See `token_loss`."""
 
     def __call__(
         self, model: nnx.Module, batch: Batch, key: jax.Array | None
@@ -139,20 +139,20 @@ class NextTokenLoss:
         )
 
     def staged(self, spec: DecoderSpec) -> StagedLoss:
-        """The same loss in stages, for decoders of `spec`."""
+        """Returns the same loss in stages, for decoders with this `spec`."""
         return staged_token_loss(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
 
 
 @dataclass(frozen=True)
 class TokenNll:
-    """The loss of each token, for a `Decoder`: a `LossFn` with `nll` among its metrics, as `token_nll` returns it."""
+    """Loss of each token for a `Decoder`: a `LossFn` with the metric `nll`, as returned by `token_nll`."""
 
     dtype: Any
-    """Precision of the computation."""
+    """Compute dtype."""
     block_size: int | None = None
-    """As for `token_loss`."""
+    """See `token_loss`."""
     top: int = 0
-    """As for `token_nll`."""
+    """See `token_nll`."""
 
     def __call__(
         self, model: nnx.Module, batch: Batch, key: jax.Array | None
@@ -167,15 +167,15 @@ class TokenNll:
         )
 
     def staged(self, spec: DecoderSpec) -> StagedLoss:
-        """The same in stages, for decoders of `spec`."""
+        """Returns the same loss in stages, for decoders with this `spec`."""
         return staged_token_nll(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
 
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
-    """Tells whether the step computes each layer of a model again, once and as a whole, whatever the model says."""
+    """Returns True if the step recomputes every full layer, regardless of the model's rematerialisation settings."""
     return trainer.gathers_layers and not (spec.saves_inside_layers and keeps_inside_layers(trainer))
 
 
 def keeps_inside_layers(trainer: TrainerConfig) -> bool:
-    """Tells whether a step layer by layer can keep what is inside of layers: not where devices share a microbatch."""
+    """Returns True if a layer-by-layer step can keep activations inside layers: if no devices share a microbatch."""
     return max(trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size) == 1

@@ -1,4 +1,4 @@
-"""The program of a run: model, shardings, step and evaluation, planned from a configuration."""
+"""The program of a run: model, shardings, step and evaluation, built from a configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.build.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
-from lm_trainer.run.config.gather import choose_gather, with_gather
+from lm_trainer.run.config.gather import resolve_gather, with_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -48,16 +48,16 @@ from lm_trainer.step.state.state_sharding import StateSharding, plan_state_shard
 from lm_trainer.step.state.train_state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.updates.update import Metrics
 
-_DRAWN_TOGETHER = 1024
-"""Tokens whose logits exist at a time while targets are drawn; another number would draw others."""
+_SAMPLING_BLOCK = 1024
+"""Tokens whose logits are computed at a time while sampling targets; changing it changes the samples."""
 
 AVERAGED = "ema"
-"""The name of the averaged weights among those that are evaluated."""
+"""Name of the averaged weights in evaluations."""
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Everything of a run that is neither state nor data."""
+    """Everything of a run except its state and its data."""
 
     model: ModelDef
     sharding: StateSharding
@@ -66,46 +66,46 @@ class TrainingSetup:
     step: Step
     evaluate: Evaluator
     plan: StepPlan
-    """The trainer section that all of this was planned from."""
+    """The resolved trainer section."""
     schedule: Schedule | None
-    """The learning rate by the number of steps done before; None where the optimizer keeps its own."""
+    """Learning rate as a function of the number of completed steps; None if the optimizer has an internal schedule."""
     averages: bool
     """True if the state has averaged weights."""
     freezes: bool
-    """True if some parameters are not trained."""
+    """True if some parameters are frozen."""
     gathers_layers: bool
     """True if a step gathers the parameters of one layer at a time."""
 
     @property
-    def averages_by_itself(self) -> bool:
-        """True if the optimizer evaluates other weights than those that it updates."""
+    def has_eval_params(self) -> bool:
+        """True if the optimizer evaluates different weights from the ones it updates."""
         return type(self.optimizer).eval_params is not Optimizer.eval_params
 
     def init(self) -> TrainState:
-        """The state of the run at step 0: the values that its model comes with, else those of the seed."""
+        """Returns the state at step 0, with the weights loaded by the model definition or else random ones."""
         return self.init_from_seed() if self.model.load is None else self.init_from_model()
 
     def init_from_seed(self) -> TrainState:
-        """A fresh state, which depends on the seed alone."""
+        """Returns a freshly initialized state, determined by the seed."""
         return fresh_state(self.model.init, self.tx, self.sharding, averaged=self.averages)
 
     def init_from_model(self) -> TrainState:
-        """A state at step 0 with the values that the model comes with, those of a Hugging Face checkpoint for instance.
+        """Returns a state at step 0 with the weights loaded by the model definition, such as a Hugging Face checkpoint.
 
-        Parameters that are not among them, as those of an adapter, are fresh.
+        Parameters missing in them, such as an adapter's, are freshly initialized.
         """
         assert self.model.load is not None
         storage = self.sharding.storage
         params = self.model.load(self.model.shapes, storage)
-        if others := storage.keys() - params.keys():
+        if missing := storage.keys() - params.keys():
             params = {
                 **params,
-                **fresh_params(lambda: {n: x for n, x in self.model.init().items() if n in others}, self.sharding),
+                **fresh_params(lambda: {n: x for n, x in self.model.init().items() if n in missing}, self.sharding),
             }
         return self.from_weights(params)
 
     def rehearse(self, row: Batch, platform: str, measure: Measure, limit: int | None = None) -> StepRecord:
-        """Rehearses the step that takes most memory; arguments as for `RehearsedStep.record`."""
+        """Rehearses the step with the highest memory use; arguments as in `RehearsedStep.record`."""
         interval = self.optimizer.curvature_interval if self.optimizer.curvature is not None else 1
         step = RehearsedStep(self.step, self.model.shapes, self.tx, self.sharding, self.averages, interval)
         return step.record(row, platform, measure, limit)
@@ -113,36 +113,36 @@ class TrainingSetup:
     def take_step(
         self, state: TrainState, batch: Batch, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """One training step on a batch of the host: sends it to the devices and computes.
+        """Runs one training step on a batch in host memory.
 
         Args:
-            state: before the step, which consumes its arrays.
+            state: state before the step; its arrays are donated.
             batch: this process's rows of the global batch, as NumPy arrays.
-            observer: looks at the inside of the step.
+            observer: receives intermediate values of the step.
         """
         return self.compute_step(state, self.step.put(batch, state.step), observer)
 
     def learning_rate(self, step: int) -> float | None:
-        """The learning rate after `step` steps; None where the optimizer keeps its own."""
+        """Returns the learning rate after `step` steps; None if the optimizer has an internal schedule."""
         return None if self.schedule is None else self.schedule(step)
 
     def compute_step(
         self, state: TrainState, placed: Any, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """One training step on a batch that `step.put` has placed on the devices; otherwise as `take_step`."""
+        """Runs one training step on a batch placed on the devices by `step.put`; otherwise like `take_step`."""
         return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
-        """A state at step 0 with given weights, all of them."""
+        """Returns a state at step 0 with the given weights, which must be complete."""
         return state_from_params(params, self.tx, self.sharding, averaged=self.averages)
 
     def weights(self, state: TrainState) -> dict[str, Params]:
-        """The sets of weights to evaluate: those that the optimizer means under "", averaged weights by their name.
+        """Returns name -> weights to evaluate: "" for the optimizer's evaluation weights, `AVERAGED` for the average.
 
-        The last entry is the one to export. Parameters that are not trained are among them.
+        The last entry is the one to export. Frozen parameters are included.
         """
         params = state.params
-        if self.averages_by_itself:
+        if self.has_eval_params:
             param_sharding = self.sharding.trained.params
             params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
@@ -150,10 +150,10 @@ class TrainingSetup:
 
 
 def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> TrainingSetup:
-    """Plans the run of a configuration on `devices`, by default all; nothing is compiled or allocated yet.
+    """Plans the run of a configuration on `devices` (default: all), without compiling or allocating.
 
     Raises:
-        UserError: as `plan_training`.
+        UserError: as in `plan_training`.
     """
     config = with_gather(config, vocab_size)
     return setup_from_config(config, config.trainer, trace_model(config, vocab_size), devices=devices)
@@ -162,7 +162,7 @@ def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | Non
 def setup_from_config(
     config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[Any] | None = None
 ) -> TrainingSetup:
-    """Plans the run of a configuration with this trainer section and this model; otherwise as `plan_training`."""
+    """Plans the run of a configuration with the given trainer section and model; otherwise like `plan_training`."""
     return plan_training(
         trainer,
         config.optimizer,
@@ -174,7 +174,7 @@ def setup_from_config(
     )
 
 
-def plan_training(  # noqa: PLR0913 - the parts of a run that one may bring oneself
+def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     trainer: TrainerConfig,
     optimizer: Optimizer,
     model: ModelDef,
@@ -185,23 +185,23 @@ def plan_training(  # noqa: PLR0913 - the parts of a run that one may bring ones
     devices: Sequence[Any] | None = None,
     seq_len: int | None = None,
 ) -> TrainingSetup:
-    """Plans training of a model on `devices`, by default all; nothing is compiled or allocated yet.
+    """Plans training of a model on `devices` (default: all), without compiling or allocating.
 
     Args:
-        trainer: batch, precision, sharding.
-        optimizer: updates the weights.
-        model: is trained.
-        loss: of a microbatch.
-        eval_loss: of a microbatch in evaluation; by default `loss`.
-        key: for the random numbers of training, such as dropout; by default of the seed.
-        devices: to compute on.
-        seq_len: positions in a row, for schedules that count tokens.
+        trainer: batch, precision and sharding settings.
+        optimizer: optimizer of the trained parameters.
+        model: the model to train.
+        loss: loss of a microbatch.
+        eval_loss: loss of a microbatch in evaluation; default: `loss`.
+        key: key for random numbers in training, such as dropout; default: derived from the seed.
+        devices: devices to compute on.
+        seq_len: positions in a row, for schedules counting tokens.
 
     Raises:
-        UserError: when the devices cannot share the batch, or a sharding rule does not fit the model.
+        UserError: if the batch cannot be distributed over the devices, or a sharding rule does not fit the model.
     """
     num_params = sum(math.prod(x.shape) for x in model.shapes.values())
-    trainer = choose_gather(trainer, num_params, layers=_in_layers(loss, model))
+    trainer = resolve_gather(trainer, num_params, layers=_has_known_layers(loss, model))
     plan = trainer.step_plan
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
@@ -209,9 +209,9 @@ def plan_training(  # noqa: PLR0913 - the parts of a run that one may bring ones
     curvature = _curvature(optimizer, loss, plan.policy.compute_dtype)
     owned = trainer.matrix_updates == "owned"
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, curvature, owned)
-    # Not the key of the initial weights: another use of the seed must not draw the same numbers.
+    # Not the key of the initial weights: different uses of the seed must draw different numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
-    given = {"sharding": sharding, "plans": plan.microbatches, "key": key}
+    common = {"sharding": sharding, "plans": plan.microbatches, "key": key}
     staged = eval_staged = None
     if trainer.gathers_layers:
         staged, eval_staged = loss_in_stages(loss, model, mesh), loss_in_stages(eval_loss or loss, model, mesh)
@@ -220,13 +220,13 @@ def plan_training(  # noqa: PLR0913 - the parts of a run that one may bring ones
             model,
             loss,
             rule,
-            **given,
+            **common,
             staged=staged,
             curvature_stages=None if staged is None else _curvature_stages(optimizer, staged),
             together=trainer.microbatches_per_gather,
         )
     else:
-        step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
+        step = FastStep(model, loss, rule, **common, accumulate=trainer.per_device_parallelism != -1)
     tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
     return TrainingSetup(
         model=model,
@@ -246,24 +246,24 @@ def plan_training(  # noqa: PLR0913 - the parts of a run that one may bring ones
 def shard_state(
     plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Any
 ) -> tuple[optax.GradientTransformationExtraArgs, StateSharding]:
-    """The transform of an optimizer for a model, and where the state of both lies.
+    """Returns the optimizer's gradient transformation for a model, and the sharding of the training state.
 
     Args:
-        plan: the trainer section.
-        optimizer: updates the weights.
-        model: is trained.
-        mesh: of devices, or an abstract one of the same axes: only its sizes are asked for.
+        plan: the resolved trainer section.
+        optimizer: the optimizer.
+        model: the model to train.
+        mesh: mesh of devices, or an abstract one with the same axes; only the sizes are used.
 
     Raises:
-        UserError: when a sharding rule does not fit the model.
+        UserError: if a sharding rule does not fit the model.
     """
     param_shardings = plan_shardings(
         {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
         mesh,
         param_rules=plan.param_rules,
         compute_rules=plan.compute_rules,
-        # No batch may ever be split into more shards than this, so that sums have one order for the whole run.
-        max_shards=math.gcd(*(each.count for each in plan.microbatches.values)),
+        # Upper bound on the number of shards for every batch, so that sums keep one order during the whole run.
+        max_shards=math.gcd(*(p.count for p in plan.microbatches.values)),
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build(model.optimizer_params())
@@ -271,7 +271,7 @@ def shard_state(
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:
-    """Refuses models, optimizers and microbatches that the model-parallel axes of the mesh cannot share."""
+    """Refuses models, optimizers and microbatches incompatible with the model-parallel axes of the mesh."""
     axes = model_parallel_axes(mesh.shape)
     if not axes:
         return
@@ -281,16 +281,16 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 
 
-def _in_layers(loss: LossFn, model: ModelDef) -> bool:
-    """Tells whether `loss_in_stages` knows the layers of a loss."""
+def _has_known_layers(loss: LossFn, model: ModelDef) -> bool:
+    """Returns True if `loss_in_stages` can split the loss into layers."""
     if isinstance(loss, StagedLoss):
         return True
-    built, known = nnx.eval_shape(model.build), isinstance(loss, NextTokenLoss | TokenNll)
-    return isinstance(built, Decoder) and known and built.spec.encoder is None
+    built, is_known_loss = nnx.eval_shape(model.build), isinstance(loss, NextTokenLoss | TokenNll)
+    return isinstance(built, Decoder) and is_known_loss and built.spec.encoder is None
 
 
 def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
-    """The loss in stages, for `trainer.gather: layer`; refuses what that cannot do."""
+    """Returns the loss in stages, for `trainer.gather: layer`; refuses unsupported models and losses."""
     if isinstance(loss, StagedLoss):
         return loss
     built = nnx.eval_shape(model.build)
@@ -314,39 +314,39 @@ def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
 
 
 def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
-    """The estimate that the optimizer takes."""
+    """Returns the curvature estimator required by the optimizer, if any."""
     match optimizer.curvature:
         case None:
             return None
         case "hutchinson":
             return functools.partial(hutchinson, loss)
         case "gauss_newton_bartlett":
-            return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_DRAWN_TOGETHER)
+            return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_SAMPLING_BLOCK)
 
 
 def _curvature_stages(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages | None:
-    """The same in stages."""
+    """Returns the curvature estimator in stages."""
 
     def split(loss: StagedLoss) -> Callable[..., SplitLoss]:
-        # Nothing is logged of an estimate.
+        # Curvature estimates log no metrics.
         return lambda model, key_data, trainable: SplitLoss(model, loss, key_data, trainable, logs=False)
 
     match optimizer.curvature:
         case None:
             return None
         case "hutchinson":
-            dropped = split(with_key_of_dropout(loss))
-            return lambda *args: Hutchinson(dropped(*args)).stages
+            with_dropout = split(with_key_of_dropout(loss))
+            return lambda *args: Hutchinson(with_dropout(*args)).stages
         case "gauss_newton_bartlett":
-            drawn = split(staged_gauss_newton_bartlett(loss, block_size=_DRAWN_TOGETHER))
-            return lambda *args: drawn(*args).stages
+            sampled = split(staged_gauss_newton_bartlett(loss, block_size=_SAMPLING_BLOCK))
+            return lambda *args: sampled(*args).stages
 
 
 def check_devices(trainer: TrainerConfig) -> None:
-    """Finds early, before any data is read, that the devices do not fit the configuration.
+    """Checks early, before any data is read, that the devices fit the configuration.
 
     Raises:
-        UserError: as `plan_training`.
+        UserError: as in `plan_training`.
     """
     plan = trainer.step_plan
     mesh = trainer.device_mesh

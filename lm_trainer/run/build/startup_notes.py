@@ -1,4 +1,4 @@
-"""Notes on a configuration for the person at the terminal: its mesh, and settings that may not be meant."""
+"""Notes for the user at startup: the mesh, and settings that may be unintended."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """For people: `8 x cpu: data 8` or `1 x NVIDIA H200`."""
+    """Describes a mesh, for example `8 x cpu: data 8` or `1 x NVIDIA H200`."""
     kind = mesh.devices.flat[0].device_kind
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     return f"{mesh.devices.size} x {kind}" + (f": {sizes}" if sizes else "")
 
 
 def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
-    """Yields a line for each setting that can be meant, but need not be."""
-    if instead := determinism_note(trainer, mesh):
-        yield instead
+    """Yields a line for each setting that may be unintended."""
+    if note := determinism_note(trainer, mesh):
+        yield note
     default = TrainerConfig.model_fields["elastic_shards"].default
     if "elastic_shards" not in trainer.model_fields_set and trainer.elastic_shards != default:
         yield (
@@ -42,7 +42,7 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
 
 
 def schedule_notes(config: RunConfig) -> Iterator[str]:
-    """Yields a line for each setting of the learning rate that has no effect, or another than may be meant."""
+    """Yields a line for each learning rate setting with no effect or a possibly unintended effect."""
     optimizer = config.optimizer
     schedule = config.learning_rate()
     if optimizer.rewarmup and len(schedule.cycles) == 1:
@@ -56,22 +56,22 @@ def schedule_notes(config: RunConfig) -> Iterator[str]:
 
 
 def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
-    """Yields what a number of devices costs that is no power of two, or does not divide the batch."""
+    """Yields the costs of a number of devices that is no power of two, or does not divide the batch."""
     if not trainer.bitwise:
         return
-    shares = max((plan.shares(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda each: each.count)
-    places = shares.most * shares.shards
-    if places > shares.count:
+    shares = max((plan.shares(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda s: s.count)
+    slots = shares.most * shares.shards
+    if slots > shares.count:
         yield (
             f"{shares.shards} devices along the data axes share {shares.count} microbatches unevenly: some compute "
-            f"{shares.most}, others {shares.most - 1}, so that {1 - shares.count / places:.0%} of their time is idle"
+            f"{shares.most}, others {shares.most - 1}, so that {1 - shares.count / slots:.0%} of their time is idle"
         )
     copies = mesh.shape["replica"] // trainer.replica_ici_axis_size
     if copies > 1:
         parts = mesh.shape["data"]
-        lies = f"cut in {parts} parts, with {copies} copies of each" if parts > 1 else "whole on each of them"
+        split = f"cut in {parts} parts, with {copies} copies of each" if parts > 1 else "whole on each of them"
         yield (
-            f"the state is {lies}: it can be cut over a power of two of devices alone, and sums over devices exchange "
+            f"the state is {split}: it can be cut over a power of two of devices alone, and sums over devices exchange "
             f"{shares.most_parts} times as much; see docs/how-to/several-devices.md"
         )
 
@@ -88,7 +88,7 @@ def _rules_without_effect(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def recomputation_note(trainer: TrainerConfig, spec: DecoderSpec) -> str | None:
-    """A line about a choice of what to recompute that the step does not make; None where there is none."""
+    """Returns a note if the model's rematerialisation setting has no effect; None otherwise."""
     if not recomputes_layers(trainer, spec) or (spec.remat == "full" and not spec.remat_groups):
         return None
     return (
@@ -98,7 +98,7 @@ def recomputation_note(trainer: TrainerConfig, spec: DecoderSpec) -> str | None:
 
 
 def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
-    """The promise that holds instead of the same bits on every mesh; None where nothing is lost."""
+    """Returns a note on the weaker determinism guarantee; None if results are bit-identical on every mesh."""
     if not trainer.bitwise:
         return (
             "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
@@ -113,8 +113,8 @@ def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     axes = [axis for axis in names if mesh.shape[axis] > 1]
     if not axes:
         return None
-    # Devices along an axis that shards nothing compute the same, and nobody notices but the bill.
-    if "model" in axes and not any("model" in over for over in trainer.step_plan.compute_rules.values()):
+    # Devices along an axis that shards no computation all do the same work, at full cost.
+    if "model" in axes and not any("model" in mesh_axes for mesh_axes in trainer.step_plan.compute_rules.values()):
         return (
             f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "
             f"same: name what they are to share as tensor_parallel_axes, such as [heads, mlp, vocab]"

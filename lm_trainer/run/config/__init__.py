@@ -1,1 +1,1 @@
-"""The configuration of a run, and the plan that it is resolved to."""
+"""The configuration of a run, and the resolved step plan."""

@@ -1,5 +1,5 @@
-"""Keys that a run keeps from its first step on where the configuration does not set them, and what runs meant by them
-before there were such keys.
+"""Trainer keys fixed at the first step of a run unless set in the configuration, and their implied values in runs
+recorded before the keys existed.
 """
 
 from __future__ import annotations
@@ -15,87 +15,87 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def _before(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are newer than some runs, with the values that compute the bits of a run whose record lacks them.
+def _implied_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys added after some runs were recorded, with the values reproducing the bits of such runs.
 
     Args:
-        recorded: the trainer section of the run as it was written down.
+        recorded: the recorded trainer section of the run.
     """
-    # Read from a file, `determinism: layerwise` is `gather: layer` already.
+    # When read from a file, `determinism: layerwise` has already become `gather: layer`.
     if recorded.get("determinism") == "layerwise" or recorded.get("gather") == "layer":
         return {"matrix_updates": "owned", "gather": "layer"}
     return {"matrix_updates": "repeated", "gather": "auto" if recorded.get("determinism") == "fast" else "model"}
 
 
-_SPELT = {"layerwise": "elastic"}
-"""Former values of `determinism`."""
+_CURRENT_SPELLING = {"layerwise": "elastic"}
+"""Former value of `determinism` -> the current value."""
 
 
-def as_begun(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
-    """The trainer section with which a run goes on: its newer keys are those of the record, unless they are set.
+def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
+    """Returns the trainer section to continue a run with: unset newer keys take their recorded values.
 
     Args:
-        trainer: as it is configured now.
-        recorded: the trainer section as it was written down; empty where there is no run yet.
+        trainer: the currently configured section.
+        recorded: the recorded trainer section; empty for a new run.
     """
     if not recorded:
         return trainer
-    values = {key: recorded.get(key, value) for key, value in _before(recorded).items()}
+    values = {key: recorded.get(key, value) for key, value in _implied_keys(recorded).items()}
     if not trainer.bitwise:
         del values["gather"]
     return trainer.model_copy(update={k: v for k, v in values.items() if k not in trainer.model_fields_set})
 
 
 def config_as_begun(config: ConfigT, recorded: Mapping[str, Any]) -> ConfigT:
-    """A configuration with the trainer section of `as_begun`.
+    """Returns a configuration with the trainer section of `trainer_with_recorded_keys`.
 
     Args:
-        config: has a trainer section.
-        recorded: the configuration as it was written down, or what of it decides numbers.
+        config: a configuration with a trainer section.
+        recorded: the recorded configuration, or its numeric identity.
     """
     trainer: Any = getattr(config, "trainer")  # noqa: B009 - a section that not every `Config` has
-    return config.model_copy(update={"trainer": as_begun(trainer, recorded.get("trainer") or {})})
+    return config.model_copy(update={"trainer": trainer_with_recorded_keys(trainer, recorded.get("trainer") or {})})
 
 
-def completed(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The numeric identity of a run, with the keys that its record lacks."""
+def with_implied_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numeric identity of a run, completed by keys missing in its record."""
     recorded = identity.get("trainer")
     if not isinstance(recorded, Mapping):
         return dict(identity)
-    trainer = {**_before(recorded), **recorded}
-    if trainer.get("determinism") in _SPELT:
-        trainer["determinism"] = _SPELT[trainer["determinism"]]
+    trainer = {**_implied_keys(recorded), **recorded}
+    if trainer.get("determinism") in _CURRENT_SPELLING:
+        trainer["determinism"] = _CURRENT_SPELLING[trainer["determinism"]]
     return {**identity, "trainer": trainer}
 
 
 def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
-    """The numeric identity of a configuration as it was before there were newer keys, where those have their defaults.
+    """Returns a numeric identity without newer keys at their defaults, as it was before the keys existed.
 
     Args:
-        identity: of the configuration.
-        trainer: its section.
+        identity: numeric identity of the configuration.
+        trainer: its trainer section.
     """
     recorded, fields = dict(identity["trainer"]), type(trainer).model_fields
     if trainer.gather == "layer":
         del recorded["gather"]
         recorded["determinism"] = "layerwise"
-    for key in _before(recorded).keys() & recorded.keys():
+    for key in _implied_keys(recorded).keys() & recorded.keys():
         if getattr(trainer, key) == fields[key].default:
             del recorded[key]
     return {**identity, "trainer": recorded}
 
 
-def in_present_spelling(trainer: Any) -> Any:
-    """A trainer section as it is written, with `determinism: layerwise` as it is spelt now.
+def in_current_spelling(trainer: Any) -> Any:
+    """Returns a trainer section with `determinism: layerwise` replaced by its current spelling.
 
     Raises:
-        ValueError: where `gather` says something else.
+        ValueError: if `gather` contradicts it.
     """
-    if not isinstance(trainer, Mapping) or trainer.get("determinism") not in _SPELT:
+    if not isinstance(trainer, Mapping) or trainer.get("determinism") not in _CURRENT_SPELLING:
         return trainer
     if trainer.get("gather", "layer") != "layer":
         raise ValueError(
             f"determinism: layerwise is a former spelling of gather: layer, but gather is {trainer['gather']}; write "
             f"determinism: elastic"
         )
-    return {**trainer, "determinism": _SPELT[trainer["determinism"]], "gather": "layer"}
+    return {**trainer, "determinism": _CURRENT_SPELLING[trainer["determinism"]], "gather": "layer"}

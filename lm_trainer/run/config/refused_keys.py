@@ -1,4 +1,4 @@
-"""Keys at the top of other configurations that are refused: of Levanter's programs, and of our ladders."""
+"""Refused top-level keys of other configurations: of Levanter's programs, and of our ladders."""
 
 _LADDER = "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
 _CHAT = "of a program for instruction data alone; use `data.train_urls` with `data.format: {type: chat}`"
@@ -7,7 +7,7 @@ _ADAPTER = (
 )
 _EXPORT = "use `hf_save_path`, which holds the adapter for `peft`; `lmt export-hf RUN OUT` merges it into the model"
 
-REFUSED_AT_THE_TOP = {
+REFUSED_TOP_LEVEL_KEYS = {
     "model_configurator": _LADDER,
     "run_configurator": _LADDER,
     "initialize_from_checkpoint_path": "use `trainer.initialize_from`, which loads weights alone",
@@ -32,4 +32,4 @@ REFUSED_AT_THE_TOP = {
     "tokenizer": "use `data.tokenizer`",
     "reinit_tokens": "not available; a tokenizer with other tokens than the checkpoint's is refused",
 }
-"""Each with its replacement, or the reason why there is none."""
+"""Key -> its replacement, or the reason why it has none."""

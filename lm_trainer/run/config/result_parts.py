@@ -1,4 +1,4 @@
-"""The part of a key's value that decides the numbers of a run, where others do not."""
+"""Functions selecting the part of a key's value that affects the numerical results of a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
-"""Prefixes of JAX settings that change no number."""
+"""Prefixes of JAX settings without effect on numerical results."""
 
 
 def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of JAX that decide numbers."""
+    """Returns the JAX settings affecting numerical results."""
     return {name: value for name, value in settings.items() if not name.startswith(_OPERATIONAL_JAX)}
 
 
-def over_model_axis(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharding rules over the model axis, which change the additions inside the model; the others change none."""
+def model_axis_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sharding rules over the model axis; only these change the order of sums inside the model."""
     return {axis: over for axis, over in rules.items() if "model" in over}

@@ -1,4 +1,4 @@
-"""`RunConfig`: the whole run as one validated value, and what of it decides the run's numbers."""
+"""`RunConfig`: the complete configuration of a run, and the part determining its numerical results."""
 
 from __future__ import annotations
 
@@ -21,60 +21,60 @@ from lm_trainer.nn.lora_config import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.earlier_runs import without_newer_defaults
-from lm_trainer.run.config.refused_keys import REFUSED_AT_THE_TOP
+from lm_trainer.run.config.refused_keys import REFUSED_TOP_LEVEL_KEYS
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_model_parallel, model_parallel_axes
 
 
 class RunConfig(Config):
-    """A run is a function of this value, of the data that it names, and of the code."""
+    """A run is a function of this value, of the data it refers to, and of the code."""
 
-    refused_keys: ClassVar[Mapping[str, str]] = REFUSED_AT_THE_TOP
+    refused_keys: ClassVar[Mapping[str, str]] = REFUSED_TOP_LEVEL_KEYS
 
     model: AffectsResults[AnyModel] = Gpt2Config()
-    """The model that is trained: a family and its sizes."""
+    """The model to train: a family and its sizes."""
     data: AffectsResults[DataConfig] = DataConfig()
     trainer: AffectsResults[TrainerConfig] = TrainerConfig()
     optimizer: AffectsResults[AnyOptimizer] = AdamConfig()
-    """The rule that turns gradients into new weights, and the learning rate over time."""
+    """The optimizer and the learning rate schedule."""
     adapter: AffectsResults[AnyAdapter | None] = None
-    """Freeze the model that the run starts from, and train an adapter for it; null: train all of it."""
+    """Freeze the initial model and train an adapter for it; null trains all parameters."""
 
     z_loss_weight: AffectsResults[NonNegativeFloat] = 0.0
-    """Adds this times the mean of (log sum exp logits)^2 to what training minimises, so that the softmax's normalizer
-    stays near 1; 1e-4 in PaLM. Logged as `train/z_loss`; `train/loss` and evaluations stay the cross-entropy alone."""
+    """Weight of the z-loss: adds this times the mean of (log sum exp logits)^2 to the training objective, which keeps
+    the softmax normalizer near 1; 1e-4 in PaLM. Logged as `train/z_loss`; `train/loss` and evaluations remain the plain
+    cross-entropy."""
     log_entropy: Operational[bool] = False
-    """Evaluations also measure the mean entropy of the distributions that the model predicts, in nats; logged as
-    `eval/entropy` or, of several sets, `eval/NAME/entropy`."""
+    """In evaluations, also measure the mean entropy of the model's predictions, in nats. Logged as `eval/entropy` or,
+    with several sets, `eval/NAME/entropy`."""
 
     eval_harness: Operational[HarnessConfig | None] = None
-    """Tasks of EleutherAI's lm-evaluation-harness that the model is asked while it trains; logged as
-    `lm_eval/TASK/METRIC`."""
+    """Tasks of EleutherAI's lm-evaluation-harness to run during training; logged as `lm_eval/TASK/METRIC`."""
     eval_harness_steps: Operational[PositiveInt | tuple[PositiveInt, ...]] = 10_000
-    """Steps between two times that the tasks are asked, or a list of the steps after which to ask them; they are after
-    the last step as well."""
+    """Steps between runs of the harness tasks, or a list of the steps after which to run them; they also run after the
+    last step."""
 
     initialize_from_hf: AffectsResults[bool | LocalPathOrHubName] = False
-    """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision
-    if need be; `true`: `model.reference_checkpoint`, or the family's best known one. A run that has a checkpoint of its
-    own resumes that."""
+    """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, optionally with `@` and a
+    revision. `true` means `model.reference_checkpoint`, or the best-known checkpoint of the family. If the run already
+    has a checkpoint, it resumes from that instead."""
     use_hf_model_config: Operational[bool] = False
-    """Take the model section from the config.json of that checkpoint. Keys that are written must not contradict it, but
-    for a `seq_len` where positions are not learned; what config.json does not say can be set."""
+    """Take the model section from the config.json of the Hugging Face checkpoint. Keys you set must not contradict it,
+    except `seq_len` if positions are not learned; keys missing in config.json can be set."""
     hf_save_path: Operational[PlacePath | None] = None
-    """Export the model during training, for `transformers` (of a run that trains an adapter, the adapter for `peft`),
-    to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says. It may be a URL of gs:// or
-    s3://."""
+    """Export the model during training, in the format of `transformers` (for a run training an adapter: the adapter, in
+    the format of `peft`), to `hf_save_path`/id/step-N. `trainer.checkpointer.append_run_id_to_base_path` determines if
+    the ID is part of the path. May be a gs:// or s3:// URL."""
     hf_save_steps: Operational[PositiveInt] = 10_000
-    """Steps between exports; there is one after the last step as well."""
+    """Steps between exports; the model is also exported after the last step."""
     hf_upload: Operational[bool | str] = False
-    """Upload every export to the Hugging Face hub: to `ORG/NAME`, or with `true` to the run's id in the account of the
-    token in HF_TOKEN. A repository that it makes is private."""
+    """Upload every export to the Hugging Face hub: to `ORG/NAME`, or with `true` to a repository named after the run ID
+    in the account of the token in HF_TOKEN. New repositories are private."""
     hf_save_dtype: Operational[Literal["f32", "float32", "bf16", "bfloat16"] | None] = None
-    """Numbers in the exported weights; null: as the parameters are."""
+    """Dtype of the exported weights; null keeps the dtype of the parameters."""
 
     def learning_rate(self) -> Schedule:
-        """The learning rate as a function of the step, from 0."""
+        """Returns the learning rate as a function of the step, counted from 0."""
         tokens = TokenSchedule(self.trainer.batch_schedule, self.model.seq_len)
         return self.optimizer.schedule(self.trainer.num_train_steps, tokens)
 
@@ -115,7 +115,7 @@ class RunConfig(Config):
     def _microbatches_fit_mesh(self) -> RunConfig:
         plan = self.trainer.step_plan
         sizes = plan.mesh_shape._asdict()
-        # Which model it is, is not known yet where config.json tells.
+        # With `use_hf_model_config` the model is not known yet.
         if self.use_hf_model_config or not model_parallel_axes(sizes):
             return self
         try:
@@ -126,29 +126,29 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _model_hears_the_data(self) -> RunConfig:
-        # Which model it is, is not known yet where config.json tells; and a program needs no data.
+    def _features_match_the_model(self) -> RunConfig:
+        # With `use_hf_model_config` the model is not known yet. Planning a program needs no data.
         if not self.use_hf_model_config and self.data.features_shape is not None:
             self.check_features()
         return self
 
     def check_features(self) -> None:
-        """Raises `ValueError` where the data have other features than those that the model hears."""
-        wanted, found = self.model.features_shape, self.data.features_shape
-        if wanted == found:
+        """Raises `ValueError` if the audio features of the data do not match the model."""
+        expected, actual = self.model.features_shape, self.data.features_shape
+        if expected == actual:
             return
-        if wanted is None:
+        if expected is None:
             raise ValueError(f"data.format: audio needs a model that hears; {self.model.type} reads text alone")
-        if found is None:
+        if actual is None:
             raise ValueError("the model hears audio, but the data are text alone; write data.format: {type: audio}")
         raise ValueError(
-            f"the model hears {wanted[0]} frames of {wanted[1]} channels (model.num_frames, model.num_mels), but "
-            f"data.format makes {found[0]} of {found[1]}; make them agree by data.format.seconds and num_mels"
+            f"the model hears {expected[0]} frames of {expected[1]} channels (model.num_frames, model.num_mels), but "
+            f"data.format makes {actual[0]} of {actual[1]}; make them agree by data.format.seconds and num_mels"
         )
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
-        # Built here for its errors alone, long before the first step needs it.
+        # Built here only to report errors early, long before the first step needs it.
         try:
             self.learning_rate()
         except ValueError as error:
@@ -157,25 +157,25 @@ class RunConfig(Config):
 
 
 def numeric_identity(config: Config) -> dict[str, Any]:
-    """Takes the part of a configuration that decides the run's numbers, as plain data, without credentials in URLs.
+    """Returns the part of a configuration affecting numerical results, as plain data, without credentials in URLs.
 
-    The marks of the fields of `config` and of its sections say what that is; deeper blocks count as a whole.
+    It is determined by the field annotations of `config` and its sections; deeper blocks are included in full.
     """
-    found = {}
+    identity = {}
     for key, value in result_values(config, config.model_dump(mode="json")).items():
         section = getattr(config, key)
-        found[key] = result_values(section, value) if isinstance(section, Config) else value
-    return without_credentials(found)
+        identity[key] = result_values(section, value) if isinstance(section, Config) else value
+    return without_credentials(identity)
 
 
 def config_hash(config: RunConfig) -> str:
-    """Eight hex digits that two configurations share when they describe the same numbers."""
+    """Returns eight hex digits, the same for configurations with the same numerical results."""
     text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = None) -> list[str]:
-    """One line for each key in which two results of `numeric_identity` differ; arguments as for `changed_keys`."""
+    """Returns a line for each key with different values in two numeric identities; arguments as in `changed_keys`."""
     return [
         f"{key}: was {json.dumps(a)}, now {json.dumps(b)}" for key, (a, b) in changed_keys(old, new, config).items()
     ]
@@ -184,28 +184,29 @@ def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = 
 def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], config: Any = None, prefix: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two results of `numeric_identity` differ, with both values; None for one that is absent.
+    """Returns the keys with different values in two results of `numeric_identity`, with both values; None if absent.
 
     Args:
-        old: that of a run, perhaps written by older code.
-        new: the other.
-        config: what `new` is of, if it is known. Then a key that `old` lacks is no difference where it has its default
-            now: older code, which did not have it, meant that. Nor is a key that no longer decides numbers.
-        prefix: the section, with a dot at its end.
+        old: numeric identity of a run, perhaps written by older code.
+        new: the numeric identity to compare with.
+        config: the configuration of `new`, if known. Then a key missing in `old` is no difference if it has its default
+            now, which is the behaviour of older code without the key. A key that no longer affects numerical results
+            is no difference either.
+        prefix: the section, with a trailing dot.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             inner = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
-            found |= changed_keys(a, b, inner, f"{prefix}{key}.")
-        elif a != b and not (isinstance(config, Config) and _came_or_went(key, old, new, config)):
-            found[prefix + key] = (a, b)
-    return found
+            changed |= changed_keys(a, b, inner, f"{prefix}{key}.")
+        elif a != b and not (isinstance(config, Config) and _only_code_changed(key, old, new, config)):
+            changed[prefix + key] = (a, b)
+    return changed
 
 
-def _came_or_went(key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> bool:
-    """True if the code alone made the difference: a key that is new and has its default, or that is operational now."""
+def _only_code_changed(key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> bool:
+    """Returns True if only the code changed: the key is new and has its default, or it has become operational."""
     field = type(config).model_fields.get(key)
     if field is None or (key in old and key in new):
         return False

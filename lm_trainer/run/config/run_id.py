@@ -1,4 +1,4 @@
-"""Ids of runs: the names of their directories, wherever they come from."""
+"""Run IDs, which are also directory names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ID = re.compile(r"[\w][\w.-]*")
 
 
 def run_id_problem(value: object) -> str | None:
-    """Says why an id cannot name a run, and what to write instead; None where it can."""
+    """Explains why a run ID is invalid and how to fix it; None if it is valid."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return None
     return f"{value!r} cannot name a directory; use letters, digits, '.', '_' and '-'"

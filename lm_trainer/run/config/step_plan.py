@@ -1,4 +1,4 @@
-"""The trainer section resolved once: batches, microbatches, the shape of the mesh and its rules, precision."""
+"""The resolved trainer section: batches, microbatches, mesh shape, sharding rules, precision."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything that the trainer section says of a step, for any devices."""
+    """The settings of a step, resolved from the trainer section and independent of the devices."""
 
     batch_schedule: BatchSchedule
     """Rows in the global batch of each step."""
     microbatches: Piecewise[MicrobatchPlan]
     """The split of the global batch of each step into microbatches."""
     evaluation: MicrobatchPlan
-    """The split of a batch of evaluation: as many microbatches as the largest batch of training has."""
+    """The split of an evaluation batch: as many microbatches as the largest training batch."""
     mesh_shape: MeshShape
-    """The mesh axes whose sizes are set; the data axis takes the devices that remain."""
+    """Mesh axes with configured sizes; the data axis takes the remaining devices."""
     state_parts: int | None
-    """The most parts along the data axis in which the bits of norms do not depend on their number, a power of two; None
-    where no bits are promised."""
+    """Maximum number of shards along the data axis, a power of two, up to which the bits of norms do not depend on the
+    number; None without a determinism guarantee."""
     param_rules: AxisRules
-    """Logical axis to mesh axes for the state in storage."""
+    """Logical axis -> mesh axes, for the stored state."""
     compute_rules: AxisRules
-    """Logical axis to mesh axes during computation."""
+    """Logical axis -> mesh axes, during computation."""
     policy: Policy
     """The precision of parameters, computation and output."""
 
     @property
     def microbatch_rows(self) -> tuple[int, ...]:
-        """Rows of the microbatches of every batch, those of evaluation as well."""
+        """Rows per microbatch of every batch, including evaluation."""
         return tuple(plan.rows for plan in (*self.microbatches.values, self.evaluation))
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
-        """Lays the devices out; raises `UserError` as `build_mesh` where they cannot be."""
+        """Arranges the devices in a mesh; raises `UserError` as `build_mesh` does."""
         return build_mesh(self._shape(len(devices)), devices)
 
     def abstract_mesh(self, count: int) -> AbstractMesh:
-        """The sizes of the mesh of `count` devices; otherwise as `mesh`."""
+        """Returns the abstract mesh of `count` devices; otherwise like `mesh`."""
         return build_abstract_mesh(self._shape(count), count)
 
     def check_shares(self, mesh: Mesh | AbstractMesh) -> None:
-        """Raises `UserError` when the devices of a mesh cannot share the microbatches of every batch."""
+        """Raises `UserError` if the microbatches of some batch cannot be distributed over the devices of a mesh."""
         for plan in self.microbatches.values:
             if self.state_parts is None:
                 plan.per_shard(mesh)
@@ -60,13 +60,13 @@ class StepPlan:
                 plan.shares(mesh)
 
     def check_device_count(self, count: int) -> None:
-        """Raises `UserError` when `count` devices, wherever they are, cannot share the microbatches of every batch."""
+        """Raises `UserError` if the microbatches of some batch cannot be distributed over `count` devices."""
         self.check_shares(self.abstract_mesh(count))
 
     def _shape(self, count: int) -> MeshShape:
-        """`mesh_shape`, with more replicas where the state cannot be cut over all devices of the data axis."""
-        data, rest = divmod(count, math.prod(self.mesh_shape))
-        if self.state_parts is None or rest:
+        """Returns `mesh_shape`, with more replicas if the state cannot be sharded over the full data axis."""
+        data, remainder = divmod(count, math.prod(self.mesh_shape))
+        if self.state_parts is None or remainder:
             return self.mesh_shape
         copies = data // math.gcd(data, self.state_parts)
         return self.mesh_shape._replace(replica=self.mesh_shape.replica * copies)

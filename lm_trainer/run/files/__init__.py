@@ -1,1 +1,1 @@
-"""The files of a run: its directory, its records and what runs are found by."""
+"""The files of a run: its directory, its records, and finding runs."""

@@ -1,4 +1,4 @@
-"""Files beside the metrics of a run."""
+"""Artifacts in the directory of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_trainer.trackers.base import Composite
 
 
 class Artifacts:
-    """Writes files to `RUN_DIR/artifacts` and hands them to the trackers."""
+    """Writes files to `RUN_DIR/artifacts` and passes them to the trackers."""
 
     def __init__(self, directory: RunDirectory, tracker: Composite):
         self._directory, self._tracker = directory, tracker
@@ -24,5 +24,5 @@ class Artifacts:
         return file
 
     def log(self, name: str, file: Path, *, type: str) -> None:
-        """Hands an existing file to the trackers."""
+        """Passes an existing file to the trackers."""
         self._tracker.log_artifact(name, file, type=type)

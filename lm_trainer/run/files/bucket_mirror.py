@@ -1,4 +1,4 @@
-"""Copy of a run directory in the bucket of its checkpoints, from which the run goes on on another machine."""
+"""Copy of a run directory in the bucket of its checkpoints, for resuming on another machine."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 
 logger = logging.getLogger(__name__)
 
-COPY = "run"
-"""The directory of the copy, beside the checkpoints of the run."""
+COPY_DIRECTORY = "run"
+"""Name of the directory of the copy, next to the checkpoints of the run."""
 _ORIGIN = ".copy"
-_OF_THIS_MACHINE = (".lock", SAVE_NOW, STOP_AFTER_SAVE)
-"""Files that are not copied: a request would be heeded again wherever the copy is fetched."""
-_EVERY = 20.0
-"""Seconds between two copies of what has changed."""
+_LOCAL_FILES = (".lock", SAVE_NOW, STOP_AFTER_SAVE)
+"""Files not to copy: a request would be executed a second time on the machine fetching the copy."""
+_PUSH_INTERVAL = 20.0
+"""Seconds between copies of changed files."""
 _LAST_SECONDS = 10.0
-"""Time that each file may take when the run ends."""
-_SHARE = 0.1
-"""The most of the time that copying may take: a file of metrics that has grown large is copied less often."""
-_LARGEST = 64 << 20
-"""Bytes of a file that is copied; metrics are, however large."""
+"""Time limit per file at the end of the run, in seconds."""
+_MAX_TIME_SHARE = 0.1
+"""Maximum fraction of time spent copying: large metrics files are copied less often."""
+_MAX_FILE_BYTES = 64 << 20
+"""Maximum bytes of a file to copy; metrics are copied at any size."""
 
 
 class BucketMirror:
-    """Keeps `BASE/ID/run` in a bucket as the run directory is; a context manager, for the process that writes the run.
+    """Context manager that mirrors the run directory to `BASE/ID/run` in a bucket, for the process writing the run.
 
-    The file `.copy` in both says of which machine's directory the copy is: a directory that finds another there is
-    older than the copy, and is replaced by it.
+    The file `.copy` in both directories identifies the machine's directory that was copied. If they differ, the local
+    directory is older than the copy, and is replaced by it.
 
     Args:
         path: the run directory.
@@ -46,27 +46,27 @@ class BucketMirror:
     """
 
     def __init__(self, path: Path, checkpoints: Bucket):
-        self._path, self._to = path, checkpoints / COPY
-        self._known: dict[str, tuple[int, int]] = {}
+        self._path, self._to = path, checkpoints / COPY_DIRECTORY
+        self._copied: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_up, name="run copy", daemon=True)
+        self._thread = threading.Thread(target=self._push_periodically, name="run copy", daemon=True)
         self._warned = False
 
     def is_newer(self) -> bool:
-        """Returns True if the copy is of another machine's directory."""
-        there = read_json(self._to, _ORIGIN).get("origin")
-        return there is not None and there != self._origin()
+        """Returns True if the copy comes from another machine's directory."""
+        recorded = read_json(self._to, _ORIGIN).get("origin")
+        return recorded is not None and recorded != self._origin()
 
     def read(self, name: str) -> bytes | None:
-        """Reads a file of the run, from the copy where that is newer."""
+        """Reads a file of the run, from the copy if it is newer."""
         if self.is_newer():
             return self._to.read(name)
         file = self._path / name
         return file.read_bytes() if file.is_file() else None
 
     def fetch(self) -> bool:
-        """Replaces the files of the run directory by those of the copy, if that is newer; returns whether it was."""
+        """Replaces the files of the run directory by the copy if the copy is newer; returns True if it was."""
         if not self.is_newer():
             return False
         fetch(self._to, [name for name in self._to.list() if name != _ORIGIN], self._path)
@@ -88,23 +88,23 @@ class BucketMirror:
             logger.warning("%s; the metrics of the last steps are in %s alone", error, self._path)
 
     def push(self, seconds: float = 60.0) -> None:
-        """Copies what has changed.
+        """Copies changed files.
 
         Args:
-            seconds: that each file may take.
+            seconds: time limit per file.
 
         Raises:
-            MachineError: when the bucket cannot be written.
+            MachineError: if the bucket cannot be written.
         """
         with self._lock:
-            changed = {name: state for name, state in _states(self._path).items() if self._known.get(name) != state}
-            # Whose copy it is comes last: a copy that was broken off is then still taken for the older one.
+            changed = {name: state for name, state in _states(self._path).items() if self._copied.get(name) != state}
+            # The origin is written last, so that an interrupted copy still counts as the older one.
             for name in sorted(changed, key=lambda name: name == _ORIGIN):
                 self._to.write(name, _content(self._path / name), seconds=seconds)
-                self._known[name] = changed[name]
+                self._copied[name] = changed[name]
 
-    def _keep_up(self) -> None:
-        pause = _EVERY
+    def _push_periodically(self) -> None:
+        pause = _PUSH_INTERVAL
         while not self._stop.wait(pause):
             started = time.monotonic()
             try:
@@ -114,7 +114,7 @@ class BucketMirror:
                 if not self._warned:
                     logger.warning("%s; the copy of the run directory is tried again", error)
                 self._warned = True
-            pause = max(_EVERY, (time.monotonic() - started) / _SHARE)
+            pause = max(_PUSH_INTERVAL, (time.monotonic() - started) / _MAX_TIME_SHARE)
 
     def _origin(self) -> str | None:
         file = self._path / _ORIGIN
@@ -127,24 +127,24 @@ class BucketMirror:
 
 
 def _states(directory: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of every file that is copied, by its path in the directory."""
-    found = {}
+    """Returns relative path -> (size, modification time) of every file to copy."""
+    states = {}
     for folder, _, names in os.walk(directory):
         for name in names:
-            if name in _OF_THIS_MACHINE or name.endswith(".tmp"):
+            if name in _LOCAL_FILES or name.endswith(".tmp"):
                 continue
             path = Path(folder) / name
             try:
                 state = path.stat()
-            # A file may go while it is looked for.
+            # The file may be deleted concurrently.
             except FileNotFoundError:
                 continue
-            if state.st_size <= _LARGEST or path.suffix == ".jsonl":
-                found[str(path.relative_to(directory))] = (state.st_size, state.st_mtime_ns)
-    return found
+            if state.st_size <= _MAX_FILE_BYTES or path.suffix == ".jsonl":
+                states[str(path.relative_to(directory))] = (state.st_size, state.st_mtime_ns)
+    return states
 
 
 def _content(file: Path) -> bytes:
     content = file.read_bytes()
-    # A line that is being written is left for the next time.
+    # Leave an unfinished line for the next copy.
     return content[: content.rfind(b"\n") + 1] if file.suffix == ".jsonl" else content

@@ -1,4 +1,4 @@
-"""The directory of a run: its configuration, environment and results; held by one process at a time."""
+"""The directory of a run with its configuration, environment and results; locked by one process at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from lm_trainer.run.config.earlier_runs import config_as_begun
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.config.run_id import run_id_problem
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.bucket_mirror import COPY, BucketMirror
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY, BucketMirror
 from lm_trainer.run.files.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
 from lm_trainer.run.files.records import (
     ENVIRONMENT,
@@ -41,50 +41,50 @@ from lm_trainer.run.files.records import (
 
 logger = logging.getLogger(__name__)
 
-_LOST = {
+_EFFECTS = {
     RUN: "the configuration cannot be compared with that of the steps that are there",
     ENVIRONMENT: "what computed the steps so far is not known, so that later ones may have other bits than they would",
 }
-"""Record -> why a start without it says so."""
+"""Record -> consequence of its absence, for the warning."""
 
 
 def run_id(config: RunConfig, config_name: str) -> str:
-    """The id in the configuration, else RUN_ID of the environment, else one made of the name and the numbers.
+    """Returns the ID from the configuration, else RUN_ID from the environment, else the name with the config hash.
 
-    The same configuration has the same id, so the same command resumes its run; another configuration gets another.
+    The same configuration gets the same ID, so the same command resumes its run; another configuration gets another ID.
 
     Raises:
-        UserError: for a RUN_ID that trainer.id could not be.
+        UserError: for an invalid RUN_ID.
     """
     if config.trainer.id:
         return config.trainer.id
-    named = os.environ.get("RUN_ID")
-    if named and (problem := run_id_problem(named)):
+    env_id = os.environ.get("RUN_ID")
+    if env_id and (problem := run_id_problem(env_id)):
         raise UserError(f"RUN_ID in the environment: {problem}")
-    return named or f"{config_name}-{config_hash(config)}"
+    return env_id or f"{config_name}-{config_hash(config)}"
 
 
 def checkpoint_directory(trainer: TrainerConfig, name: str) -> StoragePath:
-    """The directory of the checkpoints of the run `name`."""
+    """Returns the directory of the checkpoints of the run `name`."""
     return storage_path(trainer.checkpointer.expanded_path(name))
 
 
 class RunDirectory:
-    """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
+    """Context manager that opens or creates `log_dir`/id for one attempt at a run.
 
-    Of several processes the first holds and writes it. Where the checkpoints are in a bucket, a copy of the directory
-    is kept beside them, and replaces it where it is missing or older.
+    Only the first of several processes locks and writes it. If the checkpoints are in a bucket, a copy of the directory
+    is kept next to them, and replaces a missing or older local directory.
 
     Args:
-        trainer: says where.
-        settings: all that decides the run, with `trainer` as one of its sections.
-        name: the run's id.
-        allow_change: whether the run may go on with another configuration than before. The change takes effect, and is
-            written down, with the first step that is computed under it.
-        waiting: told why the start has to wait for another process, where it has to.
+        trainer: trainer section with the locations.
+        settings: complete configuration of the run, with `trainer` as one of its sections.
+        name: the run ID.
+        allow_change: allow continuing with a changed configuration. The change takes effect, and is recorded, with the
+            first step computed under it.
+        waiting: called with a message if the start has to wait for another process.
 
     Raises:
-        UserError: when it cannot be written, is in use, or holds another configuration.
+        UserError: if the directory cannot be written, is in use, or contains another configuration.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RunDirectory:
         self._locks = contextlib.ExitStack()
         self._records = RecordCopies(self.path, self.checkpoints, name)
         self.chain = ""
-        """The hash of the steps before this attempt (`extend_chain`), once they are known."""
+        """Hash of the steps before this attempt (`extend_chain`); set once they are known."""
         self.notes: list[str] = []
         self._copy = BucketMirror(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
@@ -113,24 +113,24 @@ class RunDirectory:
         self._waiting = waiting
 
     def __enter__(self) -> Self:
-        # The others wait: what they read in the directory is complete, or the first process has raised.
+        # The others wait until the directory is complete, or the first process has raised.
         if is_lead():
-            self._hold()
+            self._lock_directories()
         wait_for_all("run directory")
         return self
 
-    def _hold(self) -> None:
+    def _lock_directories(self) -> None:
         try:
             for directory in self._local_directories():
                 _refuse_links(directory)
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(locked(directory))
             if self._copy is not None:
-                self._hold_bucket(self._copy)
+                self._lock_bucket(self._copy)
             self._check()
             if self._copy is not None:
                 self._locks.enter_context(self._copy)
-        # `__exit__` is not called when `__enter__` raises.
+        # `__exit__` is not called if `__enter__` raises.
         except BaseException:
             self._locks.close()
             raise
@@ -139,52 +139,52 @@ class RunDirectory:
         self._locks.close()
 
     def _local_directories(self) -> set[Path]:
-        # A set: both may be one directory, however it is written, which cannot be locked twice.
-        return {place.resolve() for place in (self.path, self.checkpoints) if isinstance(place, Path)}
+        # A set: both may be the same directory, in different spellings, which cannot be locked twice.
+        return {path.resolve() for path in (self.path, self.checkpoints) if isinstance(path, Path)}
 
-    def _hold_bucket(self, copy: BucketMirror) -> None:
+    def _lock_bucket(self, copy: BucketMirror) -> None:
         assert isinstance(self.checkpoints, Bucket)
         self._probe()
         self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
-        there = read_json(self.checkpoints, f"{COPY}/run.json").get("id", self.name)
-        if there != self.name:
+        recorded_id = read_json(self.checkpoints, f"{COPY_DIRECTORY}/run.json").get("id", self.name)
+        if recorded_id != self.name:
             raise UserError(
-                f"{self.checkpoints} holds the checkpoints of the run {there}; choose another place with "
+                f"{self.checkpoints} holds the checkpoints of the run {recorded_id}; choose another place with "
                 f"trainer.checkpointer.base_path, or let append_run_id_to_base_path give each run one of its own"
             )
         copy.fetch()
 
     def _probe(self) -> None:
-        """Finds soon, and once, whether the bucket can be used: other requests are repeated for minutes."""
+        """Checks once, and quickly, that the bucket can be used: other requests are retried for minutes."""
         if isinstance(self.checkpoints, Bucket) and not self._probed:
             self.checkpoints.probe("trainer.checkpointer.base_path")
             self._probed = True
 
     def before_commit(self, seconds: float) -> None:
-        """Makes sure that the checkpoint that is about to appear in a bucket belongs there, beside what led to it.
+        """Verifies the lease and updates the copy of the run directory before a checkpoint is committed in a bucket.
 
         Args:
-            seconds: that each request may take.
+            seconds: time limit per request.
 
         Raises:
-            MachineError: when another process has taken the run over, or the bucket cannot be written.
+            MachineError: if another process has taken over the run, or the bucket cannot be written.
         """
         if self._lease is not None and self._copy is not None:
-            # The copy first: metrics up to the checkpoint's step are there when a resume finds it.
+            # Copy first, so that a resume from the checkpoint finds the metrics up to its step.
             self._copy.push(seconds)
             self._lease.confirm()
 
     def check_held(self) -> None:
-        """Raises `MachineError` when another process has taken the run over, which a bucket cannot keep it from."""
+        """Raises `MachineError` if another process has taken over the run, which a bucket cannot prevent."""
         if self._lease is not None:
             self._lease.check()
 
     def _check(self) -> None:
         self._restore_records()
-        before = read_run_record(self.path) if (self.path / RUN).exists() else {}
-        if before:
+        record = read_run_record(self.path) if (self.path / RUN).exists() else {}
+        if record:
             self._differences = numeric_differences(
-                identity_of(before, self.path), numeric_identity(self.config), self.config
+                identity_of(record, self.path), numeric_identity(self.config), self.config
             )
         if self._differences and not self.allow_change:
             raise UserError(
@@ -193,19 +193,19 @@ class RunDirectory:
                 + "\nSet trainer.id to another name to start a new run, undo these changes to resume this one, or go "
                 "on with them by --allow-config-change, which is written down in the run's records"
             )
-        # A change is written with the first step under it; until then the files describe the steps that are there.
+        # A change is recorded with the first step under it; until then the files describe the existing steps.
         if not self._differences:
-            self._write(before.get("changes", []))
+            self._write(record.get("changes", []))
 
     def _restore_records(self) -> None:
         for name in self._records.restore():
             self.notes.append(
                 f"warning: {self.path / name} was missing, and is back from the copy beside the checkpoints"
             )
-        missing = [name for name in _LOST if not (self.path / name).exists()]
+        missing = [name for name in _EFFECTS if not (self.path / name).exists()]
         if missing and committed_steps(self.checkpoints):
             self.notes += [
-                f"warning: {self.path / name} is missing, and there is no copy: {_LOST[name]}" for name in missing
+                f"warning: {self.path / name} is missing, and there is no copy: {_EFFECTS[name]}" for name in missing
             ]
 
     def _write(self, changes: list[dict[str, Any]]) -> None:
@@ -219,7 +219,7 @@ class RunDirectory:
             write_atomically(directory / "config.yaml", text)
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
-        """Writes text, bytes, a copy of a file or anything that JSON can hold to `artifacts`/name; returns its path."""
+        """Writes text, bytes, a copy of a file or any JSON-serialisable value to `artifacts`/name; returns its path."""
         file = self.path / "artifacts" / name
         if not is_lead():
             return file
@@ -232,10 +232,10 @@ class RunDirectory:
         return file
 
     def cpu_threads(self, trainer: TrainerConfig) -> int | None:
-        """With how many threads to compute on a CPU: as the configuration says, or as when the run was last worked on;
-        None where neither says so.
+        """Returns the number of CPU threads from the configuration, or else from the last attempt; None if neither has
+        one.
         """
-        # XLA on a CPU cuts sums by its number of threads: a resume with as many gives the same bits.
+        # XLA splits sums on a CPU by its number of threads, so a resume with the same number gives the same bits.
         attempts = self._attempts() if trainer.bitwise else []
         return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
 
@@ -243,13 +243,13 @@ class RunDirectory:
         return parsed_attempts(self.path / ENVIRONMENT, self._read(ENVIRONMENT))
 
     def _read(self, name: str) -> bytes | None:
-        """A record, asked for before the directory is held, and so before a newer copy has replaced it."""
+        """Reads a record before the directory is locked, and before a newer copy may replace it."""
         if self._copy is not None:
             self._probe()
             content = self._copy.read(name)
         else:
             content = (self.path / name).read_bytes() if (self.path / name).exists() else None
-        # A missing one is put back when the directory is held.
+        # A missing record is restored once the directory is locked.
         return self._records.read(name) if content is None else content
 
     @property
@@ -258,56 +258,56 @@ class RunDirectory:
         settings: Any = self.config
         return settings.trainer
 
-    def go_on_as_begun(self) -> None:
-        """Gives keys that are not set the values with which the run was begun: see `as_begun`.
+    def restore_recorded_keys(self) -> None:
+        """Sets unset keys to the values recorded at the start of the run; see `trainer_with_recorded_keys`.
 
-        Waits for all processes, each of which must call it.
+        All processes must call it; it waits for them.
         """
         content = self._read(RUN) if is_lead() else None
         identity = {} if content is None else identity_of(parsed_run(self.path / RUN, content), self.path)
-        # The first process alone may have the directory.
+        # Only the first process may have access to the directory.
         self.config = config_as_begun(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
 
     def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
-        """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
+        """Records the environment of this attempt in env.json, and a changed configuration in run.json.
 
         Args:
-            trainer: as for `cpu_threads`.
-            step: steps that are done.
-            rows: in a microbatch.
-            program: the hash of the program that computes one.
+            trainer: trainer section, as in `cpu_threads`.
+            step: number of completed steps.
+            rows: rows in a microbatch.
+            program: hash of the program for a microbatch.
 
         Returns:
-            What the person at the terminal should know: how this attempt differs from the one before, or what is
-            particular to the first. Empty in all processes but the first.
+            Notes for the user: differences from the previous attempt, or remarks about the first one. Empty in all
+            processes except the first.
         """
         if not is_lead():
             return []
         file, attempts = self.path / ENVIRONMENT, read_attempts(self.path)
-        now = {**environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
+        attempt = {**environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
         resumed = step and attempts
-        particular = changes_since(attempts[-1], now, file) if resumed else notes_on_start(now, trainer)
-        notes = [*self._change(step), *particular]
-        self._records.write(ENVIRONMENT, json.dumps([*attempts, now], indent=1) + "\n")
+        remarks = changes_since(attempts[-1], attempt, file) if resumed else notes_on_start(attempt, trainer)
+        notes = [*self._change(step), *remarks]
+        self._records.write(ENVIRONMENT, json.dumps([*attempts, attempt], indent=1) + "\n")
         return notes
 
     def _change(self, step: int) -> list[str]:
         changes = read_run_record(self.path).get("changes", [])
-        # Where a checkpoint was lost, what came after an earlier one is computed again, under the newest configuration.
-        moved = [{**change, "step": min(change["step"], step)} for change in changes]
+        # If a checkpoint was lost, the steps after an earlier one are recomputed under the newest configuration.
+        updated = [{**change, "step": min(change["step"], step)} for change in changes]
         if self._differences:
-            kept = f"config.{len(changes) + 1}.yaml"
-            self._records.write(kept, (self.path / "config.yaml").read_text())
-            moved.append({"step": step, "differences": self._differences, "config_before": kept})
-        if moved != changes:
-            self._write(moved)
-        listed, self._differences = self._differences, []
-        return [f"from step {step} on with another configuration:\n  " + "\n  ".join(listed)] if listed else []
+            old_config = f"config.{len(changes) + 1}.yaml"
+            self._records.write(old_config, (self.path / "config.yaml").read_text())
+            updated.append({"step": step, "differences": self._differences, "config_before": old_config})
+        if updated != changes:
+            self._write(updated)
+        lines, self._differences = self._differences, []
+        return [f"from step {step} on with another configuration:\n  " + "\n  ".join(lines)] if lines else []
 
 
 def _refuse_links(directory: Path) -> None:
-    """Raises UserError for a link by which a run that somebody gave away would write to other files; checkpoints may be
-    elsewhere, since nothing in them is written again.
+    """Raises UserError for symbolic links through which an untrusted run could write to other files. Checkpoints may be
+    links, because they are never rewritten.
     """
     for entry in [*directory.iterdir()] if directory.is_dir() else ():
         if entry.is_symlink() and not entry.name.isdecimal():
@@ -315,15 +315,15 @@ def _refuse_links(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Any:
-    """Holds a directory by an advisory lock, which ends with the process, however it ends.
+def locked(directory: Path) -> Iterator[None]:
+    """Holds an advisory lock of a directory, released when the process ends for any reason.
 
     Raises:
-        UserError: when another process holds it.
+        UserError: if another process holds it.
     """
     with (directory / ".lock").open("a+") as file:
         try:
-            taken = try_lock(file.fileno())
+            acquired = try_lock(file.fileno())
         except OSError as error:
             logger.warning(
                 "%s: its file system has no locks (%s), so nothing keeps a second process from writing there",
@@ -332,13 +332,13 @@ def locked(directory: Path) -> Any:
             )
             yield
             return
-        if not taken:
+        if not acquired:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise UserError(
                 f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
             )
-        # For the message to a process that comes second.
+        # For the error message of a second process.
         file.seek(0)
         file.truncate()
         file.write(str(ProcessId.of_this_process()))

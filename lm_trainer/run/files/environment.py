@@ -1,4 +1,4 @@
-"""Runtime environment of a run, and its differences between two attempts."""
+"""Runtime environment of a run, and its differences between attempts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 from lm_trainer.core.runtime import available_cores, cpu_threads
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
-_COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
-"""Packages whose version may change a run's bits."""
+_RELEVANT_PACKAGES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
+"""Packages with versions that may change a run's bits."""
 _METADATA = ("METADATA", "PKG-INFO", "")
-"""Files of an installed package that may name it; the last one is an old `.egg-info` file itself."""
+"""Metadata files of an installed package; the empty name is an old `.egg-info` file itself."""
 _HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 
 
 def environment() -> dict[str, Any]:
-    """Describes all that may matter for a reproduction of the run; no host name, user or environment variables."""
+    """Describes the environment for reproducing the run, without host name, user or environment variables."""
     import jax
 
     return {
@@ -42,13 +42,13 @@ def environment() -> dict[str, Any]:
 
 
 def pinned_cpu_threads(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
-    """With how many threads to compute on a CPU what `attempt`, an entry of env.json, computed: as the configuration
-    says, or as many as it had; None where neither says so.
+    """Returns the number of CPU threads for repeating `attempt`, an entry of env.json: from the configuration, or else
+    from the attempt; None if neither has one.
     """
     return trainer.cpu_threads or attempt.get("cpu_threads")
 
 
-# A process keeps the code that it has imported, so these three are read once.
+# A process keeps its imported code, so these three are computed once.
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def _packages() -> list[tuple[str, str]]:
     """Lists the names, in lower case, and versions of all installed packages."""
     packages = []
     for distribution in metadata.distributions():
-        # `distribution.name` and `.version` each parse the whole file with its long description.
+        # `distribution.name` and `.version` each parse the full file with its long description.
         content = next(filter(None, map(distribution.read_text, _METADATA)), "")
         headers = dict(_HEADER.findall(content.split("\n\n", 1)[0]))
         if headers.keys() == {"Name", "Version"}:
@@ -66,11 +66,11 @@ def _packages() -> list[tuple[str, str]]:
 
 @functools.cache
 def _git_commit() -> str | None:
-    """The commit of the checkout that this code runs from, marked when it has changes; None outside one."""
-    here = Path(__file__).resolve().parents[1]
+    """Returns the commit of the checkout running this code, marked if it has changes; None outside a checkout."""
+    package = Path(__file__).resolve().parents[1]
     try:
         commit = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            ["git", "-C", str(package), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=10,
@@ -83,64 +83,66 @@ def _git_commit() -> str | None:
 
 @functools.cache
 def _code_hash() -> str:
-    """A hash of this package's source files, 16 hexadecimal digits."""
-    # A checkout with uncommitted changes has the same commit for many states of the code.
-    here, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for file in sorted(here.rglob("*.py")):
-        digest.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())
+    """Returns a hash of this package's source files, 16 hexadecimal digits."""
+    # The commit does not distinguish uncommitted changes.
+    package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package).as_posix()}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def notes_on_start(now: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
-    """Notes on the first attempt of a run."""
-    threads = now.get("cpu_threads")
-    if not trainer.bitwise or trainer.cpu_threads or not threads or threads <= now["cores"]:
+def notes_on_start(attempt: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
+    """Returns notes on the first attempt at a run."""
+    threads = attempt.get("cpu_threads")
+    if not trainer.bitwise or trainer.cpu_threads or not threads or threads <= attempt["cores"]:
         return []
     return [
-        f"XLA computes with {threads} threads on {now['cores']} cores, one for each device; a run on other devices "
+        f"XLA computes with {threads} threads on {attempt['cores']} cores, one for each device; a run on other devices "
         f"gives the same bits with trainer.cpu_threads={threads}"
     ]
 
 
-def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path) -> list[str]:
-    """Notes on an attempt that goes on where another one stopped."""
+def changes_since(previous: Mapping[str, Any], new: Mapping[str, Any], file: Path) -> list[str]:
+    """Returns notes on an attempt that continues a previous one."""
     notes = []
-    if changed := environment_differences(before, now):
+    if changed := environment_differences(previous, new):
         notes.append(f"the attempt before ran on something else: {', '.join(changed)}")
-    other = []
-    if before.get("rows") == now["rows"] and before.get("program") != now["program"]:
-        other.append(f"ran the program {before.get('program')}")
-    threads = now.get("cpu_threads")
-    if _other(before, now, "cpu_threads"):
-        other.append(f"computed with {before['cpu_threads']} threads, not {threads} (trainer.cpu_threads)")
-    elif threads and _other(before, now, "cores"):
-        notes.append(f"XLA computes with {threads} threads on {now['cores']} cores, as before, to give the same bits")
-    if other:
+    warnings = []
+    if previous.get("rows") == new["rows"] and previous.get("program") != new["program"]:
+        warnings.append(f"ran the program {previous.get('program')}")
+    threads = new.get("cpu_threads")
+    if _differs(previous, new, "cpu_threads"):
+        warnings.append(f"computed with {previous['cpu_threads']} threads, not {threads} (trainer.cpu_threads)")
+    elif threads and _differs(previous, new, "cores"):
+        notes.append(f"XLA computes with {threads} threads on {new['cores']} cores, as before, to give the same bits")
+    if warnings:
         notes.append(
-            f"warning: the attempt before {' and '.join(other)}; from here on, bits may differ from those of an "
+            f"warning: the attempt before {' and '.join(warnings)}; from here on, bits may differ from those of an "
             f"uninterrupted run (see what changed in {file})"
         )
     return notes
 
 
 def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lists the differences of two entries of env.json that may give other bits, as `NAME: OLD -> NEW`.
+    """Lists the differences between two entries of env.json that may change bits, as `NAME: OLD -> NEW`.
 
-    How many devices there are gives none, and of the packages only those that compute count.
+    The number of devices is ignored, and so are packages without effect on the computation.
     """
-    found = [
-        f"{key}: {old[key]} -> {new[key]}" for key in ("code", "git", "python", "cpu_threads") if _other(old, new, key)
+    changes = [
+        f"{key}: {old[key]} -> {new[key]}"
+        for key in ("code", "git", "python", "cpu_threads")
+        if _differs(old, new, key)
     ]
     kinds = [sorted({*attempt.get("devices", ())}) for attempt in (old, new)]
     if kinds[0] != kinds[1]:
-        found.append(f"devices: {', '.join(kinds[0])} -> {', '.join(kinds[1])}")
+        changes.append(f"devices: {', '.join(kinds[0])} -> {', '.join(kinds[1])}")
     versions = [attempt.get("packages", {}) for attempt in (old, new)]
     for name in sorted({*versions[0], *versions[1]}):
         a, b = (packages.get(name, "(absent)") for packages in versions)
-        if a != b and _COMPUTES.match(name):
-            found.append(f"{name}: {a} -> {b}")
-    return found
+        if a != b and _RELEVANT_PACKAGES.match(name):
+            changes.append(f"{name}: {a} -> {b}")
+    return changes
 
 
-def _other(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
+def _differs(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
     return key in old and key in new and old[key] != new[key]

@@ -1,51 +1,63 @@
-"""Removal of what a start leaves that failed before its first step."""
+"""Cleanup after a start that failed before its first step."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import Self
 
 from lm_trainer.parallel.processes import is_lead
-from lm_trainer.run.files.bucket_mirror import COPY
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
-_MADE_AT_THE_START = {"config.yaml", "run.json", ".lock", "tokenizer", "hf", "tensorboard", "metrics.jsonl", COPY}
-"""Names that an attempt makes before its first step; with any other, a directory stays."""
+_CREATED_AT_START = {
+    "config.yaml",
+    "run.json",
+    ".lock",
+    "tokenizer",
+    "hf",
+    "tensorboard",
+    "metrics.jsonl",
+    COPY_DIRECTORY,
+}
+"""Names an attempt creates before its first step; a directory with other names is kept."""
 
 
 class RemoveFailedStart:
-    """Removes the directories of a run that came into being with an attempt which then failed before its first step.
+    """Context manager removing directories created by an attempt that fails before its first step.
 
-    A context manager around those of the attempt. Directories that were there before stay, and so does anything that
-    holds a step, a file of somebody else's, or a message.
+    It encloses the other context managers of the attempt. Existing directories are kept, and so are directories with a
+    step, a foreign file, or metrics.
 
     Args:
-        directories: those on this machine, of the run and of its checkpoints.
+        directories: local directories of the run and of its checkpoints.
     """
 
     def __init__(self, *directories: Path):
         self._directories = directories
 
     def __enter__(self) -> Self:
-        made = [each for path in self._directories for each in (path, *path.parents) if not each.exists()]
-        # Deepest first, each once.
-        self._made = sorted(dict.fromkeys(made), key=lambda path: -len(path.parts))
+        missing = [parent for path in self._directories for parent in (path, *path.parents) if not parent.exists()]
+        # Deepest first, without duplicates.
+        self._created = sorted(dict.fromkeys(missing), key=lambda path: -len(path.parts))
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not is_lead() or not all(path in self._made for path in self._directories):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not is_lead() or not all(path in self._created for path in self._directories):
             return
-        if all(_only_began(path) for path in self._directories):
+        if all(_has_no_steps(path) for path in self._directories):
             for path in self._directories:
                 shutil.rmtree(path, ignore_errors=True)
-            for parent in self._made:
+            for parent in self._created:
                 if parent.is_dir() and not any(parent.iterdir()):
                     parent.rmdir()
 
 
-def _only_began(directory: Path) -> bool:
+def _has_no_steps(directory: Path) -> bool:
     if not directory.is_dir():
         return True
     metrics = directory / "metrics.jsonl"
-    begun = metrics.is_file() and metrics.stat().st_size > 0
-    return not begun and {path.name for path in directory.iterdir()} <= _MADE_AT_THE_START
+    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
+    return not has_metrics and {path.name for path in directory.iterdir()} <= _CREATED_AT_START

@@ -1,4 +1,4 @@
-"""Discovery of runs and their checkpoints on disk, by a run id or a path."""
+"""Finding runs and their checkpoints by run ID or path."""
 
 from __future__ import annotations
 
@@ -12,74 +12,74 @@ from lm_trainer.core.bucket import Bucket, StoragePath, is_bucket, storage_path
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
-from lm_trainer.run.files.bucket_mirror import COPY
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 from lm_trainer.run.files.records import read_run_record, recorded_checkpoints
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
-"""The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
+"""Default directories of runs and of checkpoints, relative to the working directory; run IDs are looked up in them."""
 
 
 def log_directory(config: Path) -> Path:
-    """The directory of runs that a configuration file names as trainer.log_dir; `logs` where it names none, or is no
-    configuration: it may be any file of the working directory.
+    """Returns trainer.log_dir of a configuration file; `logs` if it is not set or the file is no configuration, because
+    any file of the working directory may be passed.
     """
     try:
-        # By its bytes first: most files that are no configurations need not be parsed.
+        # Search the bytes first, so that most other files need not be parsed.
         small = config.is_file() and config.stat().st_size <= MAX_BYTES
         content = config.read_bytes() if small else b""
     except OSError:
         return _LOGS
     if not any(word in content for word in (b"log_dir", INCLUDE.encode())):
         return _LOGS
-    # Whatever is wrong with the file is the business of those who train by it.
-    named = trainer_setting(config, "log_dir")
-    return local_path(named) if isinstance(named, str) and path_problem(named) is None else _LOGS
+    # Problems in the file are reported by training with it.
+    log_dir = trainer_setting(config, "log_dir")
+    return local_path(log_dir) if isinstance(log_dir, str) and path_problem(log_dir) is None else _LOGS
 
 
 def log_directories() -> list[Path]:
-    """The directories in which runs are looked for: `logs`, and those that the configurations here name."""
+    """Returns the directories to search for runs: `logs`, and the log directories of configurations found here."""
     files = [*sorted(Path().glob("*.y*ml")), *sorted(Path("configs").glob("*.y*ml"))]
     return [*dict.fromkeys([_LOGS, *map(log_directory, files)])]
 
 
 def trainer_setting(config: Path, key: str) -> Any:
-    """The value of a key of the section `trainer` in a file that may be no configuration; None where it has none."""
+    """Returns the value of a key in the section `trainer` of a file, which may be no configuration; None if unset."""
     trainer = (read_file(config).data or {}).get("trainer")
     return trainer.get(key) if isinstance(trainer, dict) else None
 
 
 def find_run(run: str | Path) -> Path:
-    """Finds the directory of a run by its id, its path, or the URL of its checkpoints in a bucket.
+    """Finds the directory of a run by its ID, its path, or the URL of its checkpoints in a bucket.
 
     Returns:
-        An absolute path; of a run in a bucket, that of a local copy of its files without the checkpoints.
+        An absolute path; for a run in a bucket, a local copy of its files without the checkpoints.
 
     Raises:
-        UserError: when there is none, naming those that there are, and for a URL that is none of a bucket.
+        UserError: if no such run exists (the message lists existing runs), and for a URL other than a bucket's.
     """
     if is_bucket(run):
         return _copy_of(Bucket(str(run)))
-    places = log_directories()
+    directories = log_directories()
     run = local_path(run)
-    for candidate in (run, *(place / run for place in places)):
+    for candidate in (run, *(directory / run for directory in directories)):
         if (candidate / "run.json").is_file():
             return candidate.absolute()
     if (run / "config.yaml").is_file():
         raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
-    raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', *places)}")
+    raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', *directories)}")
 
 
 def _copy_of(checkpoints: Bucket) -> Path:
-    if checkpoints.read(f"{COPY}/run.json") is None:
+    if checkpoints.read(f"{COPY_DIRECTORY}/run.json") is None:
         raise UserError(f"{checkpoints}: there is no run{_runs_in(checkpoints)}")
-    return local_copy(checkpoints, COPY) / COPY
+    return local_copy(checkpoints, COPY_DIRECTORY) / COPY_DIRECTORY
 
 
 def _runs_in(bucket: Bucket) -> str:
-    """The runs that a bucket holds, where it is asked for one that it does not."""
-    tail = f"/{COPY}/run.json"
-    known = sorted(name.removesuffix(tail) for base in (bucket.parent, bucket) for name in base.list() if tail in name)
-    return f"; runs in {bucket.parent}: {', '.join(known)}" if known else ""
+    """Lists the runs in a bucket, for the error about a missing one."""
+    tail = f"/{COPY_DIRECTORY}/run.json"
+    runs = sorted(name.removesuffix(tail) for base in (bucket.parent, bucket) for name in base.list() if tail in name)
+    return f"; runs in {bucket.parent}: {', '.join(runs)}" if runs else ""
 
 
 def _in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
@@ -91,11 +91,11 @@ def _in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
 
 
 def root_of(run_dir: Path, log_dir: str) -> Path:
-    """The directory in which a run was started, from which relative paths of its configuration count.
+    """Returns the directory a run was started in, the base of relative paths in its configuration.
 
     Args:
-        run_dir: absolute.
-        log_dir: trainer.log_dir of its configuration; of an absolute one, the working directory is taken.
+        run_dir: absolute path of the run directory.
+        log_dir: trainer.log_dir of its configuration; if it is absolute, the working directory is returned.
     """
     logs = local_path(log_dir)
     tail = logs / run_dir.name
@@ -104,14 +104,14 @@ def root_of(run_dir: Path, log_dir: str) -> Path:
 
 
 def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
-    """Finds the checkpoint directory that is meant, and the step, if one was named.
+    """Finds a checkpoint directory, and the step if one was named.
 
     Args:
-        run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`, `s3://BUCKET/ID`) or one
+        run: a run ID, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`, `s3://BUCKET/ID`) or one
             step in it.
 
     Raises:
-        UserError: when there is none, naming those that there are, and for a URL that is none of a bucket.
+        UserError: if none exists (the message lists existing runs), and for a URL other than a bucket's.
     """
     if isinstance(run, Bucket) or is_bucket(run):
         return _in_bucket(Bucket(str(run)))
@@ -119,30 +119,30 @@ def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
     if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
         return path.parent, int(path.name)
     logs = log_directories()
-    for candidate in (path, *(place / run for place in logs), _CHECKPOINTS / run):
-        # First run.json: a run directory has a config.yaml as well.
+    for candidate in (path, *(directory / run for directory in logs), _CHECKPOINTS / run):
+        # Check run.json first, because a run directory has a config.yaml too.
         if (candidate / "run.json").is_file():
             return checkpoints_of(candidate), None
         if (candidate / "config.yaml").is_file():
             return candidate, None
-    there = _runs_here("config.yaml", *logs, _CHECKPOINTS)
-    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
+    hint = _runs_here("config.yaml", *logs, _CHECKPOINTS)
+    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{hint}")
 
 
 def checkpoints_of(run_dir: Path) -> StoragePath:
-    """Returns the checkpoint directory of a run, which may have been moved since it was written down in run.json.
+    """Returns the checkpoint directory of a run, which may have been moved since it was recorded in run.json.
 
     Raises:
-        MachineError: when run.json is damaged.
+        MachineError: if run.json is damaged.
     """
     recorded = storage_path(recorded_checkpoints(read_run_record(run_dir), run_dir))
     if isinstance(recorded, Bucket):
         return recorded
-    # A run that was moved as a whole keeps its checkpoints beside it.
-    beside = run_dir.parent.parent / recorded.parent.name / recorded.name
-    return recorded if recorded.is_dir() or not beside.is_dir() else beside
+    # If the run was moved together with its checkpoints, their relative location is unchanged.
+    moved_with_run = run_dir.parent.parent / recorded.parent.name / recorded.name
+    return recorded if recorded.is_dir() or not moved_with_run.is_dir() else moved_with_run
 
 
 def _runs_here(file: str, *bases: Path) -> str:
-    known = sorted({path.parent.name for base in bases for path in base.glob(f"*/{file}")})
-    return f"; runs here: {', '.join(known)}" if known else ""
+    runs = sorted({path.parent.name for base in bases for path in base.glob(f"*/{file}")})
+    return f"; runs here: {', '.join(runs)}" if runs else ""

@@ -1,6 +1,6 @@
-"""The fingerprint of a run: a few digits that prove its losses and its weights.
+"""The fingerprint of a run: a short hash of its losses and weights.
 
-It depends on nothing but numbers: not on devices, processes or sharding, nor on which steps have checkpoints.
+It depends only on numerical values, not on devices, processes, sharding or the steps with checkpoints.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ _DIGITS = 16
 
 
 def extend_chain(chain: str, step: int, loss: float, grad_norm: float) -> str:
-    """The chain over all steps so far, from the chain before this step ("" at the start) and what it computed.
+    """Returns the hash chain extended by one step.
 
     Args:
-        chain: of the steps before.
-        step: steps done, this one included.
-        loss: a float32 value; every NaN counts as the same.
-        grad_norm: likewise.
+        chain: chain over the previous steps; "" at the start.
+        step: number of completed steps, including this one.
+        loss: a float32 value; all NaNs are equivalent.
+        grad_norm: a float32 value; all NaNs are equivalent.
     """
-    # NaN has many bit patterns, and which one comes out differs between processors.
+    # NaN has many bit patterns, and the result differs between processors.
     bits = b"".join(b"nan " if math.isnan(x) else struct.pack("<f", x) for x in (loss, grad_norm))
     return _digest(chain.encode() + struct.pack("<q", step) + bits)
 
 
 def fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
-    """The fingerprint of the losses and gradient norms of all steps so far and of the parameters after the last one.
+    """Returns the fingerprint of the losses and gradient norms of all steps so far and of the current parameters.
 
     Args:
-        chain: as `extend_chain` made it of every step.
-        hashes: of each parameter by name, as `lm_trainer.checkpoint.digest.hashes` makes them.
+        chain: hash chain over all steps, from `extend_chain`.
+        hashes: parameter name -> hash, from `lm_trainer.checkpoint.digest.hashes`.
     """
     lines = [chain, *(f"{name} {hashes[name]}" for name in sorted(hashes))]
     return _digest("\n".join(lines).encode())

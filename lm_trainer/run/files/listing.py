@@ -1,4 +1,4 @@
-"""Runs on disk, with what each has come to: read from their directories alone."""
+"""Runs on disk and their status, read only from their directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 16
-"""Bytes at the end of metrics.jsonl in which the last loss is looked for."""
+"""Bytes at the end of metrics.jsonl searched for the last loss."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +28,24 @@ class RunListing:
     id: str
     directory: Path
     state: Literal["running", "done", "stopped", "not begun", "damaged"]
-    """`running`: a process holds the directory; `stopped`: the same command would go on; `damaged`: its run.json cannot
-    be read, and a line in the log says why."""
+    """`running`: a process holds the directory; `stopped`: the same command would resume it; `damaged`: run.json cannot
+    be read, and the log contains the reason."""
     step: int
-    """Steps that are logged."""
+    """Number of logged steps."""
     steps: int | None
-    """Steps of the whole run; None where its configuration cannot be read."""
+    """Configured total number of steps; None if the configuration cannot be read."""
     loss: float | None
-    """Training loss of the last step that is logged, in nats per token."""
+    """Training loss of the last logged step, in nats per token."""
     changed: float
     """Time of the last change, in seconds since 1970."""
     bytes: int
-    """Size of the run directory and of its checkpoints, without those in a bucket."""
+    """Size of the run directory and of its local checkpoints."""
 
 
 def list_runs(directories: Iterable[Path]) -> list[RunListing]:
-    """Lists the runs below directories of runs (`logs`), the last change first; a run directory stands for itself."""
-    found = {path.resolve(): path for base in directories for path in _run_directories(base)}
-    return sorted((_read(path) for path in found.values()), key=lambda run: -run.changed)
+    """Lists the runs in directories of runs (`logs`) or in run directories themselves, last changed first."""
+    paths = {path.resolve(): path for base in directories for path in _run_directories(base)}
+    return sorted((_read(path) for path in paths.values()), key=lambda run: -run.changed)
 
 
 def _run_directories(base: Path) -> Iterator[Path]:
@@ -61,13 +61,13 @@ def _read(path: Path) -> RunListing:
     try:
         checkpoints = checkpoints_of(path)
     except MachineError as error:
-        # The others are listed all the same.
+        # Still list the other runs.
         logger.warning("%s", error)
         checkpoints = None
-    # In a bucket only the server would know.
-    places = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
+    # The size of a bucket would require requests.
+    directories = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
-    sizes = {p: s for directory in places for p, s in _sizes(directory)}
+    sizes = {p: s for directory in directories for p, s in _sizes(directory)}
     steps = _total_steps(path)
     state: Any = "stopped" if step else "not begun"
     if is_locked(path / ".lock"):
@@ -81,14 +81,14 @@ def _read(path: Path) -> RunListing:
 
 
 def last_logged(file: Path) -> tuple[int, float | None]:
-    """The last step of metrics.jsonl and its loss; 0 and None where there is none."""
+    """Returns the last step in metrics.jsonl and its loss; 0 and None without steps."""
     step, loss = 0, None
     for line in _last_lines(file):
         try:
             record = json.loads(line)
             step, loss = int(record["step"]), float(record["train/loss"])
         except (ValueError, TypeError, KeyError):
-            # The first may be half a line, and the last one that is being written; others have no loss.
+            # The first line may be truncated, the last one incomplete; other lines may have no loss.
             continue
     return step, loss
 
@@ -109,14 +109,14 @@ def _total_steps(path: Path) -> int | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _sizes(directory: Path) -> Iterator[tuple[Path, int]]:
-    """The files below a directory with their sizes in bytes; those that go meanwhile are left out."""
+    """Yields the files below a directory with their sizes in bytes; files deleted concurrently are skipped."""
     for base, _, names in os.walk(directory):
         for name in names:
             path = Path(base, name)

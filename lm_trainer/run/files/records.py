@@ -1,6 +1,4 @@
-"""Records of a run, run.json and env.json: written whole or not at all, and twice, of which a copy is beside the
-checkpoints.
-"""
+"""Records of a run, run.json and env.json: written atomically, with a copy next to the checkpoints."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from typing import Any
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.run.config.earlier_runs import completed
-from lm_trainer.run.files.bucket_mirror import COPY
+from lm_trainer.run.config.earlier_runs import with_implied_keys
+from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
 RUN, ENVIRONMENT = "run.json", "env.json"
 
@@ -22,65 +20,67 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
     """Reads run.json: `id`, `checkpoints`, `identity`, and `changes` if the configuration has changed.
 
     Raises:
-        MachineError: when it is missing or damaged.
+        MachineError: if it is missing or damaged.
     """
     return parsed_run(run_dir / RUN, _content(run_dir / RUN))
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads env.json, an entry for each attempt; empty where there is none.
+    """Reads env.json, with an entry per attempt; empty if the file is missing.
 
     Raises:
-        MachineError: when it is damaged.
+        MachineError: if it is damaged.
     """
     file = run_dir / ENVIRONMENT
     return parsed_attempts(file, _content(file) if file.exists() else None)
 
 
-def parsed_run(file: Any, content: bytes) -> dict[str, Any]:
-    """The content of run.json; raises `MachineError` when it is damaged."""
-    found = _parsed(file, content)
-    if not isinstance(found, dict):
+def parsed_run(file: object, content: bytes) -> dict[str, Any]:
+    """Parses the content of run.json; raises `MachineError` if it is damaged."""
+    record = _parsed(file, content)
+    if not isinstance(record, dict):
         raise _damaged(file, "it holds no JSON object")
-    return found
+    return record
 
 
 def recorded_checkpoints(run: Mapping[str, Any], run_dir: Path) -> str:
-    """The directory of the checkpoints as run.json has it; raises `MachineError` where it lacks it."""
-    found = run.get("checkpoints")
-    if not isinstance(found, str):
+    """Returns the checkpoint directory recorded in run.json; raises `MachineError` if it is missing."""
+    path = run.get("checkpoints")
+    if not isinstance(path, str):
         raise _damaged(run_dir / RUN, "it does not say where the checkpoints are")
-    return found
+    return path
 
 
 def identity_of(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The part of the configuration that decides numbers, with keys that are newer than the run as that meant them.
+    """Returns the recorded numeric identity, completed by keys newer than the run with their implied values.
 
     Raises:
-        MachineError: where run.json lacks it.
+        MachineError: if run.json does not contain it.
     """
-    found = run.get("identity")
-    if not isinstance(found, dict):
+    identity = run.get("identity")
+    if not isinstance(identity, dict):
         raise _damaged(run_dir / RUN, "it does not say which configuration the run has")
-    return completed(found)
+    return with_implied_keys(identity)
 
 
-def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:
-    """The content of env.json, empty for None; raises `MachineError` when it is damaged."""
-    found = [] if content is None else _parsed(file, content)
-    if not isinstance(found, list) or not all(isinstance(x, dict) and isinstance(x.get("step"), int) for x in found):
+def parsed_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
+    """Parses the content of env.json, empty for None; raises `MachineError` if it is damaged."""
+    entries = [] if content is None else _parsed(file, content)
+    if not isinstance(entries, list) or not all(
+        isinstance(x, dict) and isinstance(x.get("step"), int) for x in entries
+    ):
         raise _damaged(file, "it holds no list of attempts")
-    return found
+    return entries
 
 
-def identity_beside(checkpoints: StoragePath) -> dict[str, Any] | None:
-    """The part of the configuration that decides numbers, by the copy of run.json beside the checkpoints.
+def identity_from_copy(checkpoints: StoragePath) -> dict[str, Any] | None:
+    """Returns the numeric identity from the copy of run.json next to the checkpoints.
 
-    None where there is no such copy, or only a damaged one.
+    None if the copy is missing or damaged.
     """
     try:
-        content = _copied(checkpoints / COPY, RUN)
-        identity = None if content is None else parsed_run(checkpoints / COPY / RUN, content).get("identity")
+        content = _copied(checkpoints / COPY_DIRECTORY, RUN)
+        identity = None if content is None else parsed_run(checkpoints / COPY_DIRECTORY / RUN, content).get("identity")
     except MachineError:
         return None
     return identity if isinstance(identity, dict) else None
@@ -100,46 +100,46 @@ def _content(file: Path) -> bytes:
         raise MachineError(f"{file}: cannot be read ({error.strerror or error})") from error
 
 
-def _parsed(file: Any, content: bytes) -> Any:
+def _parsed(file: object, content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
         raise _damaged(file, f"it is not JSON: {error}" if content.strip() else "it is empty") from None
 
 
-def _damaged(file: Any, why: str) -> MachineError:
+def _damaged(file: object, reason: str) -> MachineError:
     return MachineError(
-        f"{file} is damaged: {why}. Put back a copy, or remove the file and start the run again: it then takes the "
-        f"copy beside its checkpoints, in the directory {COPY}, or says what it cannot know without one"
+        f"{file} is damaged: {reason}. Put back a copy, or remove the file and start the run again: it then takes the "
+        f"copy beside its checkpoints, in the directory {COPY_DIRECTORY}, or says what it cannot know without one"
     )
 
 
 class RecordCopies:
-    """The copies of a run's records beside its checkpoints.
+    """Copies of a run's records next to its checkpoints.
 
-    In a bucket they are those of `BucketMirror`, which keeps them up to date.
+    In a bucket, `BucketMirror` writes the copies.
 
     Args:
         path: the run directory.
         checkpoints: the directory of its checkpoints.
-        run_id: of the run; copies of another one count for nothing.
+        run_id: ID of the run; copies of another run are ignored.
     """
 
     def __init__(self, path: Path, checkpoints: StoragePath, run_id: str):
-        self._path, self._to, self._run_id = path, checkpoints / COPY, run_id
+        self._path, self._to, self._run_id = path, checkpoints / COPY_DIRECTORY, run_id
 
     def write(self, name: str, text: str) -> None:
-        """Writes a record into the run directory, and its copy where that is on this machine."""
+        """Writes a record to the run directory, and its copy if the checkpoints are on this machine."""
         write_atomically(self._path / name, text)
         if isinstance(self._to, Path):
             self._to.mkdir(exist_ok=True)
             write_atomically(self._to / name, text)
 
     def read(self, name: str) -> bytes | None:
-        """The copy of a record; None where there is none.
+        """Reads the copy of a record; None if it is missing.
 
         Raises:
-            MachineError: when the copies are damaged.
+            MachineError: if the copies are damaged.
         """
         run = _copied(self._to, RUN)
         if run is None or parsed_run(self._to / RUN, run).get("id") != self._run_id:
@@ -147,7 +147,7 @@ class RecordCopies:
         return run if name == RUN else _copied(self._to, name)
 
     def restore(self) -> Sequence[str]:
-        """Takes copies in the place of missing records, and returns their names; raises as `read`."""
+        """Restores missing records from their copies, and returns their names; raises like `read`."""
         restored = []
         for name in (RUN, ENVIRONMENT):
             if not (self._path / name).exists() and (copy := self.read(name)) is not None:

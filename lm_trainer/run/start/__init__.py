@@ -1,1 +1,1 @@
-"""One start of a run: a fresh one or a resume, and what its processes agree on."""
+"""Starting or resuming a run, and the agreement of its processes."""

@@ -1,4 +1,4 @@
-"""Agreement of the processes of a run on configuration, data, code, packages, devices and compiled programs."""
+"""Checks that the processes of a run agree on configuration, data, code, packages, devices and compiled programs."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ from lm_trainer.run.config.run_config import changed_keys
 from lm_trainer.run.files.environment import environment, environment_differences
 from lm_trainer.run.weights.saved_state import Fingerprint
 
-_OF_EACH = ("trainer.distributed.", "trainer.ray.", "trainer.tracker", "trainer.jax_compilation_cache_dir")
-"""Keys that each process may have of its own. Only the first one has trackers."""
+_PER_PROCESS_KEYS = ("trainer.distributed.", "trainer.ray.", "trainer.tracker", "trainer.jax_compilation_cache_dir")
+"""Keys that may differ between processes. Only the first process has trackers."""
 _CACHE = "cache_dir"
-"""Name of keys of data whose directory may be on a disk of the process's own."""
+"""Name of the data keys for cache directories, which may be on local disks."""
 
 
 def check_agreement(config: Config) -> list[str]:
-    """Compares what the processes of a run were started with.
+    """Compares the configurations and environments of the processes of a run.
 
-    Waits for all of them, each of which must call it.
+    All processes must call it; it waits for them.
 
     Args:
-        config: of this process, as a whole.
+        config: complete configuration of this process.
 
     Returns:
-        Warnings for the person at the terminal, none where there is one process.
+        Warnings for the user; empty for a single process.
 
     Raises:
-        UserError: in every process, where their configurations differ.
+        UserError: in every process, if their configurations differ.
     """
     if jax.process_count() == 1:
         return []
-    here = {**environment(), "devices": [device.device_kind for device in jax.local_devices()]}
-    mine = {"config": without_credentials(config.model_dump(mode="json")), "environment": here}
-    everyone = [json.loads(text) for text in gather_texts(json.dumps(mine))]
-    if differences := list(_differences([each["config"] for each in everyone])):
+    local_environment = {**environment(), "devices": [device.device_kind for device in jax.local_devices()]}
+    local = {"config": without_credentials(config.model_dump(mode="json")), "environment": local_environment}
+    processes = [json.loads(text) for text in gather_texts(json.dumps(local))]
+    if differences := list(_differences([process["config"] for process in processes])):
         raise UserError(
             "the processes of this run have different configurations:\n  "
             + "\n  ".join(differences)
             + "\nGive all of them the same file and the same settings; only trainer.distributed may differ"
         )
-    first = everyone[0]["environment"]
-    found = ((i, environment_differences(first, each["environment"])) for i, each in enumerate(everyone))
+    first = processes[0]["environment"]
+    differing = ((i, environment_differences(first, process["environment"])) for i, process in enumerate(processes))
     return [
         f"warning: process {i} runs on something else than process 0 does, so bits may depend on where a microbatch "
         f"is computed: {', '.join(differences)}"
-        for i, differences in found
+        for i, differences in differing
         if differences
     ]
 
 
 def check_data(fingerprint: Fingerprint) -> list[str]:
-    """Compares the data of all processes, each of which must call it.
+    """Compares the data of all processes; each of them must call it.
 
     Args:
-        fingerprint: of the data of this process.
+        fingerprint: data fingerprint of this process.
 
     Returns:
-        A warning where they may differ.
+        A warning if the data may differ.
 
     Raises:
-        UserError: in every process, where they do differ.
+        UserError: in every process, if the data differ.
     """
-    mine = {"tokens": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
-    everyone = [json.loads(text) for text in gather_texts(json.dumps(mine))]
-    known = next((name for name in ("tokens", "sources") if all(name in each for each in everyone)), None)
-    if known is None or len({each[known] for each in everyone}) == 1:
+    local = {"tokens": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
+    fingerprints = [json.loads(text) for text in gather_texts(json.dumps(local))]
+    key = next((name for name in ("tokens", "sources") if all(name in f for f in fingerprints)), None)
+    if key is None or len({f[key] for f in fingerprints}) == 1:
         return []
-    values = _by_value([each[known] for each in everyone])
-    if known == "tokens":
+    values = _by_value([f[key] for f in fingerprints])
+    if key == "tokens":
         raise UserError(
             f"the processes of this run read different data (fingerprint {values}). Give all of them the same text, "
             "tokenizer and cache, on a disk that all see or as copies"
@@ -87,10 +87,10 @@ def check_data(fingerprint: Fingerprint) -> list[str]:
 
 
 def check_programs(program: str) -> list[str]:
-    """Compares the hash of a compiled program with that of all other processes, each of which must call it.
+    """Compares the hash of a compiled program between all processes; each of them must call it.
 
     Returns:
-        A warning where they differ.
+        A warning if they differ.
     """
     programs = gather_texts(program)
     if len({*programs}) == 1:
@@ -104,20 +104,20 @@ def check_programs(program: str) -> list[str]:
 
 def _differences(configs: Sequence[dict[str, Any]]) -> Iterator[str]:
     changed = [changed_keys(configs[0], config) for config in configs]
-    firsts = {key: first for each in changed for key, (first, _) in each.items()}
-    told = [key for key in firsts if not key.startswith(_OF_EACH) and key.rsplit(".", 1)[-1] != _CACHE]
-    # Made of the numbers, unless it is given: one more difference that follows from the others.
-    for key in [key for key in told if key != "trainer.id"] or told:
-        values = [each[key][1] if key in each else firsts[key] for each in changed]
+    firsts = {key: first for changes in changed for key, (first, _) in changes.items()}
+    reported = [key for key in firsts if not key.startswith(_PER_PROCESS_KEYS) and key.rsplit(".", 1)[-1] != _CACHE]
+    # Unless it is set, trainer.id is derived from the other keys, so its difference is redundant.
+    for key in [key for key in reported if key != "trainer.id"] or reported:
+        values = [changes[key][1] if key in changes else firsts[key] for changes in changed]
         yield f"{key}: {_by_value([json.dumps(value) for value in values])}"
 
 
 def _by_value(values: Sequence[str]) -> str:
-    """Says which processes have which value: `0.1 in process 0, 0.2 in processes 1, 2`."""
-    where: dict[str, list[int]] = {}
+    """Lists the processes for each value: `0.1 in process 0, 0.2 in processes 1, 2`."""
+    processes_by_value: dict[str, list[int]] = {}
     for process, value in enumerate(values):
-        where.setdefault(value, []).append(process)
+        processes_by_value.setdefault(value, []).append(process)
     return ", ".join(
         f"{value} in process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
-        for value, processes in where.items()
+        for value, processes in processes_by_value.items()
     )

@@ -1,4 +1,4 @@
-"""One attempt at a run: everything that is held from its beginning to its end."""
+"""One attempt at a run: the resources held from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Attempt:
     watchdog: Watchdog
     progress: Progress
     started: float
-    """The time at which it began, in seconds of `time.perf_counter`."""
+    """Start time in seconds of `time.perf_counter`."""
 
     def start(
         self,
@@ -50,29 +50,29 @@ class Attempt:
         *,
         config: TrainerConfig | None = None,
     ) -> TrainState:
-        """The state to go on from; tells the person at the terminal where that is.
+        """Returns the state to continue from, and reports it to the user.
 
         Args:
-            setup: the run's.
-            init: makes the state of a run that loads nothing.
-            fingerprint: of the data of the first steps, as many as are given.
-            config: names what may be loaded, where that is not the attempt's own configuration.
+            setup: the program of the run.
+            init: creates the state of a run that loads no weights.
+            fingerprint: data fingerprint as a function of the number of steps.
+            config: trainer section with the checkpoints to load, if different from the attempt's configuration.
 
         Raises:
-            UserError: as `check_data` and `find_start`.
+            UserError: as in `check_data` and `find_start`.
         """
-        # One process alone has nothing to compare, and would hash its data for nothing.
+        # A single process has no peer to compare with, so avoid hashing its data.
         if jax.process_count() > 1:
             for note in check_data(fingerprint(self.config.num_train_steps)):
                 self.progress.note(note)
         allow = self.directory.allow_change
         state, record = find_start(Request(config or self.config, setup, self.store, init, fingerprint, allow))
-        # The fingerprint covers all steps: of a branch those of the run that it goes on from, too.
+        # The fingerprint covers all steps, including the steps of a run this one branched from.
         self.directory.chain = record.get("chain", "")
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
-        if promised := self.store.promise_note():
-            self.progress.note(promised)
+        if extra_permanent := self.store.extra_permanent_note():
+            self.progress.note(extra_permanent)
         for note in configuration_warnings(self.config, setup.sharding.mesh):
             self.progress.note(note)
         return state
@@ -82,17 +82,17 @@ class Attempt:
 def open_attempt(
     config: TrainerConfig, settings: Config, progress: Progress, *, allow_config_change: bool = False
 ) -> Iterator[Attempt]:
-    """Sets up JAX, joins the processes of the run, and takes hold of its directory.
+    """Configures JAX, joins the processes of the run, and locks its directory.
 
     Args:
         config: the `trainer` section; its `id` names the run.
-        settings: all that decides the run, with `config` as one of its sections.
-        progress: the person at the terminal.
-        allow_config_change: go on with a run that was begun with another configuration or other data.
+        settings: complete configuration of the run, with `config` as one of its sections.
+        progress: progress display at the terminal.
+        allow_config_change: continue a run started with another configuration or other data.
 
     Raises:
-        UserError: when the run directory is in use or holds another run, the devices do not fit, or the processes have
-            different configurations.
+        UserError: if the run directory is in use or belongs to another run, the devices do not fit, or the processes
+            have different configurations.
     """
     started = time.perf_counter()
     directory = RunDirectory(
@@ -101,28 +101,28 @@ def open_attempt(
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         save_requests = stack.enter_context(SaveRequests(directory.path))
-        # Before anything else uses JAX, which fixes platform and devices at its first use.
+        # Before any other use of JAX, because the first use fixes platform and devices.
         configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
-        directory.go_on_as_begun()
+        directory.restore_recorded_keys()
         config = directory.trainer
-        # Before the directory is made, so that a configuration that does not fit the devices leaves nothing behind.
+        # Before creating the directory, so that a configuration incompatible with the devices leaves no files.
         check_devices(config)
         for note in check_agreement(directory.config):
             progress.note(note)
-        # Around the directory: what failed before the first step leaves nothing.
-        places = (directory.path, directory.checkpoints)
-        stack.enter_context(RemoveFailedStart(*(place for place in places if isinstance(place, Path))))
+        # Encloses the directory: a failure before the first step leaves no files.
+        paths = (directory.path, directory.checkpoints)
+        stack.enter_context(RemoveFailedStart(*(path for path in paths if isinstance(path, Path))))
         try:
             stack.enter_context(directory)
         finally:
-            # Also where it is refused, after records have been put back.
+            # Also if the directory is refused after records were restored.
             for note in directory.notes:
                 progress.note(note)
-        # Closed before the directory: its lock is held until the last save is on disk.
+        # Closed before the directory, so its lock is held until the last save is complete.
         checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)
         store = stack.enter_context(closing(checkpointer))
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
-        # The first to hear of a failure: whatever is closed after it would wait for the other processes.
+        # Reports a failure first, because closing the other resources would wait for the other processes.
         stack.push(failure_detector.report)
         yield Attempt(config, directory, store, stop, save_requests, watchdog, progress, started)

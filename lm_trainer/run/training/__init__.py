@@ -1,1 +1,1 @@
-"""The loop of training, and its parts."""
+"""The training loop and its parts."""

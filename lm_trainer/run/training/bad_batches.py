@@ -1,4 +1,4 @@
-"""The batch of a step whose loss or gradient was not finite, as a file to look at."""
+"""Dumps of the batches of steps with a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from lm_trainer.core.batch import Batch
 
 logger = logging.getLogger(__name__)
 
-_MOST_FILES = 16
+_MAX_FILES = 16
 
 
 class BadBatchDump:
-    """Holds the batches of the steps whose numbers are still on their way.
+    """Holds the batches of recent steps until their metrics have been read.
 
     Args:
-        directory: where files go; at most 16 of them, so that a run which skips such steps does not fill the disk.
+        directory: directory of the files; at most 16, so that a run skipping such steps does not fill the disk.
     """
 
     def __init__(self, directory: Path):
         self._directory = directory
-        # A step is judged after the next one has been started.
+        # The metrics of a step are read after the next one has started.
         self._recent: deque[tuple[int, Batch]] = deque(maxlen=2)
 
     def keep(self, step: int, batch: Batch) -> None:
-        """Notes this process's rows of the batch that `step` trains on; steps count from 1."""
+        """Keeps this process's rows of the batch of `step`; steps count from 1."""
         self._recent.append((step, batch))
 
     def write(self, step: int) -> Path | None:
-        """Writes the batch of a step as `.npz`, an array for each field of `Batch`; each process has its own file.
+        """Writes the batch of a step as `.npz`, with an array per field of `Batch` and one file per process.
 
         Returns:
-            The file; None where it cannot be written, or where there are enough.
+            The file; None if it cannot be written, or the maximum number of files is reached.
         """
-        batch = next((batch for kept, batch in self._recent if kept == step), None)
+        batch = next((batch for kept_step, batch in self._recent if kept_step == step), None)
         name = f"step-{step}.npz" if jax.process_count() == 1 else f"step-{step}.process-{jax.process_index()}.npz"
         file = self._directory / name
-        if batch is None or len(list(self._directory.glob("*.npz"))) >= _MOST_FILES:
+        if batch is None or len(list(self._directory.glob("*.npz"))) >= _MAX_FILES:
             return None
         arrays: dict[str, Any] = {field: np.asarray(x) for field, x in batch._asdict().items() if x is not None}
-        # Renamed when it is whole, since the run may end at any time.
+        # Renamed when complete, because the run may end at any time.
         draft = file.with_name(f".{name}.tmp")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The batches of a run: data by step, and the wait for those that are still being tokenised."""
+"""The batches of a run: data by step, and waiting for data still being tokenised."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _POLL_SECONDS = 0.05
 
 
 class TrainData(Protocol):
-    """Batches by their number: what `lm_trainer.data.open_data` returns, or anything like it."""
+    """Training data with random access by step, such as the result of `lm_trainer.data.open_data`."""
 
     def train(
         self, schedule: BatchSchedule, *, rows: Callable[[int], Sequence[int]], first_step: int, num_steps: int
     ) -> Iterator[Batch]:
-        """The batches of `num_steps` steps from `first_step`: of each the rows that `rows(batch size)` names."""
+        """Yields the batches of `num_steps` steps from `first_step`, limited to the rows `rows(batch size)` of each."""
         ...
 
 
@@ -37,49 +37,49 @@ class EvalData(Protocol):
     """A held-out set."""
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterable[Batch]:
-        """Some rows of every global batch, in order; the end is filled up with rows of weight 0."""
+        """Yields the selected rows of every global batch in order; the last batch is padded with rows of weight 0."""
         ...
 
 
 @runtime_checkable
 class Growing(Protocol):
-    """Batches, or a held-out set, of which some may still be tokenised."""
+    """Batches or a held-out set with text still being tokenised."""
 
     @property
     def growing(self) -> bool:
-        """Once False, it stays so, and nothing is missing any more."""
+        """True while text is missing; once False, it remains False."""
         ...
 
     def missing(self) -> object | None:
-        """Describes the text that the next batch waits for; None if it is there.
+        """Describes the text the next batch waits for; None if it is available.
 
         Raises:
-            UserError: if it will not come.
+            UserError: if it will never be available.
         """
         ...
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An iterator whose state is saved with every checkpoint, and given back on resume."""
+    """An iterator with a state, which is saved with every checkpoint and restored on resume."""
 
     def saved_state(self) -> Any:
-        """The state, as JSON, of this process."""
+        """Returns the JSON-serialisable state of this process."""
 
     def restore_state(self, state: Any) -> None:
-        """Goes on from a state, before the first batch; raises `UserError` where that cannot be."""
+        """Continues from a state, before the first batch; raises `UserError` if this is impossible."""
 
 
 class GrainLoader:
-    """The batches of a pipeline of Grain, from its beginning on, or after a resume from where the checkpoint was.
+    """Batches of a Grain pipeline, from its beginning, or on resume from the checkpointed position.
 
     Args:
-        dataset: a `grain.MapDataset`, `IterDataset` or `DataLoader` of batches of this process: a `Batch`, or a mapping
-            of its fields.
+        dataset: a `grain.MapDataset`, `IterDataset` or `DataLoader` yielding this process's batches: each a `Batch` or
+            a mapping of its fields.
     """
 
     def __init__(self, dataset: Iterable[Any]):
-        # A random-access dataset is read ahead by Grain's threads.
+        # Grain's threads prefetch from a random-access dataset.
         self._dataset: Any = dataset.to_iter_dataset() if isinstance(dataset, grain.MapDataset) else dataset
 
     def __iter__(self) -> Iterator[Batch]:
@@ -96,7 +96,7 @@ class _GrainIterator(Iterator[Batch]):
 
     def saved_state(self) -> Any:
         state = self._iterator.get_state()
-        # Iterators of a `grain.DataLoader` write JSON themselves.
+        # Iterators of a `grain.DataLoader` return JSON as bytes.
         return {"json": json.loads(state)} if isinstance(state, bytes) else state
 
     def restore_state(self, state: Any) -> None:
@@ -108,18 +108,18 @@ class _GrainIterator(Iterator[Batch]):
 
 
 class BatchLoader:
-    """The batches of a run from any step on."""
+    """Batches of a run, starting from any step."""
 
     def __init__(self, start: Callable[[int], Iterator[Batch]]):
         self._start = start
 
     def iter_from(self, step: int) -> Iterator[Batch]:
-        """The batches of the steps after `step` steps."""
+        """Returns the batches following the first `step` steps."""
         return self._start(step)
 
 
 def batches_from(setup: TrainingSetup, data: TrainData, step: int, num_train_steps: int) -> Iterator[Batch]:
-    """The batches of the steps after `step` steps, of each the rows that this process needs."""
+    """Returns the batches following the first `step` steps, limited to this process's rows."""
     local_rows = setup.step.devices.local_rows
     plans = {plan.batch_size: plan for plan in setup.plan.microbatches.values}
     return data.train(
@@ -131,56 +131,56 @@ def batches_from(setup: TrainingSetup, data: TrainData, step: int, num_train_ste
 
 
 class DataWait:
-    """Waits for text that is being tokenised, in all processes of a run alike: none is left alone in the next step.
+    """Waits for text being tokenised, in all processes of a run together, so that they enter the next step together.
 
     Args:
-        stop: ends the waiting.
-        progress: shows what is waited for.
-        watchdog: told whenever there is more of it.
-        keep: saves a state, when what comes after it does not come.
+        stop: stop request, which ends the wait.
+        progress: displays the missing text.
+        watchdog: restarted whenever tokenisation advances.
+        keep: saves a state, if the following data will never be available.
     """
 
     def __init__(self, stop: StopRequest, progress: Progress, watchdog: Watchdog, keep: Callable[[TrainState], object]):
         self._stop, self._progress, self._watchdog, self._keep = stop, progress, watchdog, keep
 
     def wait(self, data: object, state: TrainState) -> bool:
-        """Returns when the next batch is there: True while text is still being tokenised.
+        """Waits until the next batch is available; returns True while text is still being tokenised.
 
         Args:
-            data: nothing is waited for unless it is `Growing`, in any process.
-            state: after the last step.
+            data: batches or a held-out set; only waits if it is `Growing` in some process.
+            state: state after the last step.
 
         Raises:
-            UserError: if the batch will not come.
-            Preempted: when a stop signal comes first.
+            UserError: if the batch will never be available.
+            Preempted: if a stop signal comes first.
         """
         source = data if isinstance(data, Growing) and data.growing else None
-        # A collective, which every process enters, also one that misses nothing.
+        # A collective, entered by every process, even with complete data.
         if not any_process(source is not None):
             return False
         shown = ""
         try:
-            while (what := self._look(source, state.step)) is not None:
-                if what and what != shown:
-                    shown = what
-                    self._progress.phase(what)
+            while (description := self._describe_missing(source, state.step)) is not None:
+                if description and description != shown:
+                    shown = description
+                    self._progress.phase(description)
                     self._watchdog.arm(f"tokenised data after step {state.step}")
                 time.sleep(_POLL_SECONDS)
         except UserError:
-            # The steps that were done are worth more than the data that do not come.
+            # Save the completed steps before failing.
             if state.step:
                 self._keep(state)
             raise
         return True
 
-    def _look(self, source: Growing | None, step: int) -> str | None:
-        """Describes the missing text, "" if it is missing only in another process; None if nothing is."""
+    def _describe_missing(self, source: Growing | None, step: int) -> str | None:
+        """Describes the missing text; "" if it is missing only in another process, None if no text is missing."""
         missing, failure = None, None
         try:
             missing = None if source is None else source.missing()
         except UserError as error:
             failure = error
-        # All processes decide by what any of them found, or one would go on into a step alone.
+        # All processes decide together; otherwise one could enter a step without the others.
         flags = [missing is not None, failure is not None, bool(self._stop.requested)]
         waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
         if waits and stops:
@@ -193,27 +193,27 @@ class DataWait:
 
 
 class BatchIterator:
-    """The batches of a run one after another, each as soon as it is tokenised."""
+    """Iterates over the batches of a run, waiting for each to be tokenised."""
 
     def __init__(self, batches: Iterable[Batch], data_wait: DataWait):
         self._batches: Any = iter(batches)
         self._data_wait, self._growing = data_wait, True
 
     def saved_state(self) -> Any:
-        """The state of the iterator, as JSON; None where it has none."""
+        """Returns the JSON-serialisable state of the iterator; None if it has no state."""
         return self._batches.saved_state() if isinstance(self._batches, Resumable) else None
 
     def restore_state(self, state: Any) -> None:
-        """Goes on from a saved state; None, of a checkpoint without one, changes nothing.
+        """Continues from a saved state; None, from a checkpoint without a state, is ignored.
 
         Raises:
-            UserError: where the batches cannot go on there.
+            UserError: if the batches cannot continue from the state.
         """
         if state is not None and isinstance(self._batches, Resumable):
             self._batches.restore_state(state)
 
     def next(self, state: TrainState) -> Batch | None:
-        """The batch of the step from this state; None at the end. Raises as `DataWait.wait`."""
-        # Data that have stopped growing never grow again: from then on no process asks the others.
+        """Returns the batch for the step from this state; None at the end. Raises like `DataWait.wait`."""
+        # Complete data remain complete: from then on the processes need not communicate.
         self._growing = self._growing and self._data_wait.wait(self._batches, state)
         return next(self._batches, None)

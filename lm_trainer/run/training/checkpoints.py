@@ -1,4 +1,4 @@
-"""Checkpoints of a run while it trains: their times, and what is saved with the state."""
+"""Checkpoints of a run during training: their schedule, and the record saved with the state."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from lm_trainer.run.weights.saved_state import Fingerprint, save_state
 from lm_trainer.step.state.train_state import TrainState
 
 SERIES = "series"
-"""Key of the lines that the files of metrics have, as `Composite.sync` tells them."""
+"""Key of the number of lines in the metrics files, from `Composite.sync`."""
 EMPTY_STEPS = "empty_steps"
-"""Key of the number of steps in whose batch no token had a loss."""
+"""Key of the number of steps with a batch in which no token had a loss."""
 LOADER = "loader"
-"""Key of the states of the loaders of batches, one for each process."""
+"""Key of the states of the batch loaders, one per process."""
 
 
 class Checkpoints:
-    """Saves the state of a run with everything that a resume and `lmt verify` need.
+    """Saves the state of a run with everything needed for a resume and for `lmt verify`.
 
     Args:
-        store: where they go.
-        setup: the run's.
-        metrics: the losses so far.
-        data_fingerprint: of the data of the first steps, as many as are given.
-        facts: saved with every checkpoint, as JSON.
-        watchdog: told that the run waits for a checkpoint.
+        store: the checkpoint store.
+        setup: the program of the run.
+        metrics: metric logger with the losses so far.
+        data_fingerprint: data fingerprint as a function of the number of steps.
+        facts: JSON values saved with every checkpoint.
+        watchdog: watchdog timing the wait for a checkpoint.
     """
 
     def __init__(
@@ -53,37 +53,37 @@ class Checkpoints:
         self._loader_state: Callable[[], Any] = lambda: None
 
     def resume_loader(self, loader: BatchIterator, step: int) -> None:
-        """Has a loader go on after `step` steps, and saves its state with every checkpoint from now on.
+        """Restores a loader at `step`, and saves its state with every checkpoint from now on.
 
         Raises:
-            UserError: when the loader cannot go on there, as when other processes had parts of it.
+            UserError: if the loader cannot continue, for example with a different number of processes.
         """
         loader.restore_state(self._saved_loader_state(step))
         self._loader_state = loader.saved_state
 
     def _saved_loader_state(self, step: int) -> Any:
-        """The state of this process's loader in the checkpoint of a step; None where it has none."""
+        """Returns the state of this process's loader from the checkpoint of a step; None if it has none."""
         saved = self._store.record(step).get(LOADER) if step else None
         if saved is None:
             return None
-        here = jax.process_count()
-        # A state that is alike in all processes belongs to the step, and not to a process.
-        if len(saved) != here and any(state != saved[0] for state in saved):
+        processes = jax.process_count()
+        # A state equal in all processes depends only on the step, not on the process.
+        if len(saved) != processes and any(state != saved[0] for state in saved):
             raise UserError(
                 f"the loader of batches was saved by {len(saved)} processes, each with a part of the data, and cannot "
-                f"go on in {here}: start as many"
+                f"go on in {processes}: start as many"
             )
-        return saved[jax.process_index()] if len(saved) == here else saved[0]
+        return saved[jax.process_index()] if len(saved) == processes else saved[0]
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is due after `step` steps, by the clock of any process: all save the same steps."""
+        """Returns True if a checkpoint is due after `step` steps by any process's clock, so all save the same steps."""
         return any_process(self._store.due(step))
 
     def save(self, state: TrainState, *, keep: bool = False) -> None:
-        """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises as `save_state`, and for metrics
-        that are not finite.
+        """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises like `save_state`, and for
+        non-finite metrics.
         """
-        # A state whose loss was not finite must not be saved, so its metrics are read first.
+        # A state with a non-finite loss must not be saved, so read its metrics first.
         self._metrics.flush()
         self._watchdog.arm(f"the checkpoint of step {state.step}")
         record = {
@@ -91,8 +91,8 @@ class Checkpoints:
             "train_loss": self._metrics.train_loss,
             "eval_losses": self._metrics.eval_losses,
             EMPTY_STEPS: self._metrics.empty_steps,
-            **self._metrics.prove(state),
-            # After the fingerprint, which is a line too; the checkpoint must not be there before the lines are.
+            **self._metrics.record_fingerprint(state),
+            # After the fingerprint, which is a line too; the lines must be on disk before the checkpoint.
             SERIES: self._metrics.sync(),
             **({KEPT: True} if keep else {}),
             **self._loaders(),
@@ -100,7 +100,7 @@ class Checkpoints:
         save_state(self._store, state, self._program, {**self._facts, **record})
         if not self._compiled:
             self._compiled = True
-            # The programs of the checks and hashes were compiled in that time, which is no step's.
+            # Exclude the time of compiling the programs for checks and hashes from the step time.
             self._metrics.pause()
 
     def _loaders(self) -> dict[str, Any]:
@@ -108,21 +108,21 @@ class Checkpoints:
         return {} if all(state is None for state in states) else {LOADER: states}
 
     def poll(self) -> None:
-        """Raises `MachineError` if the save under way has failed, or another process has taken the run over."""
+        """Raises `MachineError` if the save in progress has failed, or another process has taken over the run."""
         self._store.poll()
 
-    def hurry(self) -> None:
-        """Has what is still to be saved done within the grace period of a stop signal, where that is limited."""
-        self._store.hurry()
+    def start_grace_period(self) -> None:
+        """Limits remaining saves to the grace period after a stop signal, if the storage has one."""
+        self._store.start_grace_period()
 
     def keep(self, state: TrainState) -> None:
-        """Saves a state unless that has been done, and waits until it is on disk."""
-        # The save under way may be that of this very state.
+        """Saves a state unless it is already saved, and waits until the save is complete."""
+        # The save in progress may be of this state.
         self.wait()
         if state.step not in self._store.steps():
             self.save(state)
             self.wait()
 
     def wait(self) -> None:
-        """Returns when the last save is on disk; raises `MachineError` when it failed."""
+        """Waits until the last save is complete; raises `MachineError` if it failed."""
         self._store.wait()

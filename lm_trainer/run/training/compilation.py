@@ -1,4 +1,4 @@
-"""Compilation of the training step, at its first batch, and the record of the compiled program."""
+"""Compilation of the training step at its first batch, and recording of the compiled program."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lm_trainer.trackers import Progress
 
 
 class Compilation:
-    """Compiles the step whenever the size of its batch is new, and writes down the first program of an attempt.
+    """Compiles the step for every new batch size, and records the first program of an attempt.
 
     Args:
-        config: says whether the program is written to files.
-        setup: the run's.
-        directory: where the attempt is recorded.
-        artifacts: where the program goes.
-        watchdog: does not time compilation.
-        progress: the person at the terminal.
+        config: trainer section, with the options for writing the program to files.
+        setup: the program of the run.
+        directory: run directory recording the attempt.
+        artifacts: artifacts of the run, to which the program is added.
+        watchdog: watchdog, disarmed during compilation.
+        progress: progress display at the terminal.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Compilation:
         self._recorded = False
 
     def ensure(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
-        """Compiles what the next step needs, for rows like those of `batch`, and what looks at it.
+        """Compiles the programs of the next step, for rows with the shape of `batch`, and of its observers.
 
         Returns:
-            False where all of it is compiled already.
+            False if everything was already compiled.
         """
         step = state.step
         if self._program.step.compiled(step):
             return False
-        # Compilation may take many minutes, which are no sign of a hang.
+        # Compilation may take many minutes without being stuck.
         self._watchdog.disarm()
         self._progress.phase("compiling the training step")
         started = time.monotonic()
@@ -69,7 +69,7 @@ class Compilation:
         return True
 
     def _record(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
-        # Only now: an attempt that never computes a step leaves no trace in the records of the run.
+        # Only now, so that an attempt without any step leaves no trace in the records of the run.
         self._recorded = True
         if self._config.log_jaxprs:
             self._artifacts.write("train_step.jaxpr.txt", executable.jaxpr(), type="program")

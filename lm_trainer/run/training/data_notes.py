@@ -1,4 +1,4 @@
-"""Lines about the data of a run for the person at the terminal."""
+"""Notes for the user about the data of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_trainer.trackers import Progress
 
 
 def empty_rows_note(config: RunConfig, data: Data) -> str | None:
-    """A line about rows from which nothing is learnt; None where there are none, as far as is known."""
+    """Returns a warning about rows without any loss; None if none are known."""
     trainer = config.trainer
     if not is_lead():
         return None
@@ -24,7 +24,7 @@ def empty_rows_note(config: RunConfig, data: Data) -> str | None:
 
 
 def describe_build(data: Data) -> str:
-    """A line about a run that begins before all of its text is tokenised."""
+    """Describes a run that begins before all of its text is tokenised."""
     because = data.waits_for_all
     if because is None:
         return "the text is tokenised while the run trains on what is there"
@@ -35,23 +35,23 @@ def describe_build(data: Data) -> str:
 
 
 class BuildWatch:
-    """Says, once, when all text is tokenised, or that this has failed while nobody waits for it."""
+    """Reports once when all text is tokenised, or when tokenisation has failed while no step waits for it."""
 
     def __init__(self, config: RunConfig, data: Data, progress: Progress):
-        self._config, self._data, self._progress, self._told = config, data, progress, False
+        self._config, self._data, self._progress, self._reported = config, data, progress, False
 
-    def look(self, step: int) -> None:
-        """Looks at the build after a step."""
-        if self._told:
+    def check(self, step: int) -> None:
+        """Checks the build after a step."""
+        if self._reported:
             return
         try:
             self._data.check_builds()
         except UserError as error:
             self._progress.note(f"warning: {error}. Training goes on with the text that is there")
-            self._told = True
+            self._reported = True
         if self._data.complete:
             tokens = self._data.num_train_tokens
             self._progress.note(f"step {step}: all text is tokenised, {tokens:,} training tokens")
             if note := empty_rows_note(self._config, self._data):
                 self._progress.note(note)
-            self._told = True
+            self._reported = True

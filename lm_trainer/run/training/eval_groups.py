@@ -1,4 +1,4 @@
-"""Groups of held-out sets by their tags, and the means over each."""
+"""Groups of held-out sets by tag, and their mean metrics."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from collections.abc import Mapping, Sequence
 
 
 def groups_of(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The groups of a tree of tags, with the sets in each: `a/b` belongs to `a/b` and to `a`.
+    """Returns the groups in a tree of tags, with their sets: `a/b` belongs to `a/b` and to `a`.
 
     Args:
-        labels: the name of each set -> its tags. The name is a tag as well.
+        labels: name of each set -> its tags. The name is a tag too.
 
     Returns:
-        Group -> names of its sets, for all that are not one set under its own name; first "", all sets, where there
-        are several.
+        Group -> names of its sets, without groups consisting of a single set with the same name. With several sets, the
+        first group is "", which contains all sets.
     """
-    found: dict[str, list[str]] = {"": list(labels)} if len(labels) > 1 else {}
+    groups: dict[str, list[str]] = {"": list(labels)} if len(labels) > 1 else {}
     for name, tags in labels.items():
         for tag in (name, *tags):
             parts = tag.split("/")
             for depth in range(1, len(parts) + 1):
                 group = "/".join(parts[:depth])
-                if group != name and name not in (members := found.setdefault(group, [])):
+                if group != name and name not in (members := groups.setdefault(group, [])):
                     members.append(name)
-    return {group: members for group, members in found.items() if group not in labels or len(members) > 1}
+    return {group: members for group, members in groups.items() if group not in labels or len(members) > 1}
 
 
 def group_metrics(sums: Mapping[str, Mapping[str, float]], members: Sequence[str]) -> dict[str, float]:
-    """The means over a group of sets: micro means weigh every token, macro means every set alike.
+    """Returns the means over a group of sets: micro means weight every token equally, macro means every set.
 
     Args:
-        sums: of each set: `loss`, in nats, and `weight`, where they are known with `bytes`, those of the text.
-        members: the names of the sets.
+        sums: set name -> sums `loss` (in nats) and `weight`, and if known `bytes` of the text.
+        members: names of the sets in the group.
 
     Returns:
-        `micro_loss` and `macro_loss` in nats per token; where the bytes of all are known, `micro_bpb` and `macro_bpb`.
+        `micro_loss` and `macro_loss` in nats per token; if the bytes of all sets are known, also `micro_bpb` and
+        `macro_bpb`.
     """
-    each = [sums[name] for name in members]
-    found = _micro_and_macro(each, "weight", 1.0, "loss")
-    if all(of_set.get("bytes") for of_set in each):
-        found |= _micro_and_macro(each, "bytes", math.log(2), "bpb")
-    return found
+    member_sums = [sums[name] for name in members]
+    metrics = _micro_and_macro(member_sums, "weight", 1.0, "loss")
+    if all(s.get("bytes") for s in member_sums):
+        metrics |= _micro_and_macro(member_sums, "bytes", math.log(2), "bpb")
+    return metrics
 
 
-def _micro_and_macro(each: Sequence[Mapping[str, float]], by: str, unit: float, name: str) -> dict[str, float]:
-    total = math.fsum(x[by] for x in each)
-    micro = math.fsum(x["loss"] for x in each) / unit / total if total else math.nan
-    macro = math.fsum(x["loss"] / unit / x[by] if x[by] else math.nan for x in each) / len(each)
+def _micro_and_macro(sums: Sequence[Mapping[str, float]], weight: str, unit: float, name: str) -> dict[str, float]:
+    total = math.fsum(x[weight] for x in sums)
+    micro = math.fsum(x["loss"] for x in sums) / unit / total if total else math.nan
+    macro = math.fsum(x["loss"] / unit / x[weight] if x[weight] else math.nan for x in sums) / len(sums)
     return {f"micro_{name}": micro, f"macro_{name}": macro}

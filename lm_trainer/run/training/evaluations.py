@@ -1,4 +1,4 @@
-"""Evaluation on held-out sets while a run trains."""
+"""Evaluation on held-out sets during training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
 
 EvalSets = list[tuple[str | None, EvalData]]
-"""Held-out sets by name; None for the only one."""
+"""Held-out sets with their names; None for a single set."""
 
 
 def named_sets(sets: Mapping[str, EvalData]) -> EvalSets:
-    """The sets of `lm_trainer.data`, of which a single one needs no name."""
+    """Returns the sets of `lm_trainer.data` with their names; a single set has no name."""
     return [(name if len(sets) > 1 else None, held_out) for name, held_out in sets.items()]
 
 
 class EvaluationLog(Protocol):
-    """The part of a `MetricLogger` that takes evaluations."""
+    """The interface of `MetricLogger` for evaluations."""
 
     def flush(self) -> None: ...
 
@@ -39,25 +39,25 @@ class EvaluationLog(Protocol):
 
     def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None: ...
 
-    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None: ...
+    def evaluated_group(self, step: int, name: str, means: Mapping[str, float], /) -> None: ...
 
 
 class Evaluations:
-    """The held-out sets of a run; each is evaluated with the weights, and with their average if the run keeps one.
+    """Evaluates the held-out sets of a run, with the current weights and with their average if the run keeps one.
 
     Args:
-        sets: by name.
-        config: of the run.
-        setup: of the run.
-        metrics: gets the results.
-        data_wait: waits for sets that are being tokenised.
-        watchdog: told of each batch.
-        progress: the person at the terminal.
-        open_tokens: opens the probabilities of single tokens, which come from the weights that are trained; None: there
-            are none. Called at the first evaluation, when the sets are tokenised.
+        sets: held-out sets with their names.
+        config: trainer section of the run.
+        setup: program of the run.
+        metrics: receives the results.
+        data_wait: waits for sets being tokenised.
+        watchdog: watchdog timing each batch.
+        progress: progress display at the terminal.
+        open_tokens: creates the writer of token probabilities, computed with the trained weights; None turns it off.
+            Called at the first evaluation, when the sets are tokenised.
     """
 
-    def __init__(  # noqa: PLR0913 - an evaluation touches all of them
+    def __init__(  # noqa: PLR0913 - an evaluation uses all of them
         self,
         sets: EvalSets,
         config: TrainerConfig,
@@ -76,20 +76,20 @@ class Evaluations:
         self._open_tokens = open_tokens
 
     def due(self, step: int) -> bool:
-        """True if an evaluation is due after `step` steps."""
+        """Returns True if an evaluation is due after `step` steps."""
         return is_due(self._every, step)
 
     def run(self, state: TrainState) -> None:
-        """Evaluates all sets, each as soon as it is tokenised, and then reports the means over groups of them.
+        """Evaluates all sets, waiting for each to be tokenised, and then reports the means over groups.
 
         Raises:
-            UserError: when a set will not come.
-            Preempted: when a stop signal comes while one is waited for.
+            UserError: if a set will never be available.
+            Preempted: if a stop signal comes while waiting.
         """
         sums: dict[str, dict[str, dict[str, float]]] = {}
         for name, data in self._sets:
-            for weights, found in self._run(state, data, name).items():
-                sums.setdefault(weights, {})[name or ""] = found
+            for weights, sums_of_set in self._run(state, data, name).items():
+                sums.setdefault(weights, {})[name or ""] = sums_of_set
         if self._tokens is None and self._open_tokens is not None and (held_out := first_set(self._sets)):
             self._tokens = self._open_tokens(held_out)
         if self._tokens is not None:
@@ -97,32 +97,32 @@ class Evaluations:
             self._tokens.record(state.step, self._program.weights(state)[""])
             self._metrics.pause()
         groups = groups_of({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
-        for weights, of_sets in sums.items():
+        for weights, sums_by_set in sums.items():
             for group, members in groups.items():
-                if evaluated := [member for member in members if member in of_sets]:
-                    means = group_metrics(of_sets, evaluated)
+                if evaluated := [member for member in members if member in sums_by_set]:
+                    means = group_metrics(sums_by_set, evaluated)
                     self._metrics.evaluated_group(state.step, _joined(weights, group), means)
 
     def _run(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
-        # The line of the step stands before that of its evaluation.
+        # Log the step before its evaluation.
         self._metrics.flush()
         self._data_wait.wait(data, state)
         evaluate = self._program.evaluate
         self._progress.phase(f"evaluating{f' on {name}' if name else ''}")
-        found = {}
+        results = {}
         for weights, params in self._program.weights(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
-            watched = self._watchdog.each(batches, f"the evaluation after step {state.step}")
-            sums = evaluate.sums(params, watched, _byte_counter(data))
+            timed_batches = self._watchdog.timed(batches, f"the evaluation after step {state.step}")
+            sums = evaluate.sums(params, timed_batches, _byte_counter(data))
             if not sums.get("weight"):
                 self._progress.note(
                     f"warning: step {state.step}: no token of {name or 'the held-out set'} has a loss, so that "
                     f"nothing is evaluated"
                 )
                 break
-            found[weights] = sums
+            results[weights] = sums
             self._metrics.evaluated(state.step, _joined(weights, name), _metrics(sums))
-        return found
+        return results
 
 
 def _joined(weights: str, name: str | None) -> str:
@@ -130,15 +130,15 @@ def _joined(weights: str, name: str | None) -> str:
 
 
 def _metrics(sums: dict[str, float]) -> dict[str, float]:
-    """The means over tokens, and `bpb`, bits of all targets over the bytes of their text, where these are known."""
-    of_tokens = means({name: x for name, x in sums.items() if name != "bytes"})
+    """Returns the means over tokens and, if the bytes of text are known, `bpb`: bits of all targets per byte."""
+    token_means = means({name: x for name, x in sums.items() if name != "bytes"})
     if not sums.get("bytes"):
-        return of_tokens
-    return {**of_tokens, "bpb": sums["loss"] / math.log(2) / sums["bytes"]}
+        return token_means
+    return {**token_means, "bpb": sums["loss"] / math.log(2) / sums["bytes"]}
 
 
 def _byte_counter(data: EvalData) -> Callable[[Batch], dict[str, float]]:
-    """Counts the bytes of text that the targets of a batch stand for, where the held-out set knows them."""
+    """Returns a function counting the text bytes of the targets of a batch, if the held-out set knows them."""
     bytes_V = getattr(data, "token_bytes", None)
     if bytes_V is None:
         return lambda _: {}

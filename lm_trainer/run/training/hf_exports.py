@@ -1,4 +1,4 @@
-"""Exports for `transformers` while a run goes on: one directory for each step that is due, and its upload."""
+"""Exports for `transformers` during training: a directory per exported step, and its upload."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 
 
 def check_exports(config: RunConfig, run_id: str) -> str | None:
-    """Finds what would make the exports of a run fail, before text is tokenised; nothing where it exports nothing.
+    """Checks the exports of a run before text is tokenised; returns immediately if it has none.
 
     Returns:
-        The repository that exports are uploaded to, which exists then; None where none is.
+        The hub repository for the uploads, which is created if needed; None without uploads.
 
     Raises:
-        UserError: when the model has no place in the format, hf_save_path is a bucket that cannot be written, or the
-            hub would refuse the upload.
-        MachineError: when the hub cannot be reached.
+        UserError: if the format does not support the model, hf_save_path is a bucket that cannot be written, or the hub
+            would refuse the upload.
+        MachineError: if the hub is unreachable.
     """
     if config.hf_save_path is None:
         return None
     check_exportable(config.model)
-    if is_lead() and isinstance(place := storage_path(config.hf_save_path), Bucket):
-        (place / run_id).probe("hf_save_path")
+    if is_lead() and isinstance(path := storage_path(config.hf_save_path), Bucket):
+        (path / run_id).probe("hf_save_path")
     if not config.hf_upload or not is_lead():
         return None
     return prepare_push(run_id if config.hf_upload is True else config.hf_upload)
@@ -57,9 +57,9 @@ def check_exports(config: RunConfig, run_id: str) -> str | None:
 
 @dataclass
 class HfExports:
-    """Exports the model every `hf_save_steps` steps, and uploads it in the background; use it as a context manager.
+    """Context manager for exporting the model every `hf_save_steps` steps, and uploading it in the background.
 
-    Every process of the run calls it; the first one writes.
+    Every process of the run must call it; the first one writes.
     """
 
     config: RunConfig
@@ -69,7 +69,7 @@ class HfExports:
     hub_name: str | None = None
     """The repository to upload to, from `check_exports`."""
     settings: HfSettings | None = None
-    """Those of the published model that the run comes from."""
+    """Settings of the published model the run started from."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
     _uploading: tuple[StoragePath, Future[Pushed]] | None = None
 
@@ -83,28 +83,28 @@ class HfExports:
 
     @property
     def directory(self) -> StoragePath:
-        """The directory that the exports of the run lie in."""
+        """The directory of the exports of the run."""
         base = storage_path(self.config.hf_save_path or "")
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
     def due(self, step: int) -> bool:
-        """True if an export is due after `step` steps."""
+        """Returns True if an export is due after `step` steps."""
         return is_due(self.config.hf_save_steps, step)
 
     def save(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger) -> None:
         """Exports the model after a step.
 
         Raises:
-            MachineError: when the file system refuses.
+            MachineError: if the files cannot be written.
         """
-        # Read now, so that the model card names the loss of this step and not of the one before.
+        # Read the metrics now, so that the model card reports the loss of this step and not of the previous one.
         metrics.flush()
-        # The last set of weights is the one to export. All processes take part in gathering it.
+        # The last set of weights is the one to export.
         *_, weights = setup.weights(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
         params = _readable(weights)
-        # Only now: gathering is a collective, in which every process takes part.
+        # Only now, because gathering is a collective of all processes.
         if not is_lead():
             return
         out = self.directory / f"step-{info.step}"
@@ -120,16 +120,18 @@ class HfExports:
         if adapter is None:
             vocab_size = len(params["embed.tokens"])
             nested = setup.model.nested(params)
-            whole = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
-            write_hf(out, whole, options)
+            text_model = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
+            write_hf(out, text_model, options)
         else:
             base, vocab_size = base_name(self.config), setup.model.shapes["embed.tokens"].shape[0]
-            small = {name: np.asarray(x) for name, x in params.items()}
-            tuned = AdapterModel(model, vocab_size, adapter, small, base, self.tokenizer, self.run_id, facts)
-            write_adapter(out, tuned, options)
+            host_params = {name: np.asarray(x) for name, x in params.items()}
+            adapter_model = AdapterModel(
+                model, vocab_size, adapter, host_params, base, self.tokenizer, self.run_id, facts
+            )
+            write_adapter(out, adapter_model, options)
         self.progress.note(f"step {info.step}: exported to {out}")
         if self.hub_name:
-            # One upload at a time: commits come in the order of the steps.
+            # One upload at a time, so that commits follow the order of the steps.
             self._report_upload()
             job = self._uploads.submit(
                 push, out, self.hub_name, public=False, patterns=FILES, message=f"Step {info.step}"
@@ -138,11 +140,11 @@ class HfExports:
 
     @property
     def _dtype(self) -> str:
-        # What has no name here is narrower than float32, which holds it exactly.
+        # Any other dtype is narrower than float32, which represents it exactly.
         return _DTYPES.get(self.config.hf_save_dtype or self.config.trainer.mp.param_dtype.name, "f32")
 
     def _report_upload(self) -> None:
-        """Waits for the upload that is under way. One that fails does not end the training."""
+        """Waits for the upload in progress. A failed upload does not end the training."""
         if self._uploading is None:
             return
         (out, job), self._uploading = self._uploading, None
@@ -157,6 +159,6 @@ class HfExports:
 
 
 def _readable(weights: Params) -> Mapping[str, Any]:
-    """Weights that the first process can read."""
-    # One that is alone leaves them on its devices, from which it then copies tensors one by one.
+    """Returns weights readable by the first process."""
+    # A single process leaves them on its devices, and copies them tensor by tensor later.
     return weights if jax.process_count() == 1 else to_host(weights, keep=is_lead())

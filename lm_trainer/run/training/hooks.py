@@ -1,4 +1,4 @@
-"""Hooks: functions of the user that are called between two steps."""
+"""Hooks: user functions called between steps."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from lm_trainer.step.state.train_state import TrainState
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step that has been started; its numbers may still be on their way."""
+    """A dispatched step; its results may still be being computed."""
 
     state: TrainState
-    """After the step; the next step consumes its arrays, so a hook that wants to keep them copies them."""
+    """State after the step. The next step donates its arrays, so a hook must copy them to keep them."""
     metrics: Mapping[str, jax.Array]
-    """float32 scalars on the device: `loss`, `grad_norm`, `tokens`, and what the loss and the optimizer report."""
+    """float32 scalars on the device: `loss`, `grad_norm`, `tokens`, and metrics of the loss and the optimizer."""
     learning_rate: float | None
-    """None where the optimizer keeps its own."""
+    """Learning rate of the step; None if the optimizer has an internal schedule."""
     tokens: int
     """Positions in the global batch."""
     total_tokens: int
-    """Positions in all batches so far, this one included."""
+    """Positions in all batches so far, including this one."""
     loading: float
-    """Seconds that the step waited for data."""
+    """Seconds the step waited for data."""
 
     @property
     def step(self) -> int:
-        """Steps done, this one included."""
+        """Number of completed steps, including this one."""
         return self.state.step
 
     @property
     def loss(self) -> float:
-        """In nats per token; waits until the step is done."""
+        """Loss in nats per token; blocks until the step is done."""
         return scalar(self.metrics["loss"])
 
 
 def scalar(x: jax.Array) -> float:
-    """The value of a scalar that every device has; waits until it is computed."""
-    # Of this process's own copy: an array over several processes cannot be read as a whole.
+    """Returns the value of a replicated scalar; blocks until it is computed."""
+    # Reads this process's copy, because an array spanning several processes cannot be read directly.
     return float(np.asarray(x.addressable_data(0)))
 
 
 HookFn = Callable[[StepInfo], Any]
 
 When = int | Sequence[int]
-"""A number of steps between two calls, or the steps after which to call."""
+"""Number of steps between calls, or a list of the steps after which to call."""
 
 
 def is_due(every: When, step: int) -> bool:
-    """True if `step`, steps done, is a multiple of `every` or in its list."""
+    """Returns True if `step`, the number of completed steps, is a multiple of `every` or in the list."""
     return step % every == 0 if isinstance(every, int) else step in every
 
 
@@ -63,16 +63,16 @@ class _Hook(NamedTuple):
 
 
 class Hooks:
-    """Functions in the order in which they were added."""
+    """Hooks in the order they were added."""
 
     def __init__(self) -> None:
         self._hooks: list[_Hook] = []
 
     def add(self, function: HookFn, every: When) -> None:
-        """Calls `function` after each step whose number `every` divides, or that it lists.
+        """Registers `function` to be called after every `every`-th step, or after the listed steps.
 
         Raises:
-            ValueError: when `every` is no positive number, nor a list of such.
+            ValueError: if `every` is neither a positive number nor a list of positive numbers.
         """
         steps = [every] if isinstance(every, int) else every
         if isinstance(steps, str) or not all(isinstance(step, int) and step > 0 for step in steps):
@@ -80,7 +80,7 @@ class Hooks:
         self._hooks.append(_Hook(function, every))
 
     def run(self, info: StepInfo, *, force: bool = False) -> None:
-        """Calls those that are due, or with `force` all of them."""
+        """Calls the hooks that are due, or with `force` all of them."""
         for hook in self._hooks:
             if force or is_due(hook.every, info.step):
                 hook.function(info)

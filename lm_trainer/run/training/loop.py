@@ -1,4 +1,4 @@
-"""The training loop: the order of everything that happens at a step."""
+"""The training loop, and the order of actions at each step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lm_trainer.step.state.train_state import TrainState
 
 
 def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) -> Iterator[StepInfo]:
-    """Takes steps until `num_train_steps` or the end of the data; hands out each when all that follows it is done.
+    """Trains until `num_train_steps` or the end of the data; yields each step after evaluations, hooks and saves.
 
     Args:
-        run: everything that takes part.
-        state: to go on from; its arrays are consumed.
-        batches: of the steps that come, this process's rows of each.
+        run: parts of the loop.
+        state: state to continue from; its arrays are donated.
+        batches: this process's rows of the following batches.
 
     Raises:
         Preempted: after a stop signal, with everything saved.
-        NonFiniteError: when the loss is not finite and the configuration says to stop.
-        UserError: when the data that a step needs will not come.
+        NonFiniteError: if the loss is not finite and the configuration demands a stop.
+        UserError: if the data of a step will never be available.
     """
     iterator = BatchIterator(batches, run.data_wait)
     run.checkpoints.resume_loader(iterator, state.step)
@@ -37,25 +37,25 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
             run.progress.note(f"the data ended after step {state.step} of {run.num_train_steps}")
             return
 
-        # A save that failed ends the run at the next step: whatever is computed after it would be lost.
+        # A failed save ends the run at the next step, because later steps would be lost.
         run.checkpoints.poll()
         info = take_step(run, state, batch, loading=time.perf_counter() - started)
         state = info.state
         run.watchdog.arm(f"step {state.step}")
 
-        # Agreed upon before anything is saved: a process that stopped alone would leave the others waiting for it.
-        asked = run.save_requests.agree(bool(run.stop.requested))
+        # Agree before saving: if only one process stopped, the others would wait for it.
+        requests = run.save_requests.agree(bool(run.stop.requested))
         last = state.step == run.num_train_steps
-        if asked.stop:
-            run.checkpoints.hurry()
-        saved = follow_up(run, info, last=last, stopping=asked.stop, keep=asked.save)
-        ends = saved and asked.stop_after_save
+        if requests.stop:
+            run.checkpoints.start_grace_period()
+        saved = run_due_actions(run, info, last=last, stopping=requests.stop, keep=requests.save)
+        ends = saved and requests.stop_after_save
         if ends:
             run.save_requests.stopping()
-        if (asked.stop or ends) and not last:
-            # The exit code of a preempted run promises that everything is saved.
+        if (requests.stop or ends) and not last:
+            # The exit code of a preempted run guarantees that everything is saved.
             run.checkpoints.wait()
-            if asked.stop:
+            if requests.stop:
                 raise preempted(run.stop.requested, state.step)
             raise stopped_after_save(state.step)
         run.watchdog.disarm()
@@ -63,20 +63,20 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
 
 
 def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float) -> StepInfo:
-    """Enqueues one step and returns before it is computed, where the devices compute while the host goes on.
+    """Dispatches one step, and on asynchronous devices returns before it is computed.
 
     Args:
-        run: everything that takes part.
-        state: before the step, which consumes its arrays.
+        run: parts of the loop.
+        state: state before the step; its arrays are donated.
         batch: this process's rows of the global batch, as NumPy arrays.
-        loading: seconds that the step has waited for the batch.
+        loading: seconds spent waiting for the batch.
     """
     program, step = run.setup, state.step
     if run.compilation.ensure(state, batch, run.norms):
-        # Throughput is that of steps: compilation belongs to none.
+        # Exclude compilation from the throughput.
         run.metrics.pause()
     run.bad_batches.keep(step + 1, batch)
-    # Norms are computed by programs of their own, beside the step: logging them changes no bit of it.
+    # Norms are computed by separate programs, so logging them does not change the bits of the step.
     observer = run.norms if run.norms.due(step + 1) else None
     with run.profiler.annotate(step + 1):
         state, metrics = program.take_step(state, batch, observer)
@@ -91,19 +91,19 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     )
 
 
-def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, keep: bool = False) -> bool:
-    """Does everything that is due after a step, in this order; returns True if that was a checkpoint as well.
+def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, keep: bool = False) -> bool:
+    """Runs everything due after a step, in order; returns True if a checkpoint was saved.
 
     Args:
-        run: everything that takes part.
-        info: of the step.
-        last: whether no step comes after it, so that everything is due.
-        stopping: whether the run stops here, so that its state must be saved.
-        keep: whether a permanent checkpoint was asked for.
+        run: parts of the loop.
+        info: the step.
+        last: True for the last step, after which everything is due.
+        stopping: True if the run stops here, so its state must be saved.
+        keep: True if a permanent checkpoint was requested.
     """
     step = info.step
     if run.records:
-        # The metrics of the step before: those of this one are still being computed, and nobody waits for them.
+        # Reads the metrics of the previous step, without waiting for this one.
         run.metrics.step_done(info)
     if last or run.evaluations.due(step):
         run.evaluations.run(info.state)
@@ -111,11 +111,11 @@ def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, kee
         if last or export.due(step):
             export.save(info, run.setup, run.metrics)
     if run.build_watch is not None:
-        run.build_watch.look(step)
+        run.build_watch.check(step)
     if run.tasks is not None and (last or run.tasks.due(step)):
         run.tasks.run(info, run.setup, run.metrics, run.progress)
     run.hooks.run(info, force=last)
-    # After the hooks: one that fails leaves no checkpoint of a step that it did not see to its end.
+    # After the hooks, so that a failing hook leaves no checkpoint of a step it did not complete.
     saves = run.records and (last or stopping or keep or run.checkpoints.due(step))
     if saves:
         run.checkpoints.save(info.state, keep=keep)
@@ -127,12 +127,12 @@ def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, kee
 
 
 def train_to_end(run: LoopParts, state: TrainState, batches: Iterable[Batch]) -> TrainState:
-    """Takes all steps, and returns the last state when its checkpoint is on disk; raises as `training_steps`."""
+    """Runs all steps, and returns the last state once its checkpoint is complete; raises like `training_steps`."""
     for info in training_steps(run, state, batches):
         state = info.state
     run.watchdog.arm("the last step and its checkpoint")
     if run.records:
-        # Metrics are read one step late: those of the last step are still to come.
+        # Metrics are read one step late, so read the metrics of the last step now.
         run.metrics.flush()
         run.checkpoints.keep(state)
     run.watchdog.disarm()

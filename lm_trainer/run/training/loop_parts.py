@@ -1,4 +1,4 @@
-"""Everything that the training loop needs, built before its first step."""
+"""The parts of the training loop, built before its first step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from lm_trainer.trackers.json_lines import METRICS
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of a loop, complete before its first step."""
+    """All parts of a training loop."""
 
     num_train_steps: int
     setup: TrainingSetup
@@ -58,7 +58,7 @@ class LoopParts:
     build_watch: BuildWatch | None
     tasks: TaskEvaluation | None
     hooks: Hooks
-    """The user's."""
+    """Hooks of the user."""
     checkpoints: Checkpoints
     bad_batches: BadBatchDump
     data_wait: DataWait
@@ -72,21 +72,21 @@ class LoopParts:
 
 @dataclass
 class LoopOptions:
-    """The choices that a loop takes beyond its configuration."""
+    """Options of a training loop beyond its configuration."""
 
     data_fingerprint: Callable[[int], Fingerprint]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Saved with every checkpoint, as JSON."""
+    """JSON values saved with every checkpoint."""
     flops_per_token: float = 0.0
-    """FLOPs of a training step for each token, for the figure of MFU; 0 where they are not known."""
+    """FLOPs of a training step per token, for MFU; 0 if unknown."""
     recomputed_flops_per_token: float | None = None
-    """FLOPs that rematerialisation adds to them, for the figure of HFU; None where it is not known."""
+    """Additional FLOPs per token due to rematerialisation, for HFU; None if unknown."""
     exports: Sequence[HfExports] = ()
     build_watch: BuildWatch | None = None
     """For a run that begins before all of its text is tokenised."""
     tasks: TaskEvaluation | None = None
     open_tokens: Callable[[Composite, EvalSet], TokenProbabilities] | None = None
-    """Opens the probabilities of single tokens of a held-out set, at the first evaluation."""
+    """Creates the writer of token probabilities of a held-out set, at the first evaluation."""
     hooks: Hooks = field(default_factory=Hooks)
     eval_sets: EvalSets = field(default_factory=list)
     records: bool = True
@@ -95,7 +95,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """A loop that is ready to run, and where it reports."""
+    """A training loop ready to run, with its tracker and artifacts."""
 
     parts: LoopParts
     tracker: Composite
@@ -104,18 +104,18 @@ class OpenLoop:
 
 @contextmanager
 def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options: LoopOptions) -> Iterator[OpenLoop]:
-    """Builds everything that the loop needs, from a state that may have steps behind it.
+    """Builds the parts of the loop for a state, which may be at any step.
 
     Raises:
-        MachineError: when metrics.jsonl cannot be written.
-        UserError: when a tracker needs something from the user, such as a package.
+        MachineError: if metrics.jsonl cannot be written.
+        UserError: if a tracker needs user action, such as installing a package.
     """
     config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
     with ExitStack() as stack:
-        # Before the trackers drop the lines of steps that come again.
+        # Before the trackers drop the lines of steps to be repeated.
         goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
         saved = attempt.store.record(state.step)
-        # Opened first and closed last, so that what the other parts report at their end arrives.
+        # Opened first and closed last, so that it receives the final reports of the other parts.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
         for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
             progress.note(note)
@@ -168,7 +168,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
             progress=progress,
             records=options.records,
         )
-        # From here on there is a state that is worth saving, and a signal waits for the end of a step.
+        # From here on the state is worth saving, and a signal takes effect at the end of a step.
         attempt.stop.arm()
         yield OpenLoop(parts, tracker, artifacts)
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: read one step late, sent to the trackers and the terminal, and checked to be finite."""
+"""Metrics of a run: read one step late, checked to be finite, and sent to the trackers and the terminal."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from lm_trainer.trackers.base import Composite
 
 _NAMED = ("loss", "grad_norm", "tokens")
 _EMPTY_STEPS = "data/steps_without_loss_tokens"
-"""Number of such steps in the run so far, logged with each of them."""
+"""Metric with the number of such steps so far, logged at each of them."""
 
 
 class _Pending(NamedTuple):
-    """A step whose metrics are not read yet; without its state, which the next step consumes."""
+    """A step with unread metrics; without its state, which the next step donates."""
 
     step: int
     metrics: Mapping[str, jax.Array]
@@ -38,17 +38,17 @@ class _Pending(NamedTuple):
     total_tokens: int
     loading: float
     done: Future[float]
-    """The time at which it was done, in seconds of `time.perf_counter`."""
+    """Completion time in seconds of `time.perf_counter`."""
 
 
 class MetricLogger:
-    """Reads the metrics of a step after the next one has been started, so that recording never makes a device wait.
+    """Reads the metrics of a step after dispatching the next one, so that logging never stalls a device.
 
     Attributes:
-        train_loss: of the last step that was read.
-        eval_losses: of the last evaluation, by name.
-        empty_steps: of the run, those in whose batch no token had a loss.
-        chain: over the losses and gradient norms of all steps of the run that were read (`extend_chain`).
+        train_loss: loss of the last step that was read.
+        eval_losses: losses of the last evaluation, by name.
+        empty_steps: number of steps of the run with a batch in which no token had a loss.
+        chain: hash chain over the losses and gradient norms of all steps read so far (`extend_chain`).
     """
 
     def __init__(  # noqa: PLR0913 - a step reports to all of them
@@ -69,16 +69,16 @@ class MetricLogger:
         self._watcher, self._bad_batches, self._alerts = watcher, bad_batches, alerts
         self._measure_memory = measure_memory
         self._pending: _Pending | None = None
-        # By the time that a step is read, the next one may be half done: enqueueing can block.
+        # A thread waits for the step, because dispatching the next one can block until this one is long done.
         self._waiting = ThreadPoolExecutor(1, "step done")
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
         self.chain, self.empty_steps = chain, empty_steps
-        self._told_of_empty = False
+        self._warned_of_empty = False
 
     def step_done(self, info: StepInfo) -> None:
-        """Takes a step that was just enqueued, and records the one before."""
-        # One step late: the devices have the next step in their queue while the host waits for this one.
+        """Receives a step that was just dispatched, and records the previous one."""
+        # One step late, so that the devices have the next step queued while the host waits for this one.
         self.flush()
         self._pending = _Pending(
             info.step,
@@ -94,7 +94,7 @@ class MetricLogger:
         """Waits for the last step and records it.
 
         Raises:
-            NonFiniteError: when its loss or gradient is not finite and the configuration says to stop.
+            NonFiniteError: if its loss or gradient is not finite and the configuration demands a stop.
         """
         if self._pending is None:
             return
@@ -104,13 +104,13 @@ class MetricLogger:
         empty = not values["tokens"]
         if not empty:
             self.train_loss = values["loss"]
-        # Before anything can fail: the chain covers every step that was applied.
+        # Before anything can fail, because the chain must cover every applied step.
         self.chain = extend_chain(self.chain, pending.step, values["loss"], values["grad_norm"])
         of_step = step_metrics(values, pending.learning_rate)
         metrics = {**of_step, "throughput/total_tokens": pending.total_tokens, **speed}
         if empty:
             metrics |= self._count_empty(pending.step)
-        # The last step, a bad and an empty one are always written, however seldom the others are.
+        # The last step and non-finite and empty steps are always logged, regardless of `steps_per_log`.
         last = pending.step == self._config.num_train_steps
         if last or pending.step % self._config.steps_per_log == 0 or empty or not _finite(values):
             self._trackers.log(metrics | self._measure_memory(), step=pending.step)
@@ -119,15 +119,15 @@ class MetricLogger:
         try:
             self._check_finite(pending.step, values)
         finally:
-            # Also of the step that ends the run; behind its message. A loss that is 0 by definition tells no alert
-            # anything, and would count among the losses that later ones are compared with.
+            # Also for the step that ends the run, after its message. The loss of an empty step is 0 by definition:
+            # meaningless for alerts, and it would distort the baseline for later losses.
             if not empty:
                 self._alerts.step(pending.step, of_step, speed)
 
     def _count_empty(self, step: int) -> dict[str, float]:
         self.empty_steps += 1
-        if not self._told_of_empty:
-            self._told_of_empty = True
+        if not self._warned_of_empty:
+            self._warned_of_empty = True
             self._progress.note(
                 f"warning: step {step}: no token of its batch has a loss, so that its loss and gradient are 0; "
                 f"{_EMPTY_STEPS} counts such steps"
@@ -142,48 +142,48 @@ class MetricLogger:
                 self._trackers.log_histogram(name, counts, edges, step=watched.step)
 
     def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
-        """Records an evaluation after `step` steps; `name` is that of the set, "" for the only one."""
+        """Records an evaluation after `step` steps; `name` is the name of the set, "" for a single set."""
         self.eval_losses[name or "validation"] = means["loss"]
         metrics = evaluation_metrics(name, means)
         self._trackers.log(metrics, step=step)
         self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
-        # The time since the last step is that of the evaluation.
+        # Exclude the time of the evaluation from the throughput.
         self._meter.pause()
 
-    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None:
-        """Records the means over several sets after `step` steps; `name` is that of the group, "" for all sets."""
-        self._trackers.log(evaluation_metrics(name, found), step=step)
-        shown = f"step {step}: eval{f'/{name}' if name else ''}: "
-        self._progress.note(shown + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
+    def evaluated_group(self, step: int, name: str, means: Mapping[str, float]) -> None:
+        """Records the means over several sets after `step` steps; `name` is the name of the group, "" for all sets."""
+        self._trackers.log(evaluation_metrics(name, means), step=step)
+        prefix = f"step {step}: eval{f'/{name}' if name else ''}: "
+        self._progress.note(prefix + ", ".join(f"{key} {value:.4f}" for key, value in means.items()))
 
-    def asked(self, step: int, found: Mapping[str, float]) -> None:
-        """Records the results of tasks after `step` steps, under their names."""
-        self._trackers.log(found, step=step)
-        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
+    def task_results(self, step: int, results: Mapping[str, float]) -> None:
+        """Records the results of harness tasks after `step` steps, by metric name."""
+        self._trackers.log(results, step=step)
+        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in results.items()))
         self._meter.pause()
 
     def pause(self) -> None:
-        """Leaves the time until the next step is done out of its speed; records the step before it."""
+        """Records the previous step, and excludes the time until the next step is done from its throughput."""
         self.flush()
         self._meter.pause()
 
-    def prove(self, state: TrainState) -> dict[str, Any]:
-        """Records the fingerprint of a state whose step has been read; returns what its checkpoint is to keep of it."""
-        found = hashes(state.params)
-        proof = fingerprint(self.chain, found)
-        self._trackers.log_record({"fingerprint": proof}, step=state.step)
-        return {"fingerprint": proof, "chain": self.chain, "hashes": found}
+    def record_fingerprint(self, state: TrainState) -> dict[str, Any]:
+        """Logs the fingerprint of a state with recorded metrics; returns the values to save in its checkpoint."""
+        param_hashes = hashes(state.params)
+        digest = fingerprint(self.chain, param_hashes)
+        self._trackers.log_record({"fingerprint": digest}, step=state.step)
+        return {"fingerprint": digest, "chain": self.chain, "hashes": param_hashes}
 
     def sync(self) -> Mapping[str, Any]:
-        """Puts on disk what was recorded, before a checkpoint; returns what that is to remember (`Composite.sync`)."""
+        """Syncs all records to disk before a checkpoint; returns the values to save in it (`Composite.sync`)."""
         return self._trackers.sync()
 
     def close(self) -> None:
-        """Ends the thread that waits for steps; safe to call twice."""
+        """Ends the thread waiting for steps; safe to call twice."""
         self._waiting.shutdown()
 
     def finish(self, step: int, sample: str | None) -> None:
-        """Records what the run came to."""
+        """Records the results of the run."""
         self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
         if sample is not None:
             self._trackers.log_text("sample", sample, step=step)
@@ -193,17 +193,17 @@ class MetricLogger:
         if not bad:
             return
         file = self._bad_batches.write(step)
-        found = ", ".join(f"{name} is {value}" for name, value in bad.items())
-        # The update looks at these alone: another value that is not finite has changed nothing.
+        description = ", ".join(f"{name} is {value}" for name, value in bad.items())
+        # The update only checks these two; other non-finite values do not prevent it.
         applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        what = f"step {step}: {found}; the step was {'' if applied else 'not '}applied"
-        what += f"; its batch is in {file}" if file else ""
+        message = f"step {step}: {description}; the step was {'' if applied else 'not '}applied"
+        message += f"; its batch is in {file}" if file else ""
         config = self._config
         if not any(config.crash_on_nan if math.isnan(value) else config.crash_on_inf for value in bad.values()):
-            self._progress.note(what)
+            self._progress.note(message)
             return
         raise NonFiniteError(
-            f"{what}. Lower optimizer.learning_rate, look at the data of this step (`lmt replay`), or set "
+            f"{message}. Lower optimizer.learning_rate, look at the data of this step (`lmt replay`), or set "
             f"trainer.crash_on_nan and trainer.crash_on_inf to false to skip such steps"
         )
 
@@ -214,11 +214,11 @@ def _when_done(x: jax.Array) -> float:
 
 
 def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> dict[str, float]:
-    """The metrics of a step that are the same whenever and wherever it is computed, by the name they are logged under.
+    """Returns the reproducible metrics of a step (all except throughput), by logged name.
 
     Args:
-        values: the scalars that the step returned.
-        learning_rate: of the step; None where the optimizer keeps its own, and reports it if at all.
+        values: scalars returned by the step.
+        learning_rate: learning rate of the step; None if the optimizer has an internal schedule, which may report it.
     """
     return {
         "train/loss": values["loss"],
@@ -230,12 +230,12 @@ def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> di
 
 
 def evaluation_metrics(name: str, means: Mapping[str, float]) -> dict[str, float]:
-    """The means of an evaluation by the names that they are logged under; `name` is that of the set or group, or ""."""
+    """Returns the means of an evaluation by logged name; `name` is the name of the set or group, or ""."""
     return {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
 
 
 def _metric_name(name: str) -> str:
-    """Metrics of the loss function belong to training; those of the optimizer carry their group in their name."""
+    """Adds the group `train/` to metrics of the loss function; optimizer metrics already have a group."""
     return name if name.startswith("optim/") else f"train/{name}"
 
 

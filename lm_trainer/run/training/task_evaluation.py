@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness that a model is asked while it trains."""
+"""Evaluation with tasks of lm-evaluation-harness during training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class TaskEvaluation:
-    """Asks the model the tasks of `eval_harness`, with the weights that would be exported.
+    """Runs the tasks of `eval_harness` on the model, with the weights to export.
 
     Args:
-        config: of the run.
-        tokenizer: of the run.
-        run_dir: gets the samples.
-        settings: of the published model that it comes from.
+        config: configuration of the run.
+        tokenizer: tokenizer of the run.
+        run_dir: run directory, for the samples.
+        settings: settings of the published model the run started from.
 
     Raises:
-        UserError: for a task that there is not, and data that cannot be read.
+        UserError: for an unknown task, and for unreadable data.
     """
 
     def __init__(self, config: RunConfig, tokenizer: HfTokenizer, run_dir: Path, settings: HfSettings | None = None):
@@ -43,11 +43,11 @@ class TaskEvaluation:
         self._tasks = Tasks(config.eval_harness)
 
     def due(self, step: int) -> bool:
-        """True if the tasks are due after `step` steps."""
+        """Returns True if the tasks are due after `step` steps."""
         return is_due(self._config.eval_harness_steps, step)
 
     def run(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger, progress: Progress) -> None:
-        """Asks the tasks and logs what comes out."""
+        """Runs the tasks and logs the results."""
         from lm_trainer.harness.model import HarnessModel
 
         harness = self._config.eval_harness
@@ -65,6 +65,6 @@ class TaskEvaluation:
             max_length=harness.max_eval_length,
         )
         results = self._tasks.ask(model)
-        metrics.asked(info.step, task_metrics(results))
+        metrics.task_results(info.step, task_metrics(results))
         if harness.log_samples and is_lead():
             write_samples(self._run_dir / "eval-harness" / f"step-{info.step}", results)

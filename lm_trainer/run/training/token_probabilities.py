@@ -29,20 +29,20 @@ from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.token_page import PAGE, Scored, TokenFile, token_page
 
 MAX_TOKENS, TOP = 256, 3
-"""Tokens of a document, and likeliest tokens at each of them."""
-_READ, _SHORTEST = 1 << 16, 16
-"""Tokens that are looked through for documents, and the fewest of one."""
+"""Maximum tokens per document, and number of most likely tokens to record at each position."""
+_SEARCHED_TOKENS, _MIN_TOKENS = 1 << 16, 16
+"""Tokens searched for documents, and minimum tokens per document."""
 
 
 class TokenProbabilities:
-    """Computes, writes and shows the probabilities of the first documents of a held-out set.
+    """Computes and writes the token probabilities of the first documents of a held-out set, with an HTML page.
 
     Args:
-        config: of the run.
-        setup: of the run.
-        held_out: the set.
-        directory: of the run.
-        tracker: gets the page.
+        config: configuration of the run.
+        setup: program of the run.
+        held_out: the held-out set.
+        directory: run directory.
+        tracker: tracker to send the page to.
     """
 
     def __init__(self, config: RunConfig, setup: TrainingSetup, held_out: EvalSet, directory: Path, tracker: Composite):
@@ -50,62 +50,62 @@ class TokenProbabilities:
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
         staged = loss_in_stages(loss, setup.model, mesh) if setup.gathers_layers else None
         self._documents = _documents(held_out, trainer.token_probabilities)
-        # As few rows as the devices can share.
+        # The smallest number of rows the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
         count = shards * math.ceil(len(self._documents) / (rows * shards))
         plan = MicrobatchPlan(count * rows, count, rows)
         self._evaluate = Evaluator(setup.model, loss, setup.step.devices, plan, staged=staged)
-        # Of several processes, the first one writes what it computes itself.
-        self._own = [row for row in self._evaluate.local_rows if row < len(self._documents)]
+        # The first process only writes its local rows.
+        self._local = [row for row in self._evaluate.local_rows if row < len(self._documents)]
         length = min(config.model.seq_len, MAX_TOKENS)
         self._batch = _rows(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
         self._directory, self._tracker = directory, tracker
         self._file: TokenFile | None = None
-        if is_lead() and self._own:
+        if is_lead() and self._local:
             tokenizer = held_out.tokenizer
-            documents = [self._documents[row][: length + 1].tolist() for row in self._own]
+            documents = [self._documents[row][: length + 1].tolist() for row in self._local]
             self._file = TokenFile(directory, documents, lambda index: tokenizer.decode([index]))
 
     def record(self, step: int, params: Params) -> None:
         """Computes the probabilities with these weights, and writes the file and the page."""
-        (found,) = self._evaluate.rows(params, [self._batch])
+        (probabilities,) = self._evaluate.rows(params, [self._batch])
         if self._file is None:
             return
-        places = {row: at for at, row in enumerate(self._evaluate.local_rows)}
+        indices = {row: index for index, row in enumerate(self._evaluate.local_rows)}
         scored = []
-        for row, ids in zip(self._own, self._file.history.documents, strict=True):
-            of_row = {name: x[places[row], : len(ids) - 1] for name, x in found.items()}
-            scored.append(Scored.of(of_row["nll"], of_row["rank"], of_row["top_ids"], of_row["top_nll"]))
+        for row, ids in zip(self._local, self._file.history.documents, strict=True):
+            values = {name: x[indices[row], : len(ids) - 1] for name, x in probabilities.items()}
+            scored.append(Scored.of(values["nll"], values["rank"], values["top_ids"], values["top_nll"]))
         self._file.add(step, scored)
         write_atomically(self._directory / PAGE, token_page({self._directory.name: self._file.history}))
         self._tracker.log_artifact("token-probabilities", self._directory / PAGE, type="html")
 
 
 def _documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
-    """The first documents of a set that are not too short, int32 each; at least one."""
+    """Returns the first documents of a set that are not too short, as int32 arrays; at least one."""
     start = np.array([held_out.first_token])
-    tokens = held_out.stream.read(start, min(_READ, held_out.num_tokens))[0]
+    tokens = held_out.stream.read(start, min(_SEARCHED_TOKENS, held_out.num_tokens))[0]
     ends = np.flatnonzero(tokens == held_out.eos_id) + 1
     pieces = np.split(tokens, ends)
-    long_enough = [piece for piece in pieces if len(piece) >= _SHORTEST]
+    long_enough = [piece for piece in pieces if len(piece) >= _MIN_TOKENS]
     return (long_enough or [tokens])[:count]
 
 
 def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
-    """The rows of a batch that this process needs: documents, and padding behind them."""
+    """Builds this process's rows of the batch: documents, followed by padding."""
     tokens_BT = np.full((len(rows), length + 1), eos_id, np.int32)
     available_B = np.zeros(len(rows), np.int64)
-    for at, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if row < len(documents):
             ids = documents[row][: length + 1]
-            tokens_BT[at, : len(ids)], available_B[at] = ids, len(ids)
+            tokens_BT[index, : len(ids)], available_B[index] = ids, len(ids)
     return make_batch(tokens_BT, available_B, eos_id)
 
 
 def first_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
-    """The first held-out set that holds tokens of text, once it is tokenised."""
+    """Returns the first tokenised held-out set of text."""
     for _, held_out in sets:
-        found = getattr(held_out, "complete", lambda held_out=held_out: held_out)()
-        if isinstance(found, EvalSet) and not found.has_features:
-            return found
+        completed = getattr(held_out, "complete", lambda held_out=held_out: held_out)()
+        if isinstance(completed, EvalSet) and not completed.has_features:
+            return completed
     return None

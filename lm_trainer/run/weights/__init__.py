@@ -1,1 +1,1 @@
-"""The weights and the state that a run begins with, and those that it has saved."""
+"""Initial and saved weights and states of a run."""

@@ -1,4 +1,4 @@
-"""Runs that train an adapter: the frozen model behind it, what it costs, and the model that the two make together."""
+"""Runs training an adapter: the frozen base model, the training cost, and merging the adapter into the base."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_con
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 FROZEN = "frozen"
-"""In the record of a checkpoint: `frozen_digest`."""
+"""Key of `frozen_digest` in the record of a checkpoint."""
 _BASE_STEP = "base_step"
-_INDECISIVE = frozenset(
+_IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
     | {"vocab_size", "num_positions"}
 )
-"""Fields of a spec that act on training or on speed alone, or that the shapes of parameters show."""
+"""Fields of a spec that only affect training or speed, or are visible in the shapes of parameters."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint of a run whose weights stay frozen while an adapter is trained."""
+    """The checkpoint of another run with the frozen base weights of an adapter."""
 
     directory: StoragePath
     step: int | None
-    """None: the newest."""
+    """None means the newest step."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts for the record of every checkpoint, by which the base stays at its step even if its run goes on."""
+        """Facts for the record of every checkpoint, which pin the step of the base even if its run continues."""
         return {_BASE_STEP: self.step}
 
     def attach(self, model: ModelDef) -> ModelDef:
-        """The model, with the values of this checkpoint to start from."""
+        """Returns the model with the weights of this checkpoint as initial values."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
             loaded = load_whole(self.directory, self.step).params
@@ -68,19 +68,18 @@ class Base:
 
 
 def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
-    """The frozen model of a run with an adapter; None where it is no other run's.
+    """Returns the base of a run with an adapter if it is a checkpoint of another run; None otherwise.
 
-    It is at the step that the run's own newest checkpoint names, else the one that the configuration names, else the
-    newest.
+    The step is the one recorded in the run's newest checkpoint, else the one in the configuration, else the newest.
 
     Raises:
-        UserError: when there is no such run, or it computes something else than the model section says.
+        UserError: if the base run does not exist, or its model computes a different function from the model section.
     """
     if config.adapter is None or config.trainer.initialize_from is None:
         return None
     directory, step = find_checkpoints(config.trainer.initialize_from)
     _check_same_function(directory, read_config(directory), config)
-    # A base that trains on would change the model below the adapter between two attempts.
+    # If the base run continues training, its newest checkpoint would change between attempts.
     if (pinned := _recorded_step(store)) is not None:
         return Base(directory, pinned)
     return Base(directory, max(committed_steps(directory), default=None) if step is None else step)
@@ -93,76 +92,78 @@ def _recorded_step(store: CheckpointStore) -> int | None:
     return None
 
 
-def _check_same_function(where: StoragePath, theirs: RunConfig, ours: RunConfig) -> None:
-    """Refuses a base that computes something else, even where its parameters have the right shapes."""
-    found, wanted = (_decisive(config.model.spec(1)) for config in (theirs, ours))
+def _check_same_function(base: StoragePath, recorded: RunConfig, configured: RunConfig) -> None:
+    """Refuses a base that computes a different function, even if its parameters have the right shapes."""
+    actual, expected = (_relevant_fields(config.model.spec(1)) for config in (recorded, configured))
     lines = [
-        f"{key}: {found.get(key)} there, {wanted.get(key)} here"
-        for key in dict.fromkeys([*found, *wanted])
-        if found.get(key) != wanted.get(key)
+        f"{key}: {actual.get(key)} there, {expected.get(key)} here"
+        for key in dict.fromkeys([*actual, *expected])
+        if actual.get(key) != expected.get(key)
     ]
     if lines:
         raise UserError(
-            f"trainer.initialize_from: {where} is a model that computes something else than the model section says; "
-            f"take over the one of {where / 'config.yaml'}:\n  " + "\n  ".join(lines[:8])
+            f"trainer.initialize_from: {base} is a model that computes something else than the model section says; "
+            f"take over the one of {base / 'config.yaml'}:\n  " + "\n  ".join(lines[:8])
         )
 
 
-def _decisive(spec: Any, path: str = "") -> dict[str, Any]:
-    """The fields of a spec that decide the results of a trained model, by dotted name."""
+def _relevant_fields(spec: Any, path: str = "") -> dict[str, Any]:
+    """Returns the fields of a spec affecting the results of a trained model, by dotted name."""
     if dataclasses.is_dataclass(spec):
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     elif isinstance(spec, tuple):
         parts = dict(enumerate(spec))
     else:
         return {path: spec}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, part in parts.items():
-        if name not in _INDECISIVE:
-            found |= _decisive(part, f"{path}.{name}" if path else str(name))
-    return found
+        if name not in _IRRELEVANT_FIELDS:
+            fields |= _relevant_fields(part, f"{path}.{name}" if path else str(name))
+    return fields
 
 
-def _check_same_model(where: StoragePath, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    theirs, ours = ({name: tuple(x.shape) for name, x in each.items()} for each in (found, wanted))
+def _check_same_model(directory: StoragePath, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    actual_shapes, expected_shapes = (
+        {name: tuple(x.shape) for name, x in arrays.items()} for arrays in (actual, expected)
+    )
     lines = [
-        f"{name}: {theirs.get(name)} there, {ours.get(name)} here"
-        for name in sorted({*theirs, *ours})
-        if theirs.get(name) != ours.get(name)
+        f"{name}: {actual_shapes.get(name)} there, {expected_shapes.get(name)} here"
+        for name in sorted({*actual_shapes, *expected_shapes})
+        if actual_shapes.get(name) != expected_shapes.get(name)
     ]
     if lines:
-        raise UserError(f"trainer.initialize_from: {where} is another model:\n  " + "\n  ".join(lines[:8]))
+        raise UserError(f"trainer.initialize_from: {directory} is another model:\n  " + "\n  ".join(lines[:8]))
 
 
 def frozen_digest(frozen: Mapping[str, Any]) -> str:
-    """16 hex digits that two sets of frozen parameters share when they are equal, however they are sharded."""
-    # Of the digests, not of the arrays: those are computed where the shards are, and nothing is gathered.
+    """Returns 16 hex digits identifying a set of frozen parameters, independent of the sharding."""
+    # A hash of the digests, which are computed on the shards without gathering the arrays.
     text = json.dumps(digests(frozen), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_frozen(restored: Restored, frozen: Params) -> None:
-    """Refuses to go on with other frozen parameters than those that a checkpoint was trained beside.
+    """Refuses to continue from a checkpoint trained with other frozen parameters.
 
     Raises:
-        UserError: when they differ.
+        UserError: if they differ.
     """
-    saved, now = restored.record.get(FROZEN), frozen_digest(frozen)
-    if saved != now:
+    saved, current = restored.record.get(FROZEN), frozen_digest(frozen)
+    if saved != current:
         raise UserError(
             f"the checkpoint of step {restored.step} was trained beside other frozen weights (digest {saved}, now "
-            f"{now}): put back the model that it was trained on, or set trainer.id to start another run"
+            f"{current}): put back the model that it was trained on, or set trainer.id to start another run"
         )
 
 
 def training_flops(count: FlopsCount, model: ModelDef) -> int:
-    """Operations of a training step per token, for a model all of whose parameters are trained or none but adapters."""
+    """Returns the FLOPs of a training step per token, for training all parameters or only adapters."""
     adapted = any(map(is_adapter_param, model.trainable))
     return count.adapted(2 * _size(model, trained=True)) if adapted else count.training
 
 
 def describe_size(model: ModelDef) -> str:
-    """For people: `1,234 parameters`, or how many of them are trained."""
+    """Describes the number of parameters: `1,234 parameters`, or the numbers of trained and frozen ones."""
     trained, frozen = _size(model, trained=True), _size(model, trained=False)
     return f"{trained:,} trained and {frozen:,} frozen parameters" if frozen else f"{trained:,} parameters"
 
@@ -172,32 +173,36 @@ def _size(model: ModelDef, *, trained: bool) -> int:
 
 
 def load_whole(
-    run: str | StoragePath, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+    run: str | StoragePath,
+    step: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    averaged: bool = True,
 ) -> LoadedModel:
-    """As `load_model`; an adapter is merged into the model that it was trained on.
+    """Like `load_model`, but merges an adapter into its base model.
 
     Raises:
-        UserError: also when that model is not there or not the same any more.
+        UserError: as in `load_model`, and if the base model is missing or has changed.
     """
     loaded = load_model(run, step, devices=devices, averaged=averaged)
     lora = loaded.config.adapter
     if lora is None:
         return loaded
     dtype = loaded.config.trainer.mp.param_dtype
-    # In the run's parameter dtype, in which the digest of the frozen weights was taken.
+    # Cast to the run's parameter dtype, in which the digest of the frozen weights was computed.
     base = {name: np.asarray(x).astype(dtype) for name, x in _base_params(run, loaded).items()}
     if frozen_digest(base) != loaded.record.get(FROZEN):
         raise UserError(
             f"{run} is an adapter for other weights than those that are now in {base_name(loaded.config)}; put back "
             f"the model that it was trained on"
         )
-    # Merged in the dtype that the base was trained beside, so that logits are those of the run.
+    # Merged in the dtype of the base during training, so that the logits equal the run's.
     merged = merge_lora({**base, **named_leaves(loaded.params)}, lora)
     return dataclasses.replace(loaded, params=nested_from_names(merged))
 
 
 def base_name(config: RunConfig) -> str:
-    """The frozen model of a run with an adapter, as its configuration names it."""
+    """Returns the name of the base model of a run with an adapter, as in its configuration."""
     return expanded(config.trainer.initialize_from or source_name(config))
 
 
@@ -208,8 +213,8 @@ def _base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:
             directory, _ = find_checkpoints(config.trainer.initialize_from)
             return named_leaves(load_whole(directory, loaded.record[_BASE_STEP]).params)
         leaves = param_infos(config.model, loaded.vocab_size)
-        here = SingleDeviceSharding(jax.local_devices()[0])
+        device_sharding = SingleDeviceSharding(jax.local_devices()[0])
         shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
-        return HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(leaves, here))
+        return HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(leaves, device_sharding))
     except UserError as error:
         raise type(error)(f"{run} is an adapter, and the model that it is for cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""Export to Hugging Face's layout and import from it: `lmt export-hf` and `lmt import-hf`."""
+"""Export to and import from the Hugging Face format: `lmt export-hf` and `lmt import-hf`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 
 
 def check_export(out: StoragePath, options: ExportOptions) -> None:
-    """Finds what would make `export_model` fail before anything large is read.
+    """Checks that `export_model` can succeed, before anything large is read.
 
     Raises:
-        UserError: when `out` may not be replaced, or the push cannot succeed.
+        UserError: if `out` must not be replaced, or the push cannot succeed.
     """
     check_output(out, overwrite=options.overwrite, replaceable=FILES)
     if options.hub_name:
@@ -32,11 +32,11 @@ def check_export(out: StoragePath, options: ExportOptions) -> None:
 def export_model(
     model: TextModel | AdapterModel, out: StoragePath, options: ExportOptions, *, public: bool = False
 ) -> Pushed | None:
-    """Writes `model` to `out`, and pushes it where `options.hub_name` says so.
+    """Writes `model` to `out`, and pushes it to the hub if `options.hub_name` is set.
 
     Raises:
-        UserError: as `write_hf` and `push`; after a failed push `out` is complete.
-        MachineError: when the file system or the network refuses.
+        UserError: as in `write_hf` and `push`; after a failed push `out` is complete.
+        MachineError: for errors of the file system or the network.
     """
     if isinstance(model, AdapterModel):
         write_adapter(out, model, options)
@@ -53,11 +53,11 @@ def export_model(
 
 
 def import_model(source: str, out: Path, *, tokenizer: Path | None = None, revision: str | None = None) -> TextModel:
-    """Writes a model in Hugging Face's layout, local or from the hub, as a checkpoint of step 0 at `out`.
+    """Converts a model in Hugging Face format, local or from the hub, to a checkpoint of step 0 at `out`.
 
     Raises:
-        UserError: when `out` exists and is not empty, or the model cannot be read.
-        MachineError: when the hub or the file system refuses.
+        UserError: if `out` exists and is not empty, or the model cannot be read.
+        MachineError: for errors of the hub or the file system.
     """
     if (out := local_path(out)).exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another directory")
@@ -74,11 +74,11 @@ def import_model(source: str, out: Path, *, tokenizer: Path | None = None, revis
 
 
 def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | None = None) -> TextModel:
-    """Reads a model from a local directory in Hugging Face's layout, or from the hub where there is no such path.
+    """Reads a model from a local directory in Hugging Face format, or from the hub if the path does not exist.
 
     Raises:
-        UserError: as `read_hf` and `download`.
-        MachineError: when the hub cannot be reached.
+        UserError: as in `read_hf` and `download`.
+        MachineError: if the hub is unreachable.
     """
     if revision is not None and _is_path(source):
         raise UserError(f"--revision {revision} is for models on the hub, but {source} is a path")
@@ -87,13 +87,13 @@ def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | N
 
 
 def fetch_directory(source: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The directory of a model in Hugging Face's layout: the path itself, or the local copy of a model on the hub.
+    """Returns the directory of a model in Hugging Face format: the path itself, or the local copy of a hub model.
 
-    Without `weights` only config.json is there for sure.
+    Without `weights`, only config.json is guaranteed to exist.
 
     Raises:
-        UserError: as `download`.
-        MachineError: when the hub cannot be reached.
+        UserError: as in `download`.
+        MachineError: if the hub is unreachable.
     """
     if problem := path_problem(source, name=HUB_NAME):
         raise UserError(problem)

@@ -1,4 +1,4 @@
-"""The origin of a run's weights, in one ordered list."""
+"""The possible origins of a run's initial weights, in order of priority."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lm_trainer.step.state.train_state import TrainState
 logger = logging.getLogger(__name__)
 
 _OWN_REMEDY = "Undo the change, set trainer.id to start another run, or go on by --allow-config-change"
-_OTHERS_REMEDY = (
+_OTHER_RUN_REMEDY = (
     "Use the data of that run, take its weights alone by trainer.initialize_from, or go on by --allow-config-change"
 )
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run that asks for its first state.
+    """Inputs for choosing the initial state of a run.
 
     Attributes:
-        trainer: names what may be loaded.
-        setup: the run's.
-        store: its own checkpoints.
-        init: makes the state of a run that loads nothing: of the values that the model comes with, or of the seed.
-        fingerprint: of the data of the first steps, as many as are given.
-        allow_other_data: go on, with a warning, from a checkpoint that was trained on other data.
+        trainer: trainer section with the checkpoints to load.
+        setup: program of the run.
+        store: checkpoints of the run itself.
+        init: creates the state of a run that loads no checkpoint, from the model's initial weights or the seed.
+        fingerprint: data fingerprint as a function of the number of steps.
+        allow_other_data: continue, with a warning, from a checkpoint trained on other data.
     """
 
     trainer: TrainerConfig
@@ -52,35 +52,35 @@ class Request:
 
 
 class Start(NamedTuple):
-    """The state that a run goes on from, and the checkpoint that it goes on with."""
+    """The initial state of an attempt, and the record of its checkpoint."""
 
     state: TrainState
     record: Mapping[str, Any] = MappingProxyType({})
-    """The JSON that was saved with the checkpoint, its own or another run's; empty where the steps begin at 0."""
+    """JSON record of the resumed checkpoint, of this or another run; empty if the steps begin at 0."""
 
 
 def find_start(request: Request) -> Start:
-    """The state to train on from: of the first of `ORIGINS` that is there.
+    """Returns the state to train from: the first one available among `ORIGINS`.
 
     Raises:
-        UserError: when a checkpoint must be there and is not, holds another model, or belongs to other data.
+        UserError: if a required checkpoint is missing, contains another model, or was trained on other data.
     """
-    # A generator: an origin is asked only where none before it has anything.
-    found = (origin(request) for origin in ORIGINS)
-    return next(start for start in found if start is not None)
+    # A generator, so an origin is tried only if all previous ones returned None.
+    starts = (origin(request) for origin in ORIGINS)
+    return next(start for start in starts if start is not None)
 
 
 def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
-    """The tokenizer's vocabulary, or that of the model whose weights the run starts from, which may be padded.
+    """Returns the vocabulary size of the tokenizer, or of the initial model, which may be padded.
 
     Raises:
-        UserError: when those weights were made for another tokenizer.
+        UserError: if the initial weights were trained with another tokenizer.
     """
     source = trainer.initialize_from
     if source is None:
         return tokenizer.vocab_size
-    vocab_size, made_for = read_vocabulary(source)
-    if made_for.identity() != tokenizer.identity():
+    vocab_size, saved_tokenizer = read_vocabulary(source)
+    if saved_tokenizer.identity() != tokenizer.identity():
         raise UserError(
             f"trainer.initialize_from: {source} was made for another tokenizer than data.tokenizer; its own is in "
             f"{find_checkpoints(source)[0] / 'tokenizer'}"
@@ -88,8 +88,8 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def own_checkpoint(request: Request) -> Start | None:
-    """The run's newest checkpoint that is intact."""
+def resume_own_checkpoint(request: Request) -> Start | None:
+    """Loads the newest intact checkpoint of the run itself."""
     trainer, store = request.trainer, request.store
     if trainer.load_checkpoint is not False:
         restored = store.restore(expected_arrays(request.setup), partial=trainer.allow_partial_checkpoint)
@@ -103,68 +103,68 @@ def own_checkpoint(request: Request) -> Start | None:
 
 
 def load_checkpoint_path(request: Request) -> Start | None:
-    """The checkpoint of another run, with its optimizer and its step: `trainer.load_checkpoint_path`."""
+    """Loads a checkpoint of another run with its optimizer state and step: `trainer.load_checkpoint_path`."""
     trainer = request.trainer
     if trainer.load_checkpoint is False:
         return None
     if trainer.load_checkpoint_path is not None:
-        found = _other_checkpoint(trainer.load_checkpoint_path, request.setup, trainer.allow_partial_checkpoint)
-        return _resume(request, found, _OTHERS_REMEDY)
+        checkpoint = _other_checkpoint(trainer.load_checkpoint_path, request.setup, trainer.allow_partial_checkpoint)
+        return _resume(request, checkpoint, _OTHER_RUN_REMEDY)
     if trainer.load_checkpoint:
         raise UserError(f"trainer.load_checkpoint is true, but there is no checkpoint in {request.store.directory}")
     return None
 
 
 def initialize_from(request: Request) -> Start | None:
-    """The weights alone of another run: `trainer.initialize_from`."""
+    """Loads only the weights of another run: `trainer.initialize_from`."""
     path = request.trainer.initialize_from
     if path is None:
         return None
     setup = request.setup
-    named = {name: np.asarray(x) for name, x in named_leaves(load_whole(path).params).items()}
-    wanted = setup.model.shapes
-    if request.trainer.allow_partial_checkpoint and (missing := set(wanted) - set(named)):
-        _announce(path, missing)
+    weights = {name: np.asarray(x) for name, x in named_leaves(load_whole(path).params).items()}
+    shapes = setup.model.shapes
+    if request.trainer.allow_partial_checkpoint and (missing := set(shapes) - set(weights)):
+        _log_missing(path, missing)
         state = request.init()
         fresh = {**state.frozen, **state.params}
-        named |= {name: np.asarray(fresh[name]) for name in missing}
+        weights |= {name: np.asarray(fresh[name]) for name in missing}
     differences = [
-        f"{name}: {_shape(named.get(name))} there, {_shape(wanted.get(name))} here"
-        for name in sorted({*named, *wanted})
-        if _shape(named.get(name)) != _shape(wanted.get(name))
+        f"{name}: {_shape(weights.get(name))} there, {_shape(shapes.get(name))} here"
+        for name in sorted({*weights, *shapes})
+        if _shape(weights.get(name)) != _shape(shapes.get(name))
     ]
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
     # The other run may have had another precision.
-    return Start(setup.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()}))
+    return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in weights.items()}))
 
 
-def given_or_seed(request: Request) -> Start | None:
-    """The values that the model comes with: `initialize_from_hf`, the base of an adapter, a model given; else fresh."""
+def model_weights_or_fresh(request: Request) -> Start | None:
+    """Uses the model's initial weights (`initialize_from_hf`, an adapter's base, a user's model), or fresh ones."""
     return Start(request.init())
 
 
 ORIGINS: tuple[Callable[[Request], Start | None], ...] = (
-    own_checkpoint,
+    resume_own_checkpoint,
     load_checkpoint_path,
     initialize_from,
-    given_or_seed,
+    model_weights_or_fresh,
 )
-"""The origins of weights in their order; the first that is there is taken. A run that was begun goes on: the start that
-its configuration names matters only until it has a checkpoint of its own."""
+"""Origins of weights in order of priority; the first available one is used. A run with checkpoints always resumes from
+them, so the configured start only matters before its first checkpoint."""
 
 
 def _resume(request: Request, restored: Restored, remedy: str) -> Start:
     _check_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
-    _announce(f"the checkpoint of step {restored.step}", set(expected_arrays(request.setup)) - set(restored.arrays))
+    _log_missing(f"the checkpoint of step {restored.step}", set(expected_arrays(request.setup)) - set(restored.arrays))
     return Start(resumed_state(restored, request.setup, request.init), restored.record)
 
 
 def _other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restored:
-    directory, named = find_checkpoints(path)
+    directory, requested = find_checkpoints(path)
     problems = []
-    # A step that the user named is used or refused; without a name an older one will do.
-    for step in [named] if named is not None else reversed(committed_steps(directory)):
+    # A requested step is used or refused; without one, an older step may be used.
+    for step in [requested] if requested is not None else reversed(committed_steps(directory)):
         try:
             return read_step(directory, step, expected_arrays(setup), partial=partial)
         except CheckpointError as error:
@@ -175,33 +175,33 @@ def _other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restore
     )
 
 
-def _check_data(restored: Restored, now: Fingerprint, allow_other: bool, remedy: str = _OWN_REMEDY) -> None:
+def _check_data(restored: Restored, current: Fingerprint, allow_other: bool, remedy: str = _OWN_REMEDY) -> None:
     saved = restored.record.get("data_fingerprint")
-    if saved == now:
+    if saved == current:
         return
-    old, new = ({"tokens": found} if isinstance(found, str) else found or {} for found in (saved, now))
-    # Where the text was or is still being tokenised, only what it is made of is known.
-    known = next((name for name in ("tokens", "sources") if name in old and name in new), None)
-    if known and old[known] == new[known]:
+    old, new = ({"tokens": value} if isinstance(value, str) else value or {} for value in (saved, current))
+    # If the text was or is still being tokenised, only its sources are known.
+    common_key = next((name for name in ("tokens", "sources") if name in old and name in new), None)
+    if common_key and old[common_key] == new[common_key]:
         return
-    if new and not known and not allow_other:
+    if new and not common_key and not allow_other:
         raise UserError(
             f"the checkpoint of step {restored.step} knows its data by their tokens alone, and the text is still being "
             f"tokenised; run `lmt data build` with this configuration first, then start again"
         )
-    what = "the text" if known == "tokens" else "the name, size or time of a file of text"
-    key = known or "tokens"
+    changed = "the text" if common_key == "tokens" else "the name, size or time of a file of text"
+    key = common_key or "tokens"
     problem = (
         f"the checkpoint of step {restored.step} was trained on other data (fingerprint {old.get(key)}, now "
-        f"{new.get(key)}): {what}, the tokenizer, the order or the sequence length has changed"
+        f"{new.get(key)}): {changed}, the tokenizer, the order or the sequence length has changed"
     )
     if not allow_other:
         raise UserError(f"{problem}. {remedy}")
     logger.warning("%s; training goes on", problem)
 
 
-def _announce(source: str, missing: Collection[str]) -> None:
-    """Names what a partial checkpoint lacks."""
+def _log_missing(source: str, missing: Collection[str]) -> None:
+    """Logs the arrays missing in a partial checkpoint."""
     if missing:
         names = sorted(missing, key=lambda name: (name.startswith((OPT_STATE, AVERAGED)), name))
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""

@@ -1,4 +1,4 @@
-"""Parameters of a run where programs of a single process compute with them: for text, and for tasks."""
+"""Process-local parameters of a run, for generating text and evaluating tasks in each process separately."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lm_trainer.step.state.train_state import to_host
 
 
 def local_params(setup: TrainingSetup, params: Params) -> Params:
-    """The parameters whole in this process; all processes of a run call it together.
+    """Gathers the full parameters in each process; all processes of a run must call it.
 
     Args:
-        setup: of the run.
-        params: all parameters, as the run has them.
+        setup: program of the run.
+        params: all parameters, sharded as in training.
 
     Returns:
-        Where a step gathers layers they are cut over the devices of this process, of which none may hold them all.
-        Otherwise they are whole on one, as they were for training: results are then those of any number of devices.
+        If a step gathers single layers, the parameters sharded over this process's devices, because they may not fit on
+        one. Otherwise unsharded on one device, as in training, so results do not depend on the number of devices.
     """
     if not setup.gathers_layers:
         return to_host(params)  # pyright: ignore[reportReturnType]
-    whole = params if jax.process_count() == 1 else to_host(params)
-    return jax.device_put(whole, inference_shardings(setup.model, setup.sharding.mesh.local_devices))
+    full_params = params if jax.process_count() == 1 else to_host(params)
+    return jax.device_put(full_params, inference_shardings(setup.model, setup.sharding.mesh.local_devices))

@@ -1,4 +1,4 @@
-"""Models to export or to sample from: of a run, or in Hugging Face's layout."""
+"""Opening models for export or sampling, from a run or in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_con
 
 
 def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] | None = None) -> TextModel:
-    """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into the model that it is for.
+    """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into its base model.
 
     Args:
-        source: a run id, a run or checkpoint directory or one step in it, or a directory in Hugging Face's layout.
-        step: which checkpoint of a run; None: the newest that is intact.
-        devices: over which the weights of a checkpoint are cut; None: all of this process.
+        source: a run ID, a run or checkpoint directory or one step in it, or a directory in Hugging Face format.
+        step: step of the checkpoint of a run; None means the newest intact one.
+        devices: devices to shard the weights of a checkpoint over; None means all of this process.
 
     Raises:
-        UserError: when there is no such model, or it is damaged.
+        UserError: if the model does not exist or is damaged.
     """
     path = local_model(source)
     if path is not None:
@@ -43,7 +43,7 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
 
 
 def local_model(source: str) -> Path | None:
-    """The directory in Hugging Face's layout that is meant, or a local copy of one in a bucket; None: it is a run."""
+    """Returns a directory in Hugging Face format, or the local copy of one in a bucket; None if `source` is a run."""
     if not is_bucket(source):
         path = local_path(source)
         return path if is_hf_directory(path) else None
@@ -52,24 +52,24 @@ def local_model(source: str) -> Path | None:
 
 
 def local_devices(count: int) -> Sequence[Any]:
-    """The first `count` devices of this process; 0: all.
+    """Returns the first `count` devices of this process; 0 means all.
 
     Raises:
-        UserError: when there are fewer.
+        UserError: if the process has fewer devices.
     """
-    there = jax.local_devices()
-    if not 0 <= count <= len(there):
+    devices = jax.local_devices()
+    if not 0 <= count <= len(devices):
         raise UserError(
-            f"--devices {count}: there are {len(there)} devices here; write 1 to {len(there)}, or 0 for all"
+            f"--devices {count}: there are {len(devices)} devices here; write 1 to {len(devices)}, or 0 for all"
         )
-    return there[: count or None]
+    return devices[: count or None]
 
 
 def open_for_export(source: str, *, step: int | None = None, merge: bool = False) -> TextModel | AdapterModel:
-    """As `open_model`; the adapter of a run that trains one is left by itself unless it is to be merged.
+    """Like `open_model`, but returns the adapter of a run without its base model unless `merge` is set.
 
     Raises:
-        UserError: also when there is nothing to merge.
+        UserError: as in `open_model`, and if `merge` is set for a model without an adapter.
     """
     if not merge and local_model(source) is None:
         loaded = load_model(source, step)

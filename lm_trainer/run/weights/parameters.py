@@ -1,4 +1,4 @@
-"""Settings of the optimizer by parameter; found without data or accelerators."""
+"""Optimizer settings per parameter, determined without data or accelerators."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ANY_VOCABULARY = 256
 
 
 def weight_decay(loaded: Loaded[RunConfig]) -> dict[str, bool]:
-    """Parameter name -> whether it decays.
+    """Returns parameter name -> True if weight decay applies to it.
 
     Raises:
-        ConfigError: when a pattern in `optimizer.weight_decay_modules` matches no parameter.
+        ConfigError: if a pattern in `optimizer.weight_decay_modules` matches no parameter.
     """
     config = resolve_model(loaded.config, "run")
-    # The names do not depend on the size of the vocabulary, which is known only once the tokenizer is read.
+    # The names do not depend on the vocabulary size, which is unknown before the tokenizer is read.
     model = trace_model(config, _ANY_VOCABULARY)
     try:
         return config.optimizer.decay_mask(model.optimizer_params())

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints to start from: found, compared with the run, and read straight to the devices."""
+"""Hugging Face checkpoints as initial weights: locating, checking against the run, and reading to the devices."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 
 @dataclass(frozen=True)
 class HfStart:
-    """The beginning of a run that goes on from a Hugging Face checkpoint."""
+    """The start of a run initialized from a Hugging Face checkpoint."""
 
     config: RunConfig
-    """The run, with the model section as it is used."""
+    """Configuration of the run, with the resolved model section."""
     vocab_size: int
     """Rows of the embedding."""
     source: HfCheckpoint | None
-    """None: the run has a checkpoint of its own, and needs the other one for frozen weights alone."""
+    """None if the run already has a checkpoint, and needs the Hugging Face checkpoint only for frozen weights."""
     notes: tuple[str, ...] = ()
-    """For the person at the terminal."""
+    """Notes for the user."""
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> int:
-        """The rows of the embedding; raises `UserError` where the tokenizer's ids mean something else to them."""
+        """Returns the rows of the embedding; raises `UserError` if the tokenizer does not match the checkpoint."""
         if self.source is not None:
             self.source.check_tokenizer(tokenizer)
         return self.vocab_size
 
     def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
-        """The settings of the checkpoint, for exports of the run; None: it has them from an earlier attempt."""
+        """Returns the settings of the checkpoint, for exports of the run; None if an earlier attempt saved them."""
         source = self.source
         return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
 
     def attach(self, model: ModelDef) -> ModelDef:
-        """The model, with the checkpoint's values to start from."""
+        """Returns the model with the weights of the checkpoint as initial values."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
             source = self.source or HfCheckpoint.open(self.config)
@@ -72,45 +72,45 @@ class HfStart:
 
 
 def find_start(config: RunConfig, run: str) -> HfStart | None:
-    """Finds the Hugging Face checkpoint that a run begins from, and the model section that follows; None without one.
+    """Finds a run's initial Hugging Face checkpoint, and resolves the model section; None if the run has none.
 
-    Whatever does not fit is found here, before text is tokenised and anything large is read.
+    All mismatches are reported here, before text is tokenised and anything large is read.
 
     Raises:
-        UserError: when there is no such checkpoint, it is damaged, or it is not what the configuration describes.
-        MachineError: when the hub cannot be reached.
+        UserError: if the checkpoint does not exist, is damaged, or does not match the configuration.
+        MachineError: if the hub is unreachable.
     """
     if not config.initialize_from_hf:
         return None
-    if own := _resumed(config, checkpoint_directory(config.trainer, run)):
-        return own
+    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run)):
+        return resumed
     source = HfCheckpoint.open(config)
-    section, notes = _section(config, source.directory, source.config, source.vocab_size)
-    # Only headers are read: a missing tensor is named before text is tokenised.
+    section, notes = _model_section(config, source.directory, source.config, source.vocab_size)
+    # Reads only headers, to report missing tensors before text is tokenised.
     source.plan(section)
-    differing = (note,) if (note := section.differs_from_hf()) is not None else ()
+    difference_notes = (note,) if (note := section.differs_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
     return HfStart(
-        _with_model(config, section), source.vocab_size, source, (source.describe(section), *notes, *differing)
+        _with_model(config, section), source.vocab_size, source, (source.describe(section), *notes, *difference_notes)
     )
 
 
-def carried_settings(
-    config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, own: StoragePath
+def published_settings(
+    config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, checkpoints: StoragePath
 ) -> HfSettings | None:
-    """The settings of the published model that a run comes from; None: it comes from none.
+    """Returns the settings of the published model a run started from; None if it started from none.
 
     Args:
-        config: the run.
-        start: the checkpoint in Hugging Face's layout that it begins from.
-        tokenizer: the run's.
-        own: directory of its checkpoints, which has the settings beside the first of them.
+        config: configuration of the run.
+        start: the initial Hugging Face checkpoint.
+        tokenizer: tokenizer of the run.
+        checkpoints: checkpoint directory of the run, which contains the settings after its first attempt.
     """
-    # A run that goes on needs nothing of where it was begun.
-    if committed_steps(own):
-        return read_settings(own)
+    # A resumed run does not need its original start.
+    if committed_steps(checkpoints):
+        return read_settings(checkpoints)
     if start is not None:
         return start.settings(tokenizer)
     trainer = config.trainer
@@ -120,57 +120,57 @@ def carried_settings(
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
-    """The configuration with the model section that training would use; nothing but config.json is read.
+    """Returns the configuration with the model section used in training; only config.json is read.
 
     Args:
-        config: the run.
-        name: what to call it if neither the configuration nor the environment names it.
+        config: configuration of the run.
+        name: default name of the run, if neither the configuration nor the environment sets one.
 
     Raises:
-        UserError: as `find_start`.
-        MachineError: when the hub cannot be reached.
+        UserError: as in `find_start`.
+        MachineError: if the hub is unreachable.
     """
     if not config.use_hf_model_config:
         return config
-    if own := _resumed(config, checkpoint_directory(config.trainer, run_id(config, name))):
-        return own.config
+    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run_id(config, name))):
+        return resumed.config
     directory = _locate(config, weights=False)
-    return _with_model(config, _section(config, directory, *read_hf_config(directory))[0])
+    return _with_model(config, _model_section(config, directory, *read_hf_config(directory))[0])
 
 
 def stored_vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding in the checkpoint that `initialize_from_hf` means; raises as `resolve_model`."""
+    """Returns the rows of the embedding in the checkpoint `initialize_from_hf`; raises like `resolve_model`."""
     return read_hf_config(_locate(config, weights=False))[1]
 
 
-def _section(
-    config: RunConfig, directory: Path, theirs: DecoderConfig, vocab_size: int
+def _model_section(
+    config: RunConfig, directory: Path, hf_config: DecoderConfig, vocab_size: int
 ) -> tuple[DecoderConfig, list[str]]:
-    """The model section as it is used, and what to say about it."""
-    given = config.model.model_fields_set if "model" in config.model_fields_set else set()
+    """Returns the resolved model section, and notes about it."""
+    set_keys = config.model.model_fields_set if "model" in config.model_fields_set else set()
     with blame(directory / "config.json"):
         if config.use_hf_model_config:
-            return adopt_hf_config(config.model, given, theirs, vocab_size), []
-        return config.model, compare_with_hf_config(config.model, given, theirs, vocab_size)
+            return adopt_hf_config(config.model, set_keys, hf_config, vocab_size), []
+        return config.model, compare_with_hf_config(config.model, set_keys, hf_config, vocab_size)
 
 
-def _resumed(config: RunConfig, own: StoragePath) -> HfStart | None:
-    """The start of a run that has a checkpoint: with the model that it was begun with."""
+def _resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
+    """Returns the start of a run that already has a checkpoint, with its recorded model."""
     if config.trainer.load_checkpoint is False:
         return None
-    if isinstance(own, Bucket):
-        own.probe("trainer.checkpointer.base_path")
-    if not committed_steps(own):
+    if isinstance(checkpoints, Bucket):
+        checkpoints.probe("trainer.checkpointer.base_path")
+    if not committed_steps(checkpoints):
         return None
     if config.use_hf_model_config:
-        config = _with_model(config, read_config(own).model)
+        config = _with_model(config, read_config(checkpoints).model)
     note = f"the run has a checkpoint of its own and does not begin at {source_name(config)} again"
-    return HfStart(config, read_vocabulary(own)[0], None, (note,))
+    return HfStart(config, read_vocabulary(checkpoints)[0], None, (note,))
 
 
 def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:
-    """The configuration with another model section, checked anew."""
-    # Only the keys that were written, so that defaults stay known as defaults.
+    """Returns the configuration with another model section, revalidated."""
+    # Only explicitly set keys, so that defaults remain marked as defaults.
     try:
         return RunConfig(**{**{name: getattr(config, name) for name in config.model_fields_set}, "model": section})
     except ValidationError as error:
@@ -180,27 +180,27 @@ def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class HfCheckpoint:
-    """A checkpoint in Hugging Face's layout, of which the headers are read and nothing else."""
+    """A checkpoint in Hugging Face format; only its headers have been read."""
 
     name: str
-    """As the user wrote it."""
+    """Name as written by the user."""
     directory: Path
     config: DecoderConfig
-    """The model section that config.json describes."""
+    """Model section equivalent to config.json."""
     vocab_size: int
     weights: Weights
     settings: HfSettings
-    """Everything that is beside the weights."""
+    """The other files next to the weights."""
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
-        """Finds the checkpoint that `initialize_from_hf` means; raises as `find_start`."""
+        """Opens the checkpoint `initialize_from_hf`; raises like `find_start`."""
         directory = _locate(config)
         model, vocab_size, settings = read_hf_settings(directory)
         return cls(source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
     def describe(self, model: DecoderConfig) -> str:
-        """One line: what it is, and what stays of it where a run trains `model`."""
+        """Describes the checkpoint in one line, and the context length of exports if `model` is shorter."""
         files = f"{len(self.weights.files)} file{'s' * (len(self.weights.files) > 1)}"
         count = parameter_count(self.config.spec(self.vocab_size))
         dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
@@ -208,7 +208,7 @@ class HfCheckpoint:
         return f"{text}; exports keep its context of {context:,} tokens" if model.seq_len < context else text
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises `UserError` where the ids of the tokenizer mean something else to this checkpoint."""
+        """Raises `UserError` if the token IDs of the tokenizer do not match this checkpoint."""
         remedy = f"write data.tokenizer: {self.name.partition('@')[0]}"
         assert isinstance(tokenizer, HfTokenizer)
         if not has_rows_for(tokenizer, self.vocab_size):
@@ -225,31 +225,31 @@ class HfCheckpoint:
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 
     def plan(self, model: DecoderConfig) -> hf.ReadPlan:
-        """Finds every parameter of the model in the files.
+        """Locates every parameter of the model in the files.
 
         Raises:
-            UserError: for missing, unknown and misshapen tensors and those of dtypes that cannot be read exactly.
+            UserError: for missing tensors, unknown tensors, wrong shapes, and dtypes that cannot be read exactly.
         """
         with blame(self.directory):
             stored = hf.plan_reading(model, self.vocab_size, *self.weights.headers())
         for name in {piece.tensor for pieces in stored.pieces.values() for piece in pieces}:
-            # For its error: a dtype that NumPy cannot hold exactly.
+            # Raises for a dtype that NumPy cannot represent exactly.
             _ = self.weights.stored[name].numpy_dtype
         return stored
 
     def load(
         self, model: DecoderConfig, shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, Sharding]
     ) -> Params:
-        """The parameters of the model, of which each process reads the slices that its devices hold.
+        """Loads the parameters of the model; each process reads only the shards of its devices.
 
-        The host holds a part of one tensor at a time.
+        The host holds only a part of one tensor at a time.
 
         Raises:
-            UserError: as `plan`; and for two copies of one tensor that differ.
-            MachineError: when a file cannot be read any more.
+            UserError: as in `plan`, and for differing copies of a tied tensor.
+            MachineError: if a file can no longer be read.
         """
         stored = self.plan(model)
-        # Files of tied models may hold the tensor twice; copies that differ would be two models.
+        # Files of tied models may contain a tensor twice; if the copies differ, the model is ambiguous.
         for copy, first in stored.repeated.items():
             if not self.weights.are_equal(copy, first):
                 raise UserError(
@@ -258,12 +258,12 @@ class HfCheckpoint:
         return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
 
     def _assemble(self, pieces: list[SourceSlice], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
-        most = HOST_BYTES // np.dtype(like.dtype).itemsize
+        max_elements = HOST_BYTES // np.dtype(like.dtype).itemsize
         return make_sharded_array(
             like.shape,
             like.dtype,
             sharding,
-            lambda block: read_block(pieces, block, self._read, max_elements=most),
+            lambda block: read_block(pieces, block, self._read, max_elements=max_elements),
         )
 
     def _read(self, name: str, region: Region) -> np.ndarray:
@@ -272,13 +272,13 @@ class HfCheckpoint:
 
 def _locate(config: RunConfig, *, weights: bool = True) -> Path:
     name = expanded(source_name(config))
-    # The name of a directory may have an @ of its own.
+    # A directory name may contain an @.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     return fetch_directory(path, revision=revision or None, weights=weights)
 
 
 def source_name(config: RunConfig) -> str:
-    """The directory or hub name that `initialize_from_hf` means."""
+    """Returns the directory or hub name of the checkpoint `initialize_from_hf`."""
     if isinstance(config.initialize_from_hf, str):
         return config.initialize_from_hf
     name = config.model.reference_checkpoint or config.model.hf_family().reference

@@ -1,4 +1,4 @@
-"""Models read from checkpoints, by the id or any directory of a run, and written to them."""
+"""Reading models from checkpoints, by the ID or any directory of a run, and writing them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.files.records import identity_beside
+from lm_trainer.run.files.records import identity_from_copy
 from lm_trainer.step.state.inference_sharding import inference_shardings
 from lm_trainer.step.state.model_def import ModelDef
 
@@ -38,60 +38,63 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARAMS = "params."
-"""Prefix of the names of parameters among the arrays of a checkpoint."""
+"""Prefix of the parameters in the array names of a checkpoint."""
 AVERAGED = "averaged."
-"""Prefix of the weights to export, where they are others than those that are trained."""
+"""Prefix of the weights to export, if they differ from the trained weights."""
 TOKENIZER = "tokenizer"
-"""Directory of the tokenizer beside the checkpoints, and key of the digests of its files in their records."""
+"""Directory of the tokenizer next to the checkpoints, and key of the digests of its files in checkpoint records."""
 SETTINGS = "hf"
-"""Directory of the settings that a run carries from the published model that it comes from, beside its checkpoints."""
+"""Directory next to the checkpoints with the settings of the published model a run started from."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model of a checkpoint, with all that it takes to use it."""
+    """A model from a checkpoint, with everything needed to use it."""
 
     config: RunConfig
     params: dict[str, Any]
-    """Nested dicts of arrays in the parameter dtype, as `nnx.to_pure_dict` gives them: on the devices that were asked
-    for, each with a part, or in NumPy's memory. Of a run that trains an adapter, the adapter's alone."""
+    """Nested dicts of arrays in the parameter dtype, as from `nnx.to_pure_dict`: sharded over the requested devices, or
+    NumPy arrays. For a run training an adapter, only the adapter parameters."""
     step: int
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     tokenizer: HfTokenizer
     name: str
-    """The run's id, or the name of the directory."""
+    """The run ID, or the name of the directory."""
     record: Mapping[str, Any]
-    """The JSON that was saved with it: `train_loss` and `eval_losses` where they are known."""
+    """JSON record of the checkpoint, with `train_loss` and `eval_losses` if known."""
     settings: HfSettings | None = None
-    """Those of the published model that it comes from."""
+    """Settings of the published model it started from."""
 
 
 def load_model(
-    run: str | StoragePath, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+    run: str | StoragePath,
+    step: int | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    averaged: bool = True,
 ) -> LoadedModel:
-    """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
-
+    """Reads the weights from the newest intact checkpoint of a run, or from the given step.
 
     Args:
-        run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
-        step: which checkpoint; None: the newest.
-        devices: over which the weights are cut, of this process; None: all of them.
-        averaged: the average where the run keeps one of its weights, else the weights that were trained.
+        run: a run ID, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
+        step: step of the checkpoint; None means the newest.
+        devices: devices of this process to shard the weights over; None means all.
+        averaged: read averaged weights if the run keeps them, instead of the trained weights.
 
     Raises:
-        UserError: when there is no such run or step, or no checkpoint is intact.
+        UserError: if the run or the step does not exist, or no checkpoint is intact.
     """
     directory, named_step = find_checkpoints(run)
     config = read_config(directory)
     _compare_config(directory, config)
     steps = committed_steps(directory)
-    wanted = step if step is not None else named_step
-    if not steps or (wanted is not None and wanted not in steps):
-        what = f"checkpoint of step {wanted}" if wanted is not None else "checkpoint"
-        raise UserError(f"{directory}: there is no {what} (there are: {', '.join(map(str, steps)) or 'none'})")
+    requested = step if step is not None else named_step
+    if not steps or (requested is not None and requested not in steps):
+        description = f"checkpoint of step {requested}" if requested is not None else "checkpoint"
+        raise UserError(f"{directory}: there is no {description} (there are: {', '.join(map(str, steps)) or 'none'})")
     problems = []
-    for candidate in [wanted] if wanted is not None else reversed(steps):
+    for candidate in [requested] if requested is not None else reversed(steps):
         try:
             return _load_step(directory, candidate, config, devices or jax.local_devices(), averaged)
         except CheckpointError as error:
@@ -101,10 +104,10 @@ def load_model(
 
 
 def read_vocabulary(run: str | StoragePath) -> tuple[int, Tokenizer]:
-    """Rows of the embedding and the tokenizer of the model that `load_model` would read, without reading its weights.
+    """Returns the rows of the embedding and the tokenizer of the model `load_model` would read, without its weights.
 
     Raises:
-        UserError: as `load_model`.
+        UserError: as in `load_model`.
     """
     directory, step = find_checkpoints(run)
     for candidate in [step] if step is not None else reversed(committed_steps(directory)):
@@ -122,14 +125,16 @@ def _load_step(
     prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
     if config.adapter is None:
         model = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
-        # No device need hold the whole model: it may be one that was trained on many.
-        wanted, lies = model.shapes, inference_shardings(model, devices)
+        # Sharded, because a model trained on many devices may not fit on one.
+        shapes, shardings = model.shapes, inference_shardings(model, devices)
     else:
-        wanted = _saved_arrays(record, prefix)
-        lies = dict.fromkeys(wanted, SingleDeviceSharding(devices[0]))
+        shapes = _saved_arrays(record, prefix)
+        shardings = dict.fromkeys(shapes, SingleDeviceSharding(devices[0]))
     like = {
-        prefix + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=lies[name])
-        for name, x in wanted.items()
+        prefix + name: jax.ShapeDtypeStruct(
+            x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=shardings[name]
+        )
+        for name, x in shapes.items()
     }
     restored = read_step(directory, step, like, prefix=prefix)
     params = {name.removeprefix(prefix): x for name, x in restored.arrays.items()}
@@ -144,10 +149,10 @@ def _load_step(
 
 
 def _compare_config(directory: StoragePath, config: RunConfig) -> None:
-    """Warns where config.yaml is another configuration than the run's, by the copy of its record beside it."""
+    """Warns if config.yaml differs from the configuration in the record of the run next to it."""
     from lm_trainer.run.config.run_config import numeric_differences, numeric_identity
 
-    identity = identity_beside(directory)
+    identity = identity_from_copy(directory)
     if identity and (differences := numeric_differences(identity, numeric_identity(config), config)):
         logger.warning(
             "%s is not the configuration of the run, and was damaged or changed: %s",
@@ -157,7 +162,7 @@ def _compare_config(directory: StoragePath, config: RunConfig) -> None:
 
 
 def _compare_tokenizer(directory: StoragePath, copy: Path, record: Mapping[str, Any]) -> None:
-    """Warns where a file of the tokenizer is another than when the step was saved."""
+    """Warns if a file of the tokenizer has changed since the step was saved."""
     for name, digest in record.get(TOKENIZER, {}).items():
         file = copy / name
         if not file.is_file() or _digest(file.read_bytes()) != digest:
@@ -165,7 +170,7 @@ def _compare_tokenizer(directory: StoragePath, copy: Path, record: Mapping[str, 
 
 
 def tokenizer_digests(tokenizer: HfTokenizer) -> dict[str, str]:
-    """Digests of the files of a tokenizer, saved with every checkpoint by the key TOKENIZER."""
+    """Returns digests of the files of a tokenizer, saved with every checkpoint under the key TOKENIZER."""
     return {name: _digest(content) for name, content in tokenizer.files().items()}
 
 
@@ -174,42 +179,42 @@ def _digest(content: bytes) -> str:
 
 
 def read_settings(directory: StoragePath) -> HfSettings | None:
-    """The settings of the published model that a run comes from, beside its checkpoints; None where there are none.
+    """Reads the settings of the published model a run started from, saved next to its checkpoints; None if missing.
 
     Raises:
-        UserError: when they are damaged.
+        UserError: if they are damaged.
     """
     copy = local_copy(directory, SETTINGS) / SETTINGS
     return HfSettings.read(copy) if copy.is_dir() else None
 
 
 def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array of a checkpoint whose name begins with `prefix`, by the rest of its name."""
-    described = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
+    """Returns shape and dtype of the arrays of a checkpoint with a name prefix, by the name without the prefix."""
+    parts = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
     return {
         name.removeprefix(prefix): jax.ShapeDtypeStruct(
             tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype)
         )
-        for name, (dtype, sizes) in described.items()
+        for name, (dtype, sizes) in parts.items()
     }
 
 
 def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
-    described = record["shapes"].get(name)
-    return default if described is None else jax.numpy.dtype(described.split("[")[0])
+    text = record["shapes"].get(name)
+    return default if text is None else jax.numpy.dtype(text.split("[")[0])
 
 
 def read_config(directory: StoragePath, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration that a checkpoint directory was written with, with `KEY=VALUE` settings over it.
+    """Reads the configuration of a checkpoint directory, with `KEY=VALUE` overrides.
 
     Raises:
-        UserError: when it is missing or no longer valid.
+        UserError: if it is missing or no longer valid.
     """
     from lm_trainer.config.loader import load
     from lm_trainer.run.config.earlier_runs import config_as_begun
     from lm_trainer.run.config.run_config import RunConfig
 
-    # Without trackers, whose packages need not be installed where the weights are used.
+    # Without trackers, because their packages may not be installed here.
     loaded = load(local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]", *overrides], RunConfig)
     return config_as_begun(loaded.config, loaded.data)
 
@@ -223,28 +228,28 @@ def write_model(
     vocab_size: int,
     settings: HfSettings | None = None,
 ) -> None:
-    """Writes weights as a checkpoint of step 0, to train from (`trainer.initialize_from`), sample from or export.
+    """Writes weights as a checkpoint of step 0, for training (`trainer.initialize_from`), sampling or export.
 
-    `out` is complete afterwards, or does not exist.
+    `out` is written atomically: it is complete, or does not exist.
 
     Args:
         out: the new checkpoint directory.
-        model_config: the family and its settings.
+        model_config: the model family and its settings.
         params: nested dicts of arrays.
-        tokenizer: written beside the weights.
+        tokenizer: tokenizer to save with the weights.
         vocab_size: rows of the embedding.
-        settings: of the published model that they come from.
+        settings: settings of the published model the weights come from.
 
     Raises:
-        UserError: when `out` exists and is not empty, or cannot be written.
-        MachineError: when the disk is full.
+        UserError: if `out` exists and is not empty, or cannot be written.
+        MachineError: if the disk is full.
     """
     from lm_trainer.config.render import to_yaml
     from lm_trainer.run.config.run_config import RunConfig
 
     if (out := local_path(out)).exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another directory")
-    # Beside its place and renamed: a directory that is there is complete.
+    # Written next to `out` and renamed, so that an existing directory is always complete.
     draft = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     try:

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: the arrays that are saved of it, and the state that they are read back to."""
+"""Saving the training state in a checkpoint, and restoring it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState, copied
 
 Fingerprint = str | Mapping[str, str]
-"""Fingerprint of data: a text, or the `tokens` and `sources` of `lm_trainer.data`; `tokens` may still be unknown."""
+"""Data fingerprint: a text, or `tokens` and `sources` from `lm_trainer.data`; `tokens` may still be missing."""
 
 OPT_STATE = "opt_state."
-"""Prefix of the names of the optimizer's arrays in a checkpoint."""
+"""Prefix of the optimizer state in the array names of a checkpoint."""
 
 
 def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, record: Mapping[str, Any]) -> None:
-    """Starts an asynchronous checkpoint of everything that a resume needs, and of the weights to export.
+    """Starts an asynchronous checkpoint of the state needed for a resume, and of the weights to export.
 
     Raises:
-        NonFiniteError: when a parameter holds a number that is not finite, from which no step could go on.
-        MachineError: when this or the previous save failed.
+        NonFiniteError: if a parameter has a non-finite value, from which training could not continue.
+        MachineError: if this or the previous save failed.
     """
     if bad := not_finite(state.params):
         raise NonFiniteError(
@@ -38,46 +38,46 @@ def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, 
             f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
         )
     arrays = saved_arrays(state, setup)
-    # Other frozen parameters are not saved: by their digest a resume knows that it has the same ones.
+    # Other frozen parameters are not saved; a resume verifies them by their digest.
     if setup.freezes:
         record = {**record, FROZEN: frozen_digest(state.frozen)}
     store.save(state.step, arrays, record)
 
 
 def saved_arrays(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
-    """The arrays that a checkpoint holds of a state, under the names that they have there."""
+    """Returns the arrays of a state to save, by their names in the checkpoint."""
     *_, export = setup.weights(state).values()
     params = {**state.params, **{name: state.frozen[name] for name in setup.model.constants}}
-    averaged = {name: export[name] for name in params} if _exports_others(setup) else None
+    averaged = {name: export[name] for name in params} if _exports_other_weights(setup) else None
     return _named(params, state.opt_state, averaged)
 
 
 def expected_arrays(setup: TrainingSetup) -> dict[str, Any]:
-    """Shape, dtype and sharding of every array that a checkpoint of this run holds, by the name that it has there."""
+    """Returns shape, dtype and sharding of every array in a checkpoint of this run, by its name in the checkpoint."""
     params, opt_state = _abstract(setup)
     storage, shapes = setup.sharding.storage, setup.model.shapes
     params |= {
         name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=storage[name])
         for name in setup.model.constants
     }
-    return _named(params, opt_state, params if _exports_others(setup) else None)
+    return _named(params, opt_state, params if _exports_other_weights(setup) else None)
 
 
 def resumed_state(restored: Restored, setup: TrainingSetup, init: Callable[[], TrainState]) -> TrainState:
-    """The state of a checkpoint; what it lacks, and what is frozen, is taken from a fresh one.
+    """Restores the state from a checkpoint; missing arrays and frozen parameters are taken from a fresh state.
 
     Raises:
-        UserError: when the frozen parameters are others than those that it was trained beside.
+        UserError: if the checkpoint was trained with other frozen parameters.
     """
     arrays = restored.arrays
     model = setup.model
     frozen: Any = {name: arrays[PARAMS + name] for name in model.constants if PARAMS + name in arrays}
-    elsewhere = bool(model.shapes.keys() - model.trainable - model.constants)
-    # A fresh state takes as much memory as this one, so it is made only where something of it is needed.
-    if elsewhere or set(expected_arrays(setup)) - set(arrays):
+    has_other_frozen = bool(model.shapes.keys() - model.trainable - model.constants)
+    # A fresh state takes as much memory as this one, so create it only if needed.
+    if has_other_frozen or set(expected_arrays(setup)) - set(arrays):
         fresh = init()
         frozen = {**fresh.frozen, **frozen}
-        if elsewhere:
+        if has_other_frozen:
             check_frozen(restored, frozen)
         arrays = {**_named(fresh.params, fresh.opt_state, None), **arrays}
     params, opt_state = _abstract(setup)
@@ -87,9 +87,9 @@ def resumed_state(restored: Restored, setup: TrainingSetup, init: Callable[[], T
     return TrainState(restored.step, trained, from_named_leaves(opt_state, named), averaged, frozen)
 
 
-def _exports_others(setup: TrainingSetup) -> bool:
-    """True if the weights to export are others than those that are trained."""
-    return setup.averages or setup.averages_by_itself
+def _exports_other_weights(setup: TrainingSetup) -> bool:
+    """Returns True if the weights to export differ from the trained weights."""
+    return setup.averages or setup.has_eval_params
 
 
 def _named(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
@@ -101,20 +101,20 @@ def _named(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
 
 
 def _abstract(setup: TrainingSetup) -> tuple[dict[str, Any], Any]:
-    """The trained parameters and the optimizer's state as shapes, dtypes and shardings."""
+    """Returns shapes, dtypes and shardings of the trained parameters and the optimizer state."""
 
-    def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     shardings = setup.sharding.trained
-    params = {name: place(setup.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
-    opt_state = jax.tree.map(place, jax.eval_shape(setup.tx.init, params), shardings.opt_state)
+    params = {name: abstract(setup.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
+    opt_state = jax.tree.map(abstract, jax.eval_shape(setup.tx.init, params), shardings.opt_state)
     return params, opt_state
 
 
 def _averages(arrays: dict[str, Any], trained: Params) -> Params:
-    """The averages of a checkpoint; those that it lacks begin at the weights."""
-    lacking = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
-    # Copies: the step consumes parameters and averages, and one array cannot be given away twice.
-    begun = copied(lacking) if lacking else {}
-    return {name: begun[name] if name in begun else arrays[AVERAGED + name] for name in trained}
+    """Returns the averaged weights of a checkpoint; missing ones start at the current weights."""
+    missing = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
+    # Copies, because the step donates both parameters and averages, and an array cannot be donated twice.
+    initial = copied(missing) if missing else {}
+    return {name: initial[name] if name in initial else arrays[AVERAGED + name] for name in trained}

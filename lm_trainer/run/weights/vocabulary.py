@@ -1,4 +1,4 @@
-"""Rows of a run's token embedding, as far as this machine can tell before there is data."""
+"""Rows of a run's token embedding, as far as known on this machine before opening the data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_trainer.run.weights.pretrained import stored_vocabulary
 from lm_trainer.run.weights.saved_model import read_vocabulary
 
 GPT2_VOCABULARY = 50_257
-"""Assumed where only the hub would tell."""
+"""Assumed if the vocabulary is only available on the hub."""
 
 
 class Vocabulary(NamedTuple):
@@ -19,17 +19,17 @@ class Vocabulary(NamedTuple):
 
     rows: int
     note: str | None = None
-    """The reason why these were assumed; None where they are known."""
+    """The reason for an assumed value; None if it is known."""
 
 
 def find_vocabulary(config: RunConfig) -> Vocabulary:
-    """The rows that `lmt train` would give the model: of the checkpoint to start from, else of the tokenizer.
+    """Returns the rows of the embedding in `lmt train`: from the initial checkpoint, else from the tokenizer.
 
-    A tokenizer that was never downloaded is not asked for: a run can be planned without network.
+    A tokenizer is not downloaded for this, so that a run can be planned without a network.
 
     Raises:
-        UserError: when a checkpoint or a tokenizer that is named by its path is not there, or is damaged.
-        MachineError: when the checkpoint is on the hub, which cannot be reached.
+        UserError: if a checkpoint or a tokenizer given by its path is missing or damaged.
+        MachineError: if the checkpoint is on the hub and the hub is unreachable.
     """
     if config.initialize_from_hf:
         return Vocabulary(stored_vocabulary(config))
@@ -38,9 +38,9 @@ def find_vocabulary(config: RunConfig) -> Vocabulary:
     tokenizer: Any = config.data.tokenizer_config
     if not isinstance(tokenizer, Pretrained):
         return Vocabulary(tokenizer.vocab_size)
-    found = load_local(tokenizer)
-    if found is not None:
-        return Vocabulary(found.vocab_size)
+    local = load_local(tokenizer)
+    if local is not None:
+        return Vocabulary(local.vocab_size)
     note = (
         f"data.tokenizer {tokenizer.name} is not on this machine; a vocabulary of {GPT2_VOCABULARY:,} is assumed, that "
         f"of GPT-2"
