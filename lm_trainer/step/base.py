@@ -10,8 +10,8 @@ import jax
 import optax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.piecewise import Piecewise
-from lm_trainer.core.pytree import PyTree
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
 from lm_trainer.step.dispatch.device_groups import DeviceGroups

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch

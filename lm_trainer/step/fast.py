@@ -15,8 +15,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.piecewise import Piecewise
-from lm_trainer.core.pytree import PyTree
 from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.collectives import batch_in_parts
 from lm_trainer.parallel.cpu_sync import wait_on_cpu

@@ -14,7 +14,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.read import read_by
 from lm_trainer.parallel.mesh import BATCH_AXES, spec_axes
 from lm_trainer.step.state.model_def import ModelDef, Params

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_on
 from lm_trainer.parallel.sharded_array import by_device
@@ -38,7 +38,7 @@ class ModelParallelGroup:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     @cached_property
-    def local_devices(self) -> list[jax.Device]:
+    def local_devices(self) -> list[Device]:
         """The devices of the group that belong to this process."""
         return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
 
@@ -195,7 +195,7 @@ def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Para
     return by_group
 
 
-def _on_group(array: jax.Array, shards: Mapping[jax.Device, jax.Array], group: ModelParallelGroup) -> jax.Array:
+def _on_group(array: jax.Array, shards: Mapping[Device, jax.Array], group: ModelParallelGroup) -> jax.Array:
     if group.mesh.size == 1:
         return shards[group.mesh.devices.flat[0]]
     spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import jax
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.target_platform import target_platform
 from lm_trainer.step.dispatch.repeatable import compile_repeatable
@@ -118,7 +118,7 @@ class Executables:
 
 def compile_for_each(
     make: Callable[[int], Executable],
-    device_sets: Sequence[Sequence[jax.Device]],
+    device_sets: Sequence[Sequence[Device]],
     name: str,
     *,
     by_all_processes: bool = False,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.rehearsal import Description
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import ProgramBytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.state.train_state import TrainState

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.collectives import all_reduce, device_key, group_sum
 from lm_trainer.parallel.mesh import BATCH_AXES, MODEL_PARALLEL_AXES, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding

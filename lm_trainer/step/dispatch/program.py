@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.rehearsal import current_rehearsal
 from lm_trainer.step.dispatch.executable import Executable, compile_for_each
 
@@ -53,7 +53,7 @@ def on_each(
     program: Program,
     jitted_for: Callable[[int], jax.stages.Wrapped],
     arguments: Callable[[int], tuple[PyTree, ...]],
-    device_sets: Sequence[Sequence[jax.Device]],
+    device_sets: Sequence[Sequence[Device]],
     name: str,
     *,
     by_all_processes: bool = False,

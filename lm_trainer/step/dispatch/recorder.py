@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, abstract
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device
 from lm_trainer.step.dispatch.program import Program
 
-Key = tuple[Hashable, ...]
+Key = tuple[str, *tuple[Hashable, ...]]
 """Name of a program, and the structure and shapes of its arguments."""
 
 
@@ -25,7 +25,7 @@ class Measured:
     """A program for arguments of certain shapes."""
 
     bytes: ProgramBytes
-    structure: jax.tree_util.PyTreeDef
+    structure: Hashable
     """Tree structure of its results."""
     results: Sequence[Description]
     consumed: Sequence[int]
@@ -64,7 +64,7 @@ class Recorder:
         limit: memory of the device in bytes; `Enough` is raised when it is exceeded.
     """
 
-    def __init__(self, measure: Measure, devices: Sequence[jax.Device], at_once: int = 1, limit: int | None = None):
+    def __init__(self, measure: Measure, devices: Sequence[Device], at_once: int = 1, limit: int | None = None):
         self.memory, self.devices, self._limit = Memory(devices[0]), devices, limit
         self._measure, self._at_once = measure, at_once
         self._calls: dict[Key, _Call] = {}
@@ -150,7 +150,7 @@ def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Meas
     shapes, structure = jax.tree.flatten(traced.out_info)
     arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
     alike = {x.shape: x.sharding for x in arguments}
-    shardings = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
+    shardings: list[Sharding] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     outputs = bytes_per_device([about.struct for about in results])
@@ -159,5 +159,5 @@ def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Meas
     return Measured(figures, structure, results, consumed)
 
 
-def _everywhere(sharding: Sharding | None) -> Sharding | None:
+def _everywhere(sharding: PyTree) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

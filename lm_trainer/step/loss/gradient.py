@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.log import RESERVED
 from lm_trainer.step.loss.logged import Losses, with_logged
 from lm_trainer.step.state.model_def import ModelDef, Params

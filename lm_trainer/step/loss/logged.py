@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.log import Entry, listening, log_p
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _scan(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array],
     return [*carry, *stacked], {entry: values[in_order].reshape(-1) for entry, values in logged.items()}
 
 
-def _same_rank(outside: Sequence[Var | Literal], inside: Sequence[Var | Literal]) -> int:
+def _same_rank(outside: Sequence[PyTree], inside: Sequence[PyTree]) -> int:
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.random import threefry_2x32
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.curvature import derivative_along, sign_keys
 from lm_trainer.nn.stages import Stream
 from lm_trainer.step.loss.gradient import Sums

@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import Stream
 from lm_trainer.step.loss.gradient import Sums
 

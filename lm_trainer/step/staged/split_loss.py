@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import LossSums, StagedLoss, Stream
 from lm_trainer.parallel.collectives import device_key
 from lm_trainer.step.loss.gradient import Sums, checked_loss

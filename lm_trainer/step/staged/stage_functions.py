@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.step.loss.gradient import Sums
 
 if TYPE_CHECKING:

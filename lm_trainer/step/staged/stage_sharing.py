@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import Stream
 from lm_trainer.parallel.collectives import group_sum
 from lm_trainer.step.dispatch.model_parallel import ROWS_AND_POSITIONS, manual_axes, manual_specs, sum_over_group

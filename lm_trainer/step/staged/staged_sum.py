@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.tree_sum import TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch

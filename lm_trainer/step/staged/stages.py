@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import jax
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, loss_of_params
 from lm_trainer.step.staged.stage_functions import StageFunctions

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.step.state.model_def import ModelDef
 
@@ -18,7 +18,7 @@ _AXIS = "devices"
 _SHARDED_AXES = ("experts", "heads", "kv_heads", "mlp", "vocab", "embed")
 
 
-def inference_shardings(model: ModelDef, devices: Sequence[jax.Device]) -> dict[str, NamedSharding]:
+def inference_shardings(model: ModelDef, devices: Sequence[Device]) -> dict[str, NamedSharding]:
     """Shards each parameter over all devices along one divisible dimension; vectors of a layer are replicated.
 
     Args:
@@ -40,7 +40,7 @@ def inference_shardings(model: ModelDef, devices: Sequence[jax.Device]) -> dict[
 
 
 def shard_for_inference(
-    model: ModelDef, params: PyTree, devices: Sequence[jax.Device] | None = None
+    model: ModelDef, params: PyTree, devices: Sequence[Device] | None = None
 ) -> dict[str, jax.Array]:
     """Puts parameters on devices, sharded by `inference_shardings`; JAX arrays stay where they are.
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.norm import norms_of
 from lm_trainer.nn.read import PARAM_NAME

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.mesh import spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 

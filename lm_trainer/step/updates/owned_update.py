@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim import Optimizer, Param
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
@@ -52,7 +52,7 @@ class Weight:
     layered: bool
     """True if the first axis is the layer axis."""
     tx: optax.GradientTransformationExtraArgs
-    structure: jax.tree_util.PyTreeDef
+    structure: Hashable
     """Tree structure of the state of `tx`."""
     paths: tuple[str, ...]
     """Paths of the leaves of that state in the state of the full optimizer."""
@@ -227,7 +227,7 @@ class OwnedUpdate:
         grads: Params,
         curvature: Params | None,
         scalars: Mapping[str, jax.Array],
-    ) -> tuple[Params, optax.OptState, Metrics]:
+    ) -> tuple[Params, PyTree, Metrics]:
         """Computes the update; consumes parameters and optimizer state."""
         del curvature  # these rules use none
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))

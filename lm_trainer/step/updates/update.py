@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lm_trainer.core.pytree import PyTree
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
@@ -22,7 +22,7 @@ from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 
 Metrics = dict[str, jax.Array]
-UpdateFn = Callable[..., tuple[Params, optax.OptState, Metrics]]
+UpdateFn = Callable[..., tuple[Params, PyTree, Metrics]]
 """`update(params, opt_state, grads, curvature, scalars)`: see `make_update`."""
 
 
@@ -42,7 +42,7 @@ def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs)
         grads: Params,
         curvature: Params | None,
         scalars: Mapping[str, jax.Array],
-    ) -> tuple[Params, optax.OptState, Metrics]:
+    ) -> tuple[Params, PyTree, Metrics]:
         sums = dict(scalars)
         weight, squares, learning_rate = sums.pop("weight"), sums.pop("squares"), sums.pop("learning_rate")
         # If all weights are 0 there is no mean: dividing by infinity turns every finite number into 0.
@@ -91,7 +91,7 @@ class ShardedUpdate:
         """The zero of `without_fma`, sent once, in the first step: plans have devices that do not exist."""
         return replicate(np.uint32(0), self._mesh)
 
-    def __call__(self, *args: PyTree) -> tuple[Params, optax.OptState, Metrics]:
+    def __call__(self, *args: PyTree) -> tuple[Params, PyTree, Metrics]:
         """Computes the update; consumes parameters and optimizer state."""
         return wait_on_cpu(self._update(self._zero, *args))
 
@@ -115,9 +115,9 @@ class ReplicatedUpdate:
         scatter = jax.jit(lambda x: x, out_shardings=tuple(shardings))
         self._scatter = Program("update: scatter", scatter, "new state")
         self._devices = local_devices(mesh)
-        self._updates: dict[jax.tree_util.PyTreeDef, list[Program]] = {}
+        self._updates: dict[Hashable, list[Program]] = {}
 
-    def __call__(self, *args: PyTree) -> tuple[Params, optax.OptState, Metrics]:
+    def __call__(self, *args: PyTree) -> tuple[Params, PyTree, Metrics]:
         """Computes the update; consumes parameters and optimizer state."""
         gathered = wait_on_cpu(self._gather(args))
         leaves, structure = jax.tree.flatten(gathered)
@@ -132,7 +132,7 @@ class ReplicatedUpdate:
     def _join(self, *parts: jax.Array) -> jax.Array:
         return join_parts(parts[0].shape, self._everywhere, parts)
 
-    def _programs(self, structure: jax.tree_util.PyTreeDef, leaves: list[jax.Array]) -> list[Program]:
+    def _programs(self, structure: Hashable, leaves: list[jax.Array]) -> list[Program]:
         if structure not in self._updates:
 
             def arguments(index: int) -> tuple[PyTree, ...]:
