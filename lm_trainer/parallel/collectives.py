@@ -105,7 +105,7 @@ def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
     Args:
         x: term of this device.
         axes: mesh axes.
-        dim: a dimension divisible by the number of devices, so that the sum costs the traffic of a ring. None: each
+        dim: a dimension divisible by the number of devices, so the sum costs the traffic of a ring. None: each
             device gathers all terms.
     """
     axes = tuple(axis for axis in axes if axis_size(axis) > 1)

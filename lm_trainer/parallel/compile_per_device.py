@@ -93,7 +93,7 @@ def _at_origin(devices: Sequence[Device]) -> bool:
 
     Programs of other chips check where they run, by coordinates (`scheckge: Invalid physical row` in libtpu's output).
     So no chip can run a program that was compiled for another one, and some versions of libtpu read such programs with
-    wrong coordinates, which halts the very chips that they were compiled for
+    wrong coordinates, which halts the very chips they were compiled for
     (https://github.com/jax-ml/jax/issues/38004).
     """
     return any(not any(device.coords) for device in devices)
@@ -112,7 +112,7 @@ def _without_cache() -> Iterator[None]:
 
 def _set_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", directory)
-    # JAX opens the cache once and then ignores the setting; a reset makes it look again.
+    # JAX opens the cache once and then ignores the setting; a reset makes it read the setting.
     compilation_cache.reset_cache()
 
 

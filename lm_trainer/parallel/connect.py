@@ -36,7 +36,7 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
     def connect() -> None:
         try:
             jax.distributed.initialize(**arguments, initialization_timeout=int(LONGEST) + _LATER)  # pyright: ignore[reportArgumentType]
-        except BaseException as error:  # raised again in the thread that waits
+        except BaseException as error:  # re-raised in the waiting thread
             failed.append(error)
 
     # JAX waits in C++, where the main thread would receive no signals. A daemon thread lets the process end meanwhile.

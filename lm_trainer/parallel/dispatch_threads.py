@@ -1,6 +1,6 @@
 """Host threads that dispatch programs concurrently.
 
-On a CPU, XLA runs the programs that one thread dispatches to a device in order. The smaller a program is, the larger
+On a CPU, XLA runs the programs one thread dispatches to a device in order. The smaller a program is, the larger
 the part of its time in which only one core is busy. Programs dispatched by two threads overlap, and compute the same
 bits.
 """

@@ -80,7 +80,7 @@ class DistributedConfig(Config):
         except (RuntimeError, ValueError, OSError) as error:
             # The first line describes the error; the following lines point to source code.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            # A single TPU machine asks the metadata server too, and learns that it has no neighbours.
+            # A single TPU machine asks the metadata server too, and learns it has no neighbours.
             if cluster is not None and cluster.uncertain:
                 return f"{cluster.description} names no other processes ({reason}): a run of one process"
             raise UserError(
@@ -107,7 +107,7 @@ class Cluster(NamedTuple):
     """`host:port` of process 0, for messages; None lets JAX find it."""
 
 
-# The variables that JAX reads: without all of them it would not detect the cluster either.
+# The variables JAX reads: without all of them it would not detect the cluster either.
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = 1 << 12
 """The highest ports, which systems never assign to clients; JAX uses one of them too."""
@@ -116,7 +116,7 @@ _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Detects the cluster that JAX will detect in the environment, and this process's own GPUs of its node.
+    """Detects the cluster JAX will detect in the environment, and this process's own GPUs of its node.
 
     Returns:
         The cluster; None if there is no sign of other processes.
@@ -153,7 +153,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
 
 
 def _slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """Address of process 0: the first node of the step, and a port that all its processes compute.
+    """Address of process 0: the first node of the step, and a port all its processes compute.
 
     The port is JAX's own, except for later steps of a job, which may run at the same time on the same node.
     """

@@ -37,7 +37,7 @@ AxisRules = Mapping[str, tuple[str, ...]]
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh axes that the user sets; the data axis has the remaining devices."""
+    """Sizes of the mesh axes the user sets; the data axis has the remaining devices."""
 
     replica_dcn: int = 1
     replica: int = 1
@@ -58,7 +58,7 @@ def build_mesh(shape: MeshShape, devices: Sequence[Device]) -> Mesh:
     sizes = _axis_sizes(shape, len(devices))
     grid = np.asarray(devices, dtype=object).reshape(sizes)
     # Auto axes: XLA partitions code outside `shard_map`. With explicit axes JAX requires shardings of intermediate
-    # arrays that it cannot infer.
+    # arrays it cannot infer.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 

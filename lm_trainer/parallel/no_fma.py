@@ -26,7 +26,7 @@ def without_fma(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """Returns `function` with every product rounded before it is added.
 
     The returned function has an additional first argument: a uint32 scalar with value 0. It must be an argument of the
-    compiled program, so that the compiler does not know its value. Each product is XORed with that zero, which changes
+    compiled program, so the compiler does not know its value. Each product is XORed with that zero, which changes
     no bit but separates the product from the addition. Products inside loops and branches are not changed.
     """
 

@@ -39,7 +39,7 @@ def sum_over_shards(
 ) -> dict[str, jax.Array]:
     """Adds the contributions of all batch shards, and shards the sums as in storage.
 
-    Each shard sends one slice to every other shard and adds the slices that it receives in the fixed order, so the
+    Each shard sends one slice to every other shard and adds the slices it receives in the fixed order, so the
     traffic equals a ring reduce-scatter. Arrays without a divisible dimension are flattened, and their sums are
     replicated. Small arrays are gathered.
 

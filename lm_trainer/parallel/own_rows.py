@@ -1,4 +1,4 @@
-"""Computations that each device makes on its own rows of a batch, where XLA would not partition them by rows."""
+"""Computations of each device on its own rows of a batch, where XLA would not partition them by rows."""
 
 from __future__ import annotations
 

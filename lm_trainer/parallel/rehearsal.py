@@ -1,8 +1,8 @@
 """Arrays without values, for the rehearsal of a step: it calls its programs, but none of them runs.
 
 During a rehearsal, `lm_trainer.step.dispatch.program.Program` takes and returns abstract arrays. An abstract array
-counts the bytes that it would take on one device, from its creation until Python drops it or a program consumes it. So
-the memory that a device holds at any time follows from the code of the step, without a separate description.
+counts the bytes it would take on one device, from its creation until Python drops it or a program consumes it. So
+the memory a device holds at any time follows from the code of the step, without a separate description.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lm_trainer.parallel.mesh import batch_shards
 
 
 class Memory:
-    """The bytes that one device holds, by purpose.
+    """The bytes one device holds, by purpose.
 
     Args:
         device: the device.
@@ -46,7 +46,7 @@ class Memory:
         self.held[purpose] = self.held.get(purpose, 0) + size
 
     def drop(self, buffer: Buffer) -> None:
-        """Frees a buffer that Python has dropped; a `queued` one is freed when its last program is known to be done."""
+        """Frees a buffer Python has dropped; a `queued` one is freed when its last program is known to be done."""
         if buffer.queued:
             pending = Buffer(self, buffer.purpose, buffer.size)
             pending.last_call = buffer.last_call
@@ -213,7 +213,7 @@ def on_one_shard() -> Iterator[None]:
 
 
 def local_devices(mesh: Mesh) -> list[Device]:
-    """The devices of a mesh that this process computes with; under `on_one_shard`, only one batch shard of them."""
+    """The devices of a mesh this process computes with; under `on_one_shard`, only one batch shard of them."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     # The devices of a shard are contiguous in a mesh.
     return devices[: mesh.size // batch_shards(mesh)] if _ONE_SHARD.get() else devices

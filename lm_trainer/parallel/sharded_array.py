@@ -44,7 +44,7 @@ def by_device(array: jax.Array) -> dict[Device, jax.Array]:
 
 
 def host_part(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarray:
-    """`array[index]` in host memory, assembled from the shards; nothing is gathered on a device.
+    """`array[index]` in host memory, assembled from the shards, without a gather on a device.
 
     Args:
         array: an array whose shards are all on devices of this process.
@@ -135,7 +135,7 @@ def _on_devices(shape: tuple[int, ...], dtype: np.dtype, devices: list[Device], 
     return blocks
 
 
-# The block is donated, so that writing a part does not copy it.
+# The block is donated, so writing a part does not copy it.
 @partial(jax.jit, donate_argnums=0)
 def _write(block: jax.Array, part: jax.Array, offset: tuple[jax.Array, ...]) -> jax.Array:
     """Writes `part` to `block` at `offset`, in place."""

@@ -46,8 +46,8 @@ def plan_shardings(
 ) -> dict[str, ParamSharding]:
     """Plans the sharding of every parameter.
 
-    A dimension that the batch axes of the mesh do not divide is replicated, with a warning. A dimension that another
-    axis does not divide is an error, because the user requested that axis by name.
+    A dimension not divisible by the batch axes of the mesh is replicated, with a warning. A dimension not
+    divisible by another axis is an error, because the user requested that axis by name.
 
     Args:
         leaves: name -> (shape, logical axes) of the parameters.
@@ -105,7 +105,7 @@ def _drop_uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Par
 def _scatter_dim(shape: tuple[int, ...], storage: PartitionSpec, compute: PartitionSpec) -> int | None:
     """The dimension that storage shards over the batch axes; else the one with most factors of two, then the largest.
 
-    `storage` is the sharding that the rules request, not the one possible on this mesh: the choice must be the same on
+    `storage` is the sharding the rules request, not the one possible on this mesh: the choice must be the same on
     every mesh.
     """
     for dim, entry in enumerate(storage):
@@ -121,7 +121,7 @@ def _scatter_dim(shape: tuple[int, ...], storage: PartitionSpec, compute: Partit
 def _norm_grid(shape: tuple[int, ...], storage: PartitionSpec, mesh: Mesh, max_shards: int) -> tuple[int, ...]:
     """The blocks along each dimension, such that any sharding over the batch axes consists of whole blocks.
 
-    Every dimension is split, not only the dimension that is sharded in storage, so that `fsdp_axis` decides no bit
+    Every dimension is split, not only the dimension that is sharded in storage, so `fsdp_axis` decides no bit
     either. The shards of the other axes are split separately: a block across two of them would be on two devices.
     """
     fixed = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in storage]

@@ -12,7 +12,7 @@ _platform = jax.make_user_context(None)
 
 
 def target_platform() -> str:
-    """The platform that the traced program is to run on: `cpu`, `gpu` or `tpu`."""
+    """The platform the traced program is to run on: `cpu`, `gpu` or `tpu`."""
     return _platform.value or jax.default_backend()
 
 

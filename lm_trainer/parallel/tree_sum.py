@@ -43,7 +43,7 @@ class TreeSum(Generic[Item]):
         self._next = first
         self._add = add
         # Sums of neighbours that cannot be added yet, with the items of each. Starting from item 0 it is a binary
-        # counter of subtrees and at most one unfinished run. Emptied by `pop`, so that it holds no reference to an
+        # counter of subtrees and at most one unfinished run. Emptied by `pop`, so it holds no reference to an
         # array that `add` has consumed.
         self._parts: list[tuple[range, Item]] = []
 
@@ -110,7 +110,7 @@ class Shares:
 
     @property
     def most_held(self) -> int:
-        """Maximum number of items that a shard holds while it adds its terms: partial sums and the new item."""
+        """Maximum number of items a shard holds while it adds its terms: partial sums and the new item."""
         return _most_held(self)
 
     def trees(self, shard: int) -> Iterator[TreeSum[None]]:

@@ -27,7 +27,7 @@ class Observer(Protocol):
     """Looks at the inside of a step."""
 
     def before(self, state: TrainState) -> PyTree:
-        """Copies the values that it needs from the state before the step, which the step consumes."""
+        """Copies the values it needs from the state before the step, which the step consumes."""
         ...
 
     def after(self, before: PyTree, grads: Params, weight: jax.Array, state: TrainState) -> None:
@@ -71,13 +71,13 @@ class Step(Protocol):
     """True if programs are called for each microbatch."""
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`; compiles nothing in a rehearsal (`lm_trainer.step.rehearse`)."""
+        """As `compile`; skipped in a rehearsal (`lm_trainer.step.rehearse`)."""
         ...
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
-        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
+        """Compiles for rows of the same shape as in `batch` (in any number) and the batch size of `step`.
 
-        With `observed`, also compiles the programs that a step needs only for an observer. Returns the program that
+        With `observed`, also compiles the programs a step needs only for an observer. Returns the program that
         computes the gradient of a microbatch, or the program of the step if there is only one.
         """
         ...

@@ -1,4 +1,4 @@
-"""Choice of how the devices compute an update, so that its bits are the same on every mesh."""
+"""Choice of how the devices compute an update, so its bits are the same on every mesh."""
 
 from __future__ import annotations
 

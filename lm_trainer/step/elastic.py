@@ -81,13 +81,13 @@ class ElasticStep:
         for plan in plans.values:
             plan.shares(mesh)
         trainable = shardings.params
-        # Folded, so that the estimate does not reuse the random numbers of dropout in the same microbatch.
+        # Folded, so the estimate does not reuse the random numbers of dropout in the same microbatch.
         curvature_key = jax.random.fold_in(key, 1)
         estimate = None
         if staged is not None:
             stages: StagesOf = partial(
                 SplitLoss(model, staged, jax.random.key_data(key), trainable).stages,
-                # Where devices share a microbatch, each would have residuals of its own.
+                # Where devices share a microbatch, each would have different residuals.
                 saves=self.devices.groups[0].mesh.size == 1,
             )
             if curvature_stages is not None:
@@ -113,13 +113,13 @@ class ElasticStep:
         self._average = Program("average", average, "new state", elementwise=True)
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`, without returning programs; compiles nothing in a rehearsal."""
+        """As `compile`, without returning programs; skipped in a rehearsal."""
         for sums in (self._curvature, self._gradient):
             if sums is not None:
                 sums.prepare(batch, self.plans.at(step))
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
-        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`."""
+        """Compiles for rows of the same shape as in `batch` (in any number) and the batch size of `step`."""
         del observed  # the gradient is a separate program in any case
         self.prepare(batch, step)
         return self._gradient.compile(batch, self.plans.at(step))

@@ -55,7 +55,7 @@ class Evaluator:
 
     @property
     def local_rows(self) -> Sequence[int]:
-        """Rows of a global batch that this process needs."""
+        """Rows of a global batch this process needs."""
         return self._devices.local_rows(self._plan)
 
     def __call__(self, params: Params, batches: Iterable[Batch]) -> dict[str, float]:
@@ -73,7 +73,7 @@ class Evaluator:
             counts: counts things in this process's rows of a batch on the host; the counts are added to the sums.
 
         Returns:
-            `loss` in nats, `weight`, the counts, and the metrics that the loss function reports.
+            `loss` in nats, `weight`, the counts, and the metrics the loss function reports.
         """
         ready: Ready | None = None
         parts: dict[str, list[jax.Array | float]] = {}
@@ -96,7 +96,7 @@ class Evaluator:
         return {name: math.fsum(gather(values).ravel().tolist()) for name, values in terms.items()}
 
     def rows(self, params: Params, batches: Iterable[Batch]) -> Iterator[dict[str, np.ndarray]]:
-        """Arrays that the loss function reports instead of sums, concatenated over the rows of each batch.
+        """Arrays the loss function reports instead of sums, concatenated over the rows of each batch.
 
         Args:
             params: all parameters.
@@ -158,7 +158,7 @@ class _Sums:
         return self._programs[0].stages.ready(params)
 
     def __call__(self, ready: Ready, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        """Yields the index of each microbatch, and the values that the loss function reports for it."""
+        """Yields the index of each microbatch, and the values the loss function reports for it."""
         assert self._programs is not None
         (forward, losses), stages = self._programs, self._programs[0].stages
         for group in microbatch_groups(batch, self._devices, 0):

@@ -97,7 +97,7 @@ class FastStep:
         return jax.jit(sums, out_shardings=Sums(*shardings))
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`, without returning the program; compiles nothing in a rehearsal."""
+        """As `compile`, without returning the program; skipped in a rehearsal."""
         if current_rehearsal() is None:
             self.compile(batch, step)
 
@@ -221,7 +221,7 @@ class FastStep:
             with batch_in_parts(self._shards), self._gather.reading():
                 scalars, tree = function(gathered, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
-            # In storage sharding, so that XLA may reduce-scatter gradients and no device holds them unsharded.
+            # In storage sharding, so XLA may reduce-scatter gradients and no device holds them unsharded.
             return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})
 
         chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
@@ -229,7 +229,7 @@ class FastStep:
             return one(batch, 0)
 
         def split(x: jax.Array) -> jax.Array:
-            # Each device splits its own rows, so that no row moves to another device.
+            # Each device splits its own rows, so no row moves to another device.
             parts = jnp.moveaxis(x.reshape(self._shards, chunks, -1, *x.shape[1:]), 1, 0)
             parts = parts.reshape(chunks, -1, *x.shape[1:])
             return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
@@ -242,7 +242,7 @@ class FastStep:
         return jax.lax.scan(add, zero, items)[0]
 
     def _rows_at_once(self, rows: int) -> int:
-        """Rows of a batch of `rows` rows that each device computes at once."""
+        """Rows that each device computes at once, of a batch of `rows` rows."""
         if not self._accumulate:
             return rows // self._shards
         return next(plan.rows for plan in self.plans.values if plan.rows * plan.count == rows)

@@ -24,7 +24,7 @@ _LAYERS = "layers"
 
 
 class GatherWhereRead:
-    """Gathers parameters over the batch axes where a computation reads them, in the dtype that it reads.
+    """Gathers parameters over the batch axes where a computation reads them, in the dtype it reads.
 
     Gradients are reduce-scattered in that dtype to the shards that store them. Parameters are gathered at the start
     instead if they are not read by `nn.read` (possible in a user's model), if a pipeline would gather their layers once
@@ -93,7 +93,7 @@ def _gathered(x: jax.Array, dtype: DTypeLike, storage: NamedSharding, compute: N
     constrained, stored_dtype = jax.lax.with_sharding_constraint, x.dtype
 
     def gather(_: tuple[()], x: jax.Array) -> jax.Array:
-        # Cast while sharded, so that the narrower values are sent.
+        # Cast while sharded, so the narrower values are sent.
         return constrained(constrained(constrained(x, storage).astype(dtype), storage), compute)
 
     def reduce_scatter(_: tuple[()], cotangent: jax.Array) -> jax.Array:

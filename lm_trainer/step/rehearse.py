@@ -1,4 +1,4 @@
-"""A rehearsed step: the programs that it calls and the memory that a device holds, without running anything."""
+"""A rehearsed step: the programs it calls and the memory a device holds, without running anything."""
 
 from __future__ import annotations
 

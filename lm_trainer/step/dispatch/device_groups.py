@@ -129,7 +129,7 @@ class DeviceGroups:
         return [[first + n for first in firsts for n in shares.terms(group.index)] for group in self.groups]
 
     def local_rows(self, plan: MicrobatchPlan) -> Sequence[int]:
-        """Rows of the global batch that this process needs, in order; a range if they are contiguous."""
+        """Rows of the global batch this process needs, in order; a range if they are contiguous."""
         every = (n * plan.rows + row for n in self._local(plan) for row in range(plan.rows))
         rows = [row for row in every if row < plan.batch_size]
         # A user's own data source may then slice its rows.
@@ -156,7 +156,7 @@ class DeviceGroups:
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
-    """Shardings of all parameters during computation; None if they equal storage, so that nothing is gathered."""
+    """Shardings of all parameters during computation; None if they equal storage, so no gather is needed."""
     compute = {name: NamedSharding(sharding.mesh, param.compute) for name, param in sharding.params.items()}
     in_place = all(same_sharding(compute[name], storage) for name, storage in sharding.storage.items())
     return None if in_place else compute

@@ -1,4 +1,4 @@
-"""Memory that a device holds in each phase of a training step, from shapes and from XLA's memory analysis."""
+"""Memory a device holds in each phase of a training step, from shapes and from XLA's memory analysis."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ProgramBytes:
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Memory that a device holds during one phase of a step."""
+    """Memory a device holds during one phase of a step."""
 
     name: str
     parts: Mapping[str, int]

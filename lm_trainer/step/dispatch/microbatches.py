@@ -1,4 +1,4 @@
-"""Microbatches that the devices of this process compute together, and values computed from them."""
+"""Microbatches the devices of this process compute together, and values computed from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Microbatches(Generic[T]):
     def map(self, function: Callable[..., R], *others: Microbatches[PyTree]) -> Microbatches[R]:
         """Calls `function(value, *values of others)` for each microbatch."""
         results: list[list[R]] = [[] for _ in self.by_group]
-        # Alternates between the groups, so that all devices have work while the host dispatches.
+        # Alternates between the groups, so all devices have work while the host dispatches.
         for j in range(max(map(len, self.by_group))):
             for i, values in enumerate(self.by_group):
                 if j < len(values):

@@ -71,7 +71,7 @@ def shard_over_group(
 
 def manual_axes(mesh: Mesh) -> set[str]:
     """The axes of a group's mesh that are manual under `shard_map`."""
-    # Axes with one device are manual too, so that kernels that XLA cannot partition need not be partitioned.
+    # Axes with one device are manual too, so kernels XLA cannot partition need not be partitioned.
     return {axis for axis in mesh.axis_names if axis in MODEL_PARALLEL_AXES or mesh.shape[axis] == 1}
 
 

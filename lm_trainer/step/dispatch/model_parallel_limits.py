@@ -1,4 +1,4 @@
-"""Limits of model parallelism: the models, rows and lengths that the axes of a group can shard."""
+"""Limits of model parallelism: the models, rows and lengths the axes of a group can shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 
 ROW_AXES = ("pipeline", "expert")
-"""The axes of a group that shard only the rows of a microbatch outside the layers that they parallelise."""
+"""The axes of a group that shard only the rows of a microbatch outside the layers they parallelise."""
 
 
 def model_parallel_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:

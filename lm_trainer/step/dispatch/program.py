@@ -1,4 +1,4 @@
-"""The programs that a step calls."""
+"""The programs a step calls."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lm_trainer.step.dispatch.executable import Executable, compile_for_each
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A jitted function that a step calls: it runs on arrays, and is recorded on abstract arrays of a rehearsal."""
+    """A jitted function a step calls: it runs on arrays, and is recorded on abstract arrays of a rehearsal."""
 
     name: str
     """Name in plans. Programs with the same name and arguments of the same shapes are the same program."""
     jitted: Any
     """The `jax.stages.Wrapped` function; None in a description of a program without its function."""
     results: str
-    """Purpose of the arrays that it returns, such as `gradients`."""
+    """Purpose of the arrays it returns, such as `gradients`."""
     grows: bool = False
     """True if its memory grows with the number of rows that are computed at once."""
     elementwise: bool = False
@@ -31,7 +31,7 @@ class Program:
     overlaps: bool = False
     """True if a device may run several of them at once."""
     queued: bool = False
-    """True if the host may call it long before it runs, so that its results take memory until the host has waited."""
+    """True if the host may call it long before it runs, so its results take memory until the host has waited."""
     repeatable: bool = True
     """As for `Executable.make`."""
     executable: Executable | None = None

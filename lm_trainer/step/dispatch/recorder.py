@@ -1,4 +1,4 @@
-"""The programs of a step in the order of their calls, and the memory that a device holds meanwhile."""
+"""The programs of a step in the order of their calls, and the memory a device holds meanwhile."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Recorder:
     Args:
         measure: measures the results and memory of a program; called once for each program and shapes.
         devices: participating devices of this process; the memory of the first one is recorded.
-        at_once: number of overlapping programs that a device runs at the same time.
+        at_once: number of overlapping programs a device runs at the same time.
         limit: memory of the device in bytes; `Enough` is raised when it is exceeded.
     """
 

@@ -14,7 +14,7 @@ _ATTENTION, _BACKWARD = "__cudnn$fmha", "Backward"
 
 
 def compile_repeatable(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
-    """Compiles a program for devices of the given platform, so that it computes the same bits in every run."""
+    """Compiles a program for devices of the given platform, so it computes the same bits in every run."""
     options = _OPTIONS.get(platform)
     if options:
         ask_for_fixed_order(lowered)

@@ -88,7 +88,7 @@ def _described(result: object) -> str:
 
 
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
-    """The sums that the loss reports, and the gradient of the summed loss for the parameters `trainable`."""
+    """The sums the loss reports, and the gradient of the summed loss for the parameters `trainable`."""
     losses = loss_of_params(model, loss)
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:

@@ -26,7 +26,7 @@ Losses = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
 LoggedValues = dict[Entry, jax.Array]
-"""Values of each call of `log`, float32 [times that it ran], in execution order."""
+"""Values of each call of `log`, float32 [times it ran], in execution order."""
 
 _WORDS = {
     "while": "jax.lax.while_loop (or a fori_loop whose length is computed)",
@@ -34,7 +34,7 @@ _WORDS = {
     "custom_jvp_call": "a function with jax.custom_jvp",
     "shard_map": "jax.shard_map",
 }
-"""Primitives that values cannot be returned from -> their names for users."""
+"""Primitives without support for logging inside them -> their names for users."""
 
 
 def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
@@ -43,7 +43,7 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
     If nothing is logged, `losses` itself is called. The returned function raises UserError if a value cannot be
     returned from a primitive, or if names are not unique.
     """
-    # Remembers shapes, so that the loss is traced twice only once: each group of devices compiles its own program.
+    # Remembers shapes, so the loss is traced twice only once: each group of devices compiles its own program.
     without_logs: set[PyTree] = set()
 
     def joined(*args: PyTree) -> Losses:
@@ -220,7 +220,7 @@ def _cond(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array],
         def evaluated(*args: jax.Array) -> tuple[list[jax.Array], dict[tuple[str, str, bool], jax.Array]]:
             results, logged = _evaluate(branch.jaxpr, branch.consts, args)
             check_logged_names(logged, {})
-            # Branches call `log` at different lines; values of one name are joined whichever branch runs.
+            # Branches call `log` at different lines; values of one name are joined for all branches.
             for entry in logged:
                 entries.setdefault(_alike(entry), entry)
             return results, {_alike(entry): values for entry, values in logged.items()}

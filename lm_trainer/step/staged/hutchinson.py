@@ -95,7 +95,7 @@ class Hutchinson:
         return replace(stage, forward=stage.forward and forward, gradient=gradient)
 
     def _signs(self, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None) -> Params:
-        """The signs of the parameters that a stage reads; for layer `number`, the same as `hutchinson` draws for it."""
+        """The signs of the parameters a stage reads; for layer `number`, the same as `hutchinson` draws for it."""
         key = self.loss.key(step, index)
         assert key is not None
         shapes = self.loss.model.shapes

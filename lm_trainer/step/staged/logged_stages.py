@@ -13,7 +13,7 @@ from lm_trainer.nn.log import Entry
 from lm_trainer.step.loss.logged import LoggedValues, check_logged_names, logged_metrics
 
 Logged = dict[str, jax.Array]
-"""Values of each call of `log` before the last stage, float32 [times that it runs], in execution order."""
+"""Values of each call of `log` before the last stage, float32 [times it runs], in execution order."""
 
 _Shapes = Mapping[Entry, jax.ShapeDtypeStruct]
 
@@ -69,7 +69,7 @@ class LoggedStages:
             logged: values logged before the last stage.
             head: values logged in the last stage.
             weight: sum of the weights of the microbatch.
-            metrics: metrics that the loss returns.
+            metrics: metrics the loss returns.
 
         Raises:
             UserError: names are not unique.

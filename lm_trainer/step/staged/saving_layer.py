@@ -1,4 +1,4 @@
-"""A layer whose forward pass saves residuals, so that its backward pass does not recompute them."""
+"""A layer whose forward pass saves residuals, so its backward pass does not recompute them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Params = Mapping[str, jax.Array]
 class SavingLayer:
     """A layer compiled to two programs, forward and backward.
 
-    Both trace `jax.vjp` of the layer. Of the residuals that JAX saves, `forward` returns the ones that depend on the
+    Both trace `jax.vjp` of the layer. Of the residuals JAX saves, `forward` returns the ones that depend on the
     stream or on random numbers; `gradient` takes them instead of computing its own, which then become dead code. The
     other residuals depend only on parameters and batch, such as reshaped weights or a mask. `gradient` recomputes them,
     since otherwise every microbatch and layer would hold a copy.

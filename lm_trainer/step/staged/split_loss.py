@@ -30,7 +30,7 @@ Forward = Callable[..., Stream]
 
 
 class Reads(NamedTuple):
-    """The parameters that each stage reads: name -> dtype in which it is passed."""
+    """The parameters each stage reads: name -> dtype in which it is passed."""
 
     embed: dict[str, DTypeLike]
     layers: list[dict[str, DTypeLike]]
@@ -76,7 +76,7 @@ class SplitLoss:
         return [*stages, StageFunctions("leave", reads.head, gradient=self._head_gradient(head), losses=head)]
 
     def reads(self, batch: Batch) -> Reads:
-        """Traces the stages to find the parameters that each of them reads; `batch` has the shapes of a microbatch."""
+        """Traces the stages to find the parameters each of them reads; `batch` has the shapes of a microbatch."""
         shapes, prefixes = self.model.shapes, self.loss.layers
         outside_layers = {name: x for name, x in shapes.items() if not name.startswith(prefixes)}
         embed, arguments = self._embed(), (batch, None, SCALAR, SCALAR)
@@ -197,7 +197,7 @@ class SplitLoss:
         return leave_gradient
 
     def _logged(self, reads: Reads, batch: Batch) -> LoggedStages | None:
-        """The calls of `log` in the stages; None if there are none."""
+        """The calls of `log` in the stages; None if no stage logs."""
         shapes, stream, arguments = self.model.shapes, reads.stream, (batch, None, SCALAR, SCALAR)
         first = logged_shapes(self._embed(), _shapes(shapes, reads.embed), None, *arguments)
         layers = [
@@ -221,7 +221,7 @@ class SplitLoss:
 
 
 def _without_residuals(forward: Forward) -> Callable[..., tuple[PyTree, PyTree]]:
-    """`forward` as the function of a stage that saves nothing for its backward pass."""
+    """`forward` as the function of a stage without residuals."""
 
     # The names of the function and its arguments are part of the program hash.
     def after(
@@ -251,14 +251,14 @@ def _shapes(
 def dtypes_read(
     function: Callable[..., PyTree], params: Mapping[str, jax.ShapeDtypeStruct], *others: PyTree
 ) -> dict[str, DTypeLike]:
-    """The parameters that a function reads, each with the narrowest dtype in which it can be passed.
+    """The parameters a function reads, each with the narrowest dtype in which it can be passed.
 
     If the function only casts a parameter, this is the dtype of the cast: casting before the gather sends fewer bytes,
     and the function computes the same result.
 
     Args:
         function: `function(params, *others)`.
-        params: name -> shape of each parameter that it may read.
+        params: name -> shape of each parameter it may read.
         others: shapes of the other arguments.
     """
     jaxpr = jax.make_jaxpr(function)(dict(params), *others).jaxpr

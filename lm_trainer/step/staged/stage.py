@@ -27,7 +27,7 @@ from lm_trainer.step.state.model_def import Params
 
 @dataclass(frozen=True)
 class StageLabels:
-    """Names in a plan: of the programs of a stage, and of the arrays that they return."""
+    """Names in a plan: of the programs of a stage, and of the arrays they return."""
 
     name: str
     """The name of the stage."""
@@ -75,7 +75,7 @@ class StageLabels:
 
 
 class Stage:
-    """The parameters that a stage reads: gathers them for computation, and reduces their gradients to storage.
+    """The parameters a stage reads: gathers them for computation, and reduces their gradients to storage.
 
     Its programs run on all devices. They only move and cast arrays or add them in a fixed order, so their bits do not
     depend on the devices.
@@ -109,7 +109,7 @@ class Stage:
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         storage = {name: NamedSharding(self._mesh, stored[name].storage) for name in dtypes}
         computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in dtypes}
-        # Axes of size 1 shard nothing: then storage and compute shardings agree, and nothing is copied.
+        # With axes of size 1, storage and compute shardings agree, and no copy is made.
         in_place = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
         in_place = in_place and all(same_sharding(computed[name], storage[name]) for name in dtypes)
         self._gather = None
@@ -122,7 +122,7 @@ class Stage:
         reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
         self._reduce_layer = Program(labels.reduce, reduce_layer, labels.sums)
         summed: PyTree = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
-        # With one shard there is nothing to add, and the results reuse the memory of the arguments.
+        # With one shard no addition is needed, and the results reuse the memory of the arguments.
         donated = (0,) if batch_shards(self._mesh) == 1 else ()
         reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=donated)
         self._reduce = Program(labels.reduce, reduce, labels.sums)
@@ -175,7 +175,7 @@ class Stage:
     def _gathered(self, params: Params, row: jax.Array) -> Params:
         if self.layered:
             params = {n: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False) for n, x in params.items()}
-        # Cast while sharded, so that the narrower values are sent.
+        # Cast while sharded, so the narrower values are sent.
         cast = {name: x.astype(self.dtypes[name]) for name, x in params.items()}
         return {name: jax.lax.with_sharding_constraint(x, self._stored[name]) for name, x in cast.items()}
 

@@ -25,14 +25,14 @@ SCALAR = jax.ShapeDtypeStruct((), np.int32)
 class StageFunctions:
     """One stage, or several layers that share the same functions; each layer is then a stage.
 
-    The functions take the parameters that the stage reads, for a layer without the layer axis. `step`, `index` (of the
-    microbatch) and `number` (of the layer) are int32 scalars. Arguments that a stage does not have (the number of a
+    The functions take the parameters the stage reads, for a layer without the layer axis. `step`, `index` (of the
+    microbatch) and `number` (of the layer) are int32 scalars. Arguments a stage does not have (the number of a
     layer, the input of the first stage, the derivative of the last) are None.
     """
 
     name: str
     reads: Mapping[str, DTypeLike]
-    """Name of each parameter that the stage reads -> dtype in which it is passed."""
+    """Name of each parameter the stage reads -> dtype in which it is passed."""
     forward: Callable[..., tuple[PyTree, PyTree]] | None = None
     """`forward(params, stream, batch, number, step, index)`: the output of the stage, and residuals for `gradient`;
     None for the last stage."""
@@ -42,7 +42,7 @@ class StageFunctions:
     shards are stacked. `handed_on` are the residuals. The sums of the last stage contain the loss and the metrics that
     it reports. None in evaluation."""
     losses: Callable[..., dict[str, jax.Array]] | None = None
-    """The sums that the loss reports, with the arguments of `forward`; None except for the last stage."""
+    """The sums the loss reports, with the arguments of `forward`; None except for the last stage."""
     layers: range | None = None
     """Numbers of the layers; None if the stage is not a layer."""
     divided: bool = False

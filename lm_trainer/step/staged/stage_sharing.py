@@ -25,7 +25,7 @@ def share_stage(
 ) -> Callable[..., PyTree]:
     """Distributes `function(params, *others)` of a stage over all devices of a group.
 
-    The function is called with this device's part of the rows, the stream and the parameters. Sums that it returns are
+    The function is called with this device's part of the rows, the stream and the parameters. Sums it returns are
     added over the devices in a fixed order.
 
     Args:
@@ -78,7 +78,7 @@ def put_on_group(others: Sequence[PyTree], mesh: Mesh) -> tuple[PyTree, ...]:
 
 
 def stream_on_group(mesh: Mesh) -> PyTree:
-    """Shardings of a stream on a group; a single sharding if nothing is sharded."""
+    """Shardings of a stream on a group; a single sharding without model parallelism."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _stream_specs(mesh))
 
 

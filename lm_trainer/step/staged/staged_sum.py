@@ -1,4 +1,4 @@
-"""Sums of a function over all microbatches, computed stage by stage and added in an order that no mesh changes.
+"""Sums of a function over all microbatches, computed stage by stage and added in an order no mesh changes.
 
 A device holds the parameters of one stage at a time, gathered over the batch axes by a separate program. Each stage of
 each microbatch runs its own executable (`PerGroupExecutable`), which is the same for every microbatch, mesh and layer.
@@ -49,7 +49,7 @@ class _Programs:
 
     def __init__(self, stages: Stages, batch: Batch):
         self.stages, self.forward = stages, StagedForward.compile(stages, batch)
-        # Nothing needs the derivative for the input of the first stage: it only has a gradient for its parameters.
+        # The derivative for the input of the first stage is never needed, only the gradient for its parameters.
         needed = [kind.trained or index > 0 for index, kind in enumerate(stages.kinds)]
         self.gradients = [stages.compile_gradient(index, batch) if need else None for index, need in enumerate(needed)]
 
@@ -107,7 +107,7 @@ class StagedSum:
         }
 
     def prepare(self, batch: Batch, plan: MicrobatchPlan) -> None:
-        """Compiles for microbatches of `plan` with rows like those of `batch`, unless already compiled."""
+        """Compiles for microbatches of `plan` with rows of the same shape as in `batch`, unless already compiled."""
         if plan.rows not in self._programs:
             rows = plan.rows_like(batch)
             self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
@@ -197,7 +197,7 @@ class StagedSum:
                 scalars = scalars or reported
         return scalars, [kind_grads or {} for kind_grads in grads]
 
-    # A separate function, so that the gathered parameters are freed when it returns.
+    # A separate function, so the gathered parameters are freed when it returns.
     def _backward(
         self,
         programs: _Programs,

@@ -48,7 +48,7 @@ class Ready(NamedTuple):
 
 
 class Stages:
-    """The stages of a loss, and the parameters that each of them reads.
+    """The stages of a loss, and the parameters each of them reads.
 
     Args:
         functions: functions of the stages, in execution order; layers of several kinds alternate.
@@ -137,7 +137,7 @@ class Stages:
         return self._compile(program, kind.functions.gradient, kind, arguments, returns, donated=donated)
 
     def compile_losses(self, batch: Batch) -> PerGroupExecutable:
-        """The sums that the loss reports, computed from the input of the last stage; otherwise as a forward pass."""
+        """The sums the loss reports, computed from the input of the last stage; otherwise as a forward pass."""
         arguments = self._arguments(len(self.kinds) - 1, batch)
         program = Program(self.last.labels.forward, None, "sums", grows=True, overlaps=True)
         return self._compile(program, self.last.functions.losses, self.last, arguments, "scalars")
@@ -201,7 +201,7 @@ class Stages:
 
 
 class SavedForBackward(NamedTuple):
-    """Values of a microbatch that the forward pass of a stage saves for its backward pass."""
+    """Values of a microbatch the forward pass of a stage saves for its backward pass."""
 
     stream: PyTree
     """The input of the stage; None for the first stage."""
@@ -247,7 +247,7 @@ class StagedForward:
                 queue.push(streams)
         return streams
 
-    # A separate function, so that the gathered parameters are freed when it returns.
+    # A separate function, so the gathered parameters are freed when it returns.
     def _through(
         self, ready: Ready, group: MicrobatchGroup, call: StageCall, streams: Microbatches[PyTree]
     ) -> Microbatches[PyTree]:

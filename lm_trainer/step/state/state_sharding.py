@@ -29,7 +29,7 @@ class TrainedShardings(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSharding:
-    """Shardings of everything that a step reads and writes."""
+    """Shardings of everything a step reads and writes."""
 
     mesh: Mesh
     params: Mapping[str, ParamSharding]
@@ -53,7 +53,7 @@ def plan_state_sharding(
     parameters are sharded at all. All other optimizer state is replicated.
 
     Args:
-        trainable: parameters that the optimizer updates.
+        trainable: parameters the optimizer updates.
         tx: optimizer.
         param_shardings: shardings of all parameters.
         mesh: device mesh.

@@ -22,7 +22,7 @@ _COMPUTED_REPLICATED = 1 << 20
 
 
 class TrainState(NamedTuple):
-    """The arrays that a step changes."""
+    """The arrays a step changes."""
 
     step: int
     """Number of steps done so far."""
@@ -97,7 +97,7 @@ def state_from_params(
     shardings = sharding.trained
     placed = {name: jax.device_put(params[name], storage) for name, storage in sharding.storage.items()}
     trained = {name: placed.pop(name) for name in shardings.params}
-    # Under jit with shardings, so that no device ever holds the unsharded state.
+    # Under jit with shardings, so no device ever holds the unsharded state.
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(trained)
     return TrainState(0, trained, opt_state, copied(trained) if averaged else None, placed)
 

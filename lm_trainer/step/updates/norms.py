@@ -73,7 +73,7 @@ class Watcher:
         return self._config.enabled and (step // self._config.interval + 1) * self._config.interval <= last
 
     def compile(self, state: TrainState) -> None:
-        """Compiles for states like this one, so that watched steps take no longer than necessary."""
+        """Compiles for states like this one, so watched steps take no longer than necessary."""
         if "updates" in self._config.watch_targets:
             self._copy.lower(state.params).compile()
         # Gradients and copies have the shapes and shardings of the parameters.
@@ -164,7 +164,7 @@ class Watcher:
             scale = 1 / (float(weight) or math.inf) if target == "grads" else 1.0
             squares = measured.get("squares", {})
             if self._config.include_norms:
-                # Rounded once, so that the order of the parameters does not matter.
+                # Rounded once, so the order of the parameters does not matter.
                 total = math.fsum(float(x) for layers in squares.values() for x in layers)
                 scalars[f"{target}/norm/total"] = math.sqrt(total) * scale
             if self._config.include_per_parameter_norms:

@@ -34,7 +34,7 @@ _SMALL = 1 << 20
 """Maximum size in elements of weights of one layer that one program moves and another one updates."""
 
 _ROWS = "some weights"
-"""Name in a plan of the weights that a device updates at a time."""
+"""Name in a plan of the weights a device updates at a time."""
 
 Rows = dict[str, list[jax.Array]]
 """Name of a weight -> the weight, or rows of it, and its own arrays of the optimizer state."""
@@ -93,7 +93,7 @@ class Weight:
 
     @property
     def shared(self) -> list[str]:
-        """Paths of the arrays that all weights share."""
+        """Paths of the arrays all weights share."""
         return [path for path, kind in zip(self.paths, self.kinds, strict=True) if kind == "shared"]
 
     @property
@@ -126,7 +126,7 @@ def _kind(
 class OwnedUpdate:
     """Each device updates the weights of some layers, one after another, in programs that do not depend on the mesh.
 
-    For update rules that compute sums or products over a single weight, but nothing over several weights. A device
+    For update rules that compute sums or products over a single weight, but never over several weights. A device
     holds one unsharded weight with its state and gradient at a time, and the work is divided among all devices.
 
     Args:
@@ -163,7 +163,7 @@ class OwnedUpdate:
         return [replicate(np.int32(i * self._shards), self._mesh) for i in rounds]
 
     def _kinds(self, weight: Weight) -> list[Kind]:
-        """Kinds of the parameter and of its own arrays of the state."""
+        """Kinds of the parameter and of its optimizer arrays."""
         return ["row", *weight.own.values()]
 
     def _rows_of_all(
@@ -209,7 +209,7 @@ class OwnedUpdate:
                 if self._shards > self._mesh.shape["data"]:
                     # XLA has no other way from rows distributed over replicas to their storage, and warns about it.
                     new = jax.lax.with_sharding_constraint(new, self._everywhere)
-                # Constrained to storage before the update, so that no device needs the unsharded array.
+                # Constrained to storage before the update, so no device needs the unsharded array.
                 spec = PartitionSpec(None, *(stored.spec[1:] if weight.layered else stored.spec))
                 new = jax.lax.with_sharding_constraint(new, NamedSharding(self._mesh, spec))
             stack = weight.rows(x, kind)
