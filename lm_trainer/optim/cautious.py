@@ -62,4 +62,4 @@ def _cautious(inner: optax.GradientTransformation, weights: Params) -> optax.Gra
         inner_updates, state = inner.update(updates, state, params)
         return {name: masked(name, u, updates[name]) for name, u in inner_updates.items()}, state
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformation(inner.init, update)  # pyright: ignore[reportArgumentType]

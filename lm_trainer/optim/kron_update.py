@@ -102,7 +102,7 @@ def _frequency(config: KronConfig, count: jax.Array) -> jax.Array:
 
 
 def _triangles(config: KronConfig, param: Param) -> tuple[bool, bool]:
-    """Whether the factors of inputs and outputs are triangular."""
+    """True for inputs and for outputs if their factor is triangular."""
     if param.role == "vector" or config.memory_save_mode == "all_diag":
         return False, False
     _, inputs, outputs = param.matrix_shape

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Literal
 
 from lm_trainer.core.config import Config
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.piecewise import TokenSchedule
-from lm_trainer.optim.params import Arrays, Params
+from lm_trainer.optim.params import Params
 from lm_trainer.optim.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Optimizer(Config):
         del opt_state
         return {}
 
-    def eval_params(self, params: Arrays, opt_state: optax.OptState) -> Arrays:
+    def eval_params(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
         """Returns the weights to evaluate and export, from the trained weights and the optimizer state."""
         del opt_state
         return params

@@ -85,7 +85,7 @@ class ScheduleFreeConfig(OptimizerConfig):
 
         return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
-    def eval_params(self, params: Arrays, opt_state: optax.OptState) -> Arrays:
+    def eval_params(self, params: PyTree, opt_state: optax.OptState) -> PyTree:
         """Returns the average x = (y - (1 - beta1) z) / beta1."""
         import jax
         import optax

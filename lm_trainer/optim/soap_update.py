@@ -89,7 +89,7 @@ def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransform
 
 
 def _sides(config: SoapConfig, param: Param) -> tuple[bool, bool]:
-    """Whether inputs and outputs have a basis."""
+    """True for inputs and for outputs if they have a basis."""
     if param.role == "vector":
         return False, False
     _, inputs, outputs = param.matrix_shape

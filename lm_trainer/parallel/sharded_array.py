@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from lm_trainer.core.jax_types import Device
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.rehearsal import put_on
 
 HOST_BYTES = 64 * 2**20
@@ -72,8 +72,7 @@ def gather_to_host(array: jax.Array, *, device_bytes: int = HOST_BYTES) -> np.nd
         array: an array with a `NamedSharding`.
         device_bytes: bytes that are gathered on each device at a time, if the first dimension is not sharded.
     """
-    sharding = array.sharding
-    assert isinstance(sharding, NamedSharding)
+    sharding: PyTree = array.sharding
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     rows = array.shape[0] if array.ndim else 1
     size = max(1, rows * device_bytes // max(array.nbytes, 1))

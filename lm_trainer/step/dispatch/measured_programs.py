@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -27,7 +27,7 @@ class MeasuredPrograms:
         self._compiled = compiled
         self._by_key = dict[Key, Measured]()
         self._by_rows = dict[int, dict[str, Measured]]()
-        self._others = dict[Key, Measured]()
+        self._others = dict[Hashable, Measured]()
         self._temporary = dict[str, int]()
         self.texts = dict[Key, str]()
         """The texts of the compiled programs."""

@@ -26,7 +26,7 @@ from lm_trainer.step.state.state_sharding import TrainedShardings
 from lm_trainer.step.updates.update import Metrics, make_update
 
 Kind = Literal["row", "rows", "shared"]
-"""How an array of the optimizer state belongs to weights: one row for each layer, several rows for each layer, or
+"""The relation of an array of the optimizer state to weights: one row for each layer, several rows for each layer, or
 shared by all weights."""
 
 
