@@ -6,13 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 
-PATIENCE = 10.0
+NOTICE_AFTER = 10.0
 """Seconds after which the user is told what the process waits for."""
-LONGEST = 300.0
+CONNECT_TIMEOUT = 300.0
 """Seconds until the connection fails; JAX's default."""
-# At its own timeout JAX ends the process by SIGABRT and a C++ stack trace, so this timeout is never reached.
-_LATER = 60
-_KNOCK_SECONDS = 3.0
+# At its own timeout JAX ends the process by SIGABRT and a C++ stack trace, so JAX's timeout is set this much later.
+_TIMEOUT_MARGIN = 60
+_PROBE_SECONDS = 3.0
 
 
 def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], object]) -> None:
@@ -23,7 +23,7 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
         waiting: called with a message if the connection takes long.
 
     Raises:
-        TimeoutError: not all processes have connected after `LONGEST` seconds.
+        TimeoutError: not all processes have connected after `CONNECT_TIMEOUT` seconds.
         RuntimeError, ValueError, OSError: as raised by JAX.
     """
     import jax
@@ -35,19 +35,19 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
 
     def connect() -> None:
         try:
-            jax.distributed.initialize(**arguments, initialization_timeout=int(LONGEST) + _LATER)  # pyright: ignore[reportArgumentType]
+            jax.distributed.initialize(**arguments, initialization_timeout=int(CONNECT_TIMEOUT) + _TIMEOUT_MARGIN)  # pyright: ignore[reportArgumentType]
         except BaseException as error:  # re-raised in the waiting thread
             failed.append(error)
 
     # JAX waits in C++, where the main thread would receive no signals. A daemon thread lets the process end meanwhile.
     thread = threading.Thread(target=connect, name="connecting", daemon=True)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(NOTICE_AFTER)
     if thread.is_alive():
-        waiting(f"waiting up to {LONGEST:.0f} s for the other processes of the run{_unreachable(arguments)}")
-        thread.join(LONGEST - PATIENCE)
+        waiting(f"waiting up to {CONNECT_TIMEOUT:.0f} s for the other processes of the run{_unreachable(arguments)}")
+        thread.join(CONNECT_TIMEOUT - NOTICE_AFTER)
     if thread.is_alive():
-        raise TimeoutError(f"not all of them were there after {LONGEST:.0f} s{_unreachable(arguments)}")
+        raise TimeoutError(f"not all of them were there after {CONNECT_TIMEOUT:.0f} s{_unreachable(arguments)}")
     if failed:
         raise failed[0]
 
@@ -58,7 +58,7 @@ def _unreachable(arguments: Mapping[str, object]) -> str:
     if not host or not port.isdecimal() or arguments.get("process_id") == 0:
         return ""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
     except OSError as error:
         return f"; nothing answers at {host}:{port} ({error.strerror or error})"
     return ""

@@ -18,7 +18,7 @@ from lm_trainer.parallel.rehearsal import local_devices, rehearsing
 from lm_trainer.step.base import Step
 from lm_trainer.step.dispatch.memory import PhaseBytes, taken_memory
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.dispatch.recorder import Enough, Key, Measure, Recorder
+from lm_trainer.step.dispatch.recorder import Key, Measure, MemoryLimitExceeded, Recorder
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
@@ -86,7 +86,7 @@ class RehearsedStep:
         side_by_side = programs_at_once(platform, shards, mesh.size // shards)
         at_once = min(side_by_side, step.devices.shares(plan).most)
         recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once, limit)
-        with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(Enough):
+        with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(MemoryLimitExceeded):
             arrays = abstract_state(self.shapes, self.tx, self.sharding, averaged=self.averaged)
             state = recorder.hold(arrays._replace(step=None), "state")._replace(step=number)
             step.prepare(row, number)

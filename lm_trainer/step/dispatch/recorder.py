@@ -50,7 +50,7 @@ class _Call:
     runs: int = 0
 
 
-class Enough(Exception):
+class MemoryLimitExceeded(Exception):
     """Ends a rehearsal in which the device exceeds its memory."""
 
 
@@ -61,7 +61,7 @@ class Recorder:
         measure: measures the results and memory of a program; called once for each program and shapes.
         devices: participating devices of this process; the memory of the first one is recorded.
         at_once: number of overlapping programs a device runs at the same time.
-        limit: memory of the device in bytes; `Enough` is raised when it is exceeded.
+        limit: memory of the device in bytes; `MemoryLimitExceeded` is raised when it is exceeded.
     """
 
     def __init__(self, measure: Measure, devices: Sequence[Device], at_once: int = 1, limit: int | None = None):
@@ -126,7 +126,7 @@ class Recorder:
         parts[program.results] = parts.get(program.results, 0) + at_once * sizes.new
         self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * sizes.temporary})
         if self._limit is not None and total > self._limit:
-            raise Enough
+            raise MemoryLimitExceeded
 
 
 def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measured, Executable]:

@@ -97,7 +97,7 @@ class Weight:
         return [path for path, kind in zip(self.paths, self.kinds, strict=True) if kind == "shared"]
 
     @property
-    def own(self) -> dict[str, Kind]:
+    def own_arrays(self) -> dict[str, Kind]:
         """Paths of the arrays that belong to this weight, with their kinds."""
         return {path: kind for path, kind in zip(self.paths, self.kinds, strict=True) if kind != "shared"}
 
@@ -149,7 +149,7 @@ class OwnedUpdate:
         self._groups = [*_groups(weights)]
         self._gather, self._scatter = [], []
         for group in self._groups:
-            stored = {w.name: [shardings.params[w.name], *(state[path] for path in w.own)] for w in group}
+            stored = {w.name: [shardings.params[w.name], *(state[path] for path in w.own_arrays)] for w in group}
             gather = jax.jit(partial(self._rows_of_all, group), out_shardings=self._dealt)
             self._gather.append(Program("update: gather", gather, _ROWS))
             # The state is updated in place.
@@ -164,7 +164,7 @@ class OwnedUpdate:
 
     def _kinds(self, weight: Weight) -> list[Kind]:
         """Kinds of the parameter and of its optimizer arrays."""
-        return ["row", *weight.own.values()]
+        return ["row", *weight.own_arrays.values()]
 
     def _rows_of_all(
         self, group: Sequence[Weight], arrays: Rows, grads: Params, first: jax.Array
@@ -233,7 +233,7 @@ class OwnedUpdate:
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
         params, state, metrics = dict(params), dict(old), None
         for group, gather, scatter in zip(self._groups, self._gather, self._scatter, strict=True):
-            arrays = {w.name: [params[w.name], *(state[path] for path in w.own)] for w in group}
+            arrays = {w.name: [params[w.name], *(state[path] for path in w.own_arrays)] for w in group}
             group_grads = {w.name: grads[w.name] for w in group}
             for first in self._firsts[: -(-group[0].count // self._shards)]:
                 shared = {path: old[path] for weight in group for path in weight.shared}
@@ -243,7 +243,7 @@ class OwnedUpdate:
                 arrays = wait_on_cpu(scatter(arrays, rows, first))
             for weight in group:
                 params[weight.name] = arrays[weight.name][0]
-                state |= dict(zip(weight.own, arrays[weight.name][1:], strict=True))
+                state |= dict(zip(weight.own_arrays, arrays[weight.name][1:], strict=True))
         assert metrics is not None, "there are weights"
         return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
 
@@ -333,7 +333,7 @@ def _updated(
     update = make_update(optimizer, weight.tx)
     params, state, metrics = update({weight.name: param}, state, {weight.name: grad[0]}, None, scalars)
     new_state = dict(zip(weight.paths, jax.tree.leaves(state), strict=True))
-    new = [params[weight.name], *(new_state[path] for path in weight.own)]
+    new = [params[weight.name], *(new_state[path] for path in weight.own_arrays)]
     return [x[None] for x in new], {path: new_state[path] for path in weight.shared}, metrics
 
 
