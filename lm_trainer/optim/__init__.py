@@ -1,4 +1,4 @@
-"""Optimizers: one file each, and the union of their configurations."""
+"""Optimizers: one file for each, and the union of their configurations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ AnyOptimizer = Annotated[
     | SophiaHConfig,
     Field(discriminator="type"),
 ]
-"""Whatever may stand under `optimizer:`; told apart by `type`."""
+"""The values of `optimizer:`, distinguished by `type`."""
 
 __all__ = [
     "AdafactorConfig",

@@ -1,20 +1,21 @@
-"""Adafactor: second moments of matrices as the product of a row and a column, so that they take hardly any memory.
+"""Adafactor: second moments of matrices as the product of a row and a column, which need very little memory.
 
 Shape letters: L stacked matrices of one parameter, I inputs, O outputs. 12 layers of a linear map from 768 to 3072 are
-g_LIO (12, 768, 3072), with rows_LI (12, 768) and columns_LO (12, 3072): 46 thousand numbers in place of 28 million.
+g_LIO (12, 768, 3072), with rows_LI (12, 768) and columns_LO (12, 3072): 46 thousand numbers instead of 28 million.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.adafactor import AdafactorConfig
 from lm_trainer.optim.clip import clip_update_rms
-from lm_trainer.optim.params import Params
+from lm_trainer.optim.params import Arrays, Params
 
 
 def scale_by_adafactor(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
@@ -30,9 +31,11 @@ def scale_by_adafactor(config: AdafactorConfig, params: Params) -> optax.Gradien
 
 
 def _normalise(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
-    least = config.min_dim_size_to_factor
+    min_size = config.min_dim_size_to_factor
     factored = {
-        name: param for name, param in params.items() if param.role != "vector" and min(param.matrix_shape[1:]) >= least
+        name: param
+        for name, param in params.items()
+        if param.role != "vector" and min(param.matrix_shape[1:]) >= min_size
     }
     labels = {name: "factored" if name in factored else "whole" for name in params}
     return optax.partition(
@@ -45,7 +48,7 @@ def _normalise(config: AdafactorConfig, params: Params) -> optax.GradientTransfo
 
 
 def _decay(count: jax.Array, rate: float) -> jax.Array:
-    """The decay at step `count`, from 1. It is 0 at first, so that no correction for the start at 0 is needed."""
+    """Decay at step `count`, starting from 1. It is 0 at first, so no correction for the initial 0 is needed."""
     return 1 - count.astype(jnp.float32) ** -rate
 
 
@@ -54,17 +57,17 @@ class SquaresState(NamedTuple):
 
     count: jax.Array
     """int32 [], steps so far."""
-    nu: Any
-    """The average of squared gradients, like the parameters."""
+    nu: Arrays
+    """Average of squared gradients, in the shapes of the parameters."""
 
 
 def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransformation:
-    """Algorithm 5 for vectors and small matrices: a second moment for each number."""
+    """Algorithm 5 for vectors and small matrices: a second moment for each element."""
 
-    def init(weights: Any) -> SquaresState:
+    def init(weights: Arrays) -> SquaresState:
         return SquaresState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, weights))
 
-    def update(updates: Any, state: SquaresState, _: Any = None) -> tuple[Any, SquaresState]:
+    def update(updates: Arrays, state: SquaresState, _: Arrays | None = None) -> tuple[Arrays, SquaresState]:
         count = state.count + 1
         decay = _decay(count, decay_rate)
         nu = jax.tree.map(
@@ -87,21 +90,21 @@ class FactorState(NamedTuple):
 
 
 def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> optax.GradientTransformation:
-    """Algorithm 4, with means in place of sums.
+    """Algorithm 4, with means instead of sums.
 
-    Not `optax.scale_by_factored_rms`: that factors the two largest dimensions of an array, which for a stack of layers
-    with heads are not those of one matrix, and in the gradient's dtype.
+    Not `optax.scale_by_factored_rms`: it factors the two largest dimensions of an array, which for a stack of layers
+    with heads are not the dimensions of one matrix, and computes in the gradient's dtype.
     """
     shapes = {name: param.matrix_shape for name, param in params.items()}
 
-    def init(_: Any) -> FactorState:
+    def init(_: Arrays) -> FactorState:
         return FactorState(
             jnp.zeros((), jnp.int32),
             {name: jnp.zeros((n, rows), jnp.float32) for name, (n, rows, _) in shapes.items()},
             {name: jnp.zeros((n, columns), jnp.float32) for name, (n, _, columns) in shapes.items()},
         )
 
-    def update(updates: Any, state: FactorState, _: Any = None) -> tuple[Any, FactorState]:
+    def update(updates: Arrays, state: FactorState, _: Arrays | None = None) -> tuple[Arrays, FactorState]:
         count = state.count + 1
         decay = _decay(count, decay_rate)
         rows, columns, scaled = {}, {}, dict(updates)
@@ -110,7 +113,7 @@ def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> opta
             squares_LIO = jnp.square(g_LIO) + epsilon
             rows[name] = decay * state.rows[name] + (1 - decay) * jnp.mean(squares_LIO, axis=2)
             columns[name] = decay * state.columns[name] + (1 - decay) * jnp.mean(squares_LIO, axis=1)
-            # The product is divided by the mean in the rows: as a factor of its own it would leave float32's range.
+            # The product is divided by the mean of the rows: as a separate factor it would leave float32's range.
             shares_LI = rows[name] / jnp.mean(rows[name], axis=1, keepdims=True)
             scaled_LIO = g_LIO * jax.lax.rsqrt(shares_LI)[:, :, None] * jax.lax.rsqrt(columns[name])[:, None, :]
             scaled[name] = param.from_matrices(scaled_LIO).astype(updates[name].dtype)
@@ -122,10 +125,10 @@ def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> opta
 def _scale_to_weights(params: Params) -> optax.GradientTransformation:
     """Multiplies by max(1e-3, root mean square of the weight), for each layer of a stack (algorithm 4, alpha).
 
-    The least of 1e-3 lets a weight that starts at 0 leave it.
+    The minimum of 1e-3 lets a weight grow that starts at 0.
     """
 
-    def update(updates: Any, state: Any, weights: Any = None) -> tuple[Any, Any]:
+    def update(updates: Arrays, state: optax.OptState, weights: PyTree = None) -> tuple[Arrays, optax.OptState]:
         def scaled(name: str, u: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, u.ndim))
             squares = jnp.square(weights[name].astype(jnp.float32))

@@ -21,7 +21,7 @@ class AdamConfig(OptimizerConfig):
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["adam", "adamw"] = "adam"
-    """`adamw` is another word for `adam`, whose weight decay is decoupled."""
+    """`adamw` is another name for `adam`, which has decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -29,19 +29,19 @@ class AdamConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     nesterov: bool = False
-    """Looks one step ahead with the first moment (Dozat 2016)."""
+    """Look one step ahead with the first moment (Dozat 2016)."""
     update_rms_clipping: PositiveFloat | None = None
-    """Scales the update of each weight, before its decay, down to this root mean square, as in StableAdamW
-    (Wortsman et al. 2023, arXiv 2304.13013), but of m / sqrt(v), not of g / sqrt(v). 1.0 suits most models; null: no
-    clipping."""
+    """Maximum root mean square of the update of each weight before its decay, which is scaled down to it. As in
+    StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), but of m / sqrt(v), not of g / sqrt(v). 1.0 suits most models;
+    null: no clipping."""
     adamc_weight_decay: bool = False
-    """Multiplies the weight decay by learning rate / peak learning rate, so that normalised layers keep a steady ratio
-    of gradient to weight as the learning rate falls (Defazio 2025, arXiv 2506.02285)."""
+    """Multiply the weight decay by learning rate / peak learning rate, so that normalised layers keep a steady ratio of
+    gradient to weight as the learning rate falls (Defazio 2025, arXiv 2506.02285)."""
 
     @field_validator("type")
     @classmethod
     def _has_one_name(cls, value: str) -> str:
-        # A run has the same identity under either.
+        # A run has the same identity under both names.
         return "adam" if value == "adamw" else value
 
     @property
@@ -49,7 +49,7 @@ class AdamConfig(OptimizerConfig):
         return super().elementwise and self.update_rms_clipping is None
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the first moment over the root of the second, both corrected for their start at 0."""
+        """Returns the first moment over the root of the second, both corrected for their initial 0."""
         import optax
 
         from lm_trainer.optim.clip import clip_update_rms

@@ -1,13 +1,13 @@
-"""Adan: Adam with Nesterov momentum that is estimated from differences of gradients."""
+"""Adan: Adam with Nesterov momentum estimated from differences of gradients."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.params import Params
+from lm_trainer.optim.params import Arrays, Params
 
 if TYPE_CHECKING:
     import jax
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class AdanConfig(OptimizerConfig):
-    """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW. Its decays are 1 minus
-    the paper's betas, as in the paper's own code, whose averages are free of the bias of their first steps.
+    """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW.
+
+    Its decays are 1 minus the paper's betas, as in the paper's code, which corrects the averages for their initial
+    bias.
     """
 
     elementwise_transform: ClassVar[bool] = True
@@ -24,7 +26,7 @@ class AdanConfig(OptimizerConfig):
 
     type: Literal["adan"] = "adan"
     learning_rate: PositiveFloat = 6e-4
-    """The peak learning rate. The paper takes 5 to 10 times more than for AdamW."""
+    """Peak learning rate. The paper uses 5 to 10 times the learning rate of AdamW."""
     weight_decay: NonNegativeFloat = 0.02
     """Decoupled weight decay, multiplied by the learning rate."""
     beta1: float = Field(default=0.98, ge=0, lt=1)
@@ -37,29 +39,30 @@ class AdanConfig(OptimizerConfig):
     """Added to the root of the average of squares."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns (m + beta2 v) / (sqrt(n) + epsilon): averages of gradients g, of their changes d, and of the squares
-        of g + beta2 d.
+        """Returns (m + beta2 v) / (sqrt(n) + epsilon).
+
+        m is the average of gradients g, v of their changes d, and n of the squares of g + beta2 d.
         """
         import jax.numpy as jnp
         import optax
 
         del params
 
-        def init(like: Any) -> AdanState:
+        def init(like: Arrays) -> AdanState:
             m, v, n, g = (optax.tree.zeros_like(like) for _ in range(4))
             return AdanState(m, v, n, g, jnp.zeros((), jnp.int32))
 
         return optax.GradientTransformation(init, self._update)  # pyright: ignore[reportArgumentType]
 
-    def _update(self, updates: Any, state: AdanState, params: Any = None) -> tuple[Any, AdanState]:
+    def _update(self, updates: Arrays, state: AdanState, params: Arrays | None = None) -> tuple[Arrays, AdanState]:
         import jax
         import jax.numpy as jnp
         import optax
 
         del params
         first = state.t == 0
-        # The gradient before the first one is taken to be the same.
-        change = jax.tree.map(lambda g, before: jnp.where(first, 0, g - before), updates, state.g)
+        # In the first step the previous gradient is taken to be the same.
+        change = jax.tree.map(lambda g, previous: jnp.where(first, 0, g - previous), updates, state.g)
         ahead = jax.tree.map(lambda g, d: g + self.beta2 * d, updates, change)
         m = optax.tree.update_moment(updates, state.m, self.beta1, 1)
         v = optax.tree.update_moment(change, state.v, self.beta2, 1)
@@ -72,15 +75,15 @@ class AdanConfig(OptimizerConfig):
 
 
 class AdanState(NamedTuple):
-    """State of Adan; all but `t` like the parameters."""
+    """State of Adan; all fields but `t` have the shapes of the parameters."""
 
-    m: Any
-    """The average of gradients."""
-    v: Any
-    """The average of differences of successive gradients."""
-    n: Any
-    """The average of squares."""
-    g: Any
-    """The gradient of the step before."""
+    m: Arrays
+    """Average of gradients."""
+    v: Arrays
+    """Average of differences of successive gradients."""
+    n: Arrays
+    """Average of squares."""
+    g: Arrays
+    """Gradient of the previous step."""
     t: jax.Array
     """int32 [], steps done."""

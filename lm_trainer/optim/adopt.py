@@ -1,4 +1,4 @@
-"""ADOPT: Adam that normalises a gradient by the second moment before it, with which it is not correlated."""
+"""ADOPT: Adam that normalises a gradient by the previous second moment, with which it is not correlated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class AdoptConfig(OptimizerConfig):
-    """ADOPT (Taniguchi et al. 2024, arXiv 2411.02853, algorithm 2). The first step only measures: but for the weight
-    decay it changes nothing.
+    """ADOPT (Taniguchi et al. 2024, arXiv 2411.02853, algorithm 2).
+
+    The first step only measures: except for the weight decay it does not change the weights.
     """
 
     elementwise_transform: ClassVar[bool] = True
@@ -25,14 +26,14 @@ class AdoptConfig(OptimizerConfig):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of normalised gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the average of squared gradients; the paper takes 0.9999."""
+    """Decay of the average of squared gradients; the paper uses 0.9999."""
     epsilon: PositiveFloat = 1e-6
-    """The least value of the root of the second moment."""
+    """Minimum of the root of the second moment."""
     use_clipping: bool = True
-    """Clips each normalised gradient to the fourth root of the number of steps done."""
+    """Clip each normalised gradient to the fourth root of the number of steps done."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the average of gradient / max(sqrt(v), epsilon), v being that of the step before."""
+        """Returns the average of gradient / max(sqrt(v), epsilon), with v from the previous step."""
         import optax
 
         del params

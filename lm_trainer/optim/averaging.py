@@ -17,10 +17,10 @@ class AveragingConfig(Config):
     """An average that moves towards the weights after every step: a += rate * (w - a), from the initial weights."""
 
     beta: float = Field(default=0.999, ge=0, lt=1)
-    """Share of the average that stays at each step; about 1 / (1 - beta) steps count."""
+    """Fraction of the average that is kept at each step; it averages over about 1 / (1 - beta) steps."""
 
     def rate(self, step: int) -> float:
-        """The part of its distance to the weights that the average moves after `step` steps, counted from 1."""
+        """Fraction of the distance to the weights that the average moves after `step` steps, counted from 1."""
         del step
         return 1 - self.beta
 
@@ -32,21 +32,23 @@ class EmaConfig(AveragingConfig):
 
 
 class EmaDecaySqrtConfig(AveragingConfig):
-    """An exponential moving average that comes to rest: from `switch_step` on, with x the part of `decay_steps` that
-    has passed, weights enter with 1 - sqrt(x) times their rate, so that the average changes no more at the end.
+    """An exponential moving average that stops moving at the end of a run.
 
-    Levanter's own code divides each step's weight, 1 - beta before and 1 - sqrt(x) after the switch, by the sum of all
-    weights so far: a mean over all steps until the switch, which forgets nothing, and not a moving average.
+    From `switch_step` on, the rate is multiplied by 1 - sqrt(x), with x the elapsed fraction of `decay_steps`, so the
+    average no longer changes at the end.
+
+    Levanter's code differs: it divides each step's weight, 1 - beta before and 1 - sqrt(x) after the switch, by the sum
+    of all weights so far. Until the switch this is a mean over all steps with equal weights, not a moving average.
     """
 
     type: Literal["ema_decay_sqrt"] = "ema_decay_sqrt"
     switch_step: NonNegativeInt = 100_000
-    """The step until which it is a plain moving average."""
+    """Step until which it is a plain moving average."""
     decay_steps: PositiveInt = 100_000
-    """Number of steps until the average is at rest."""
+    """Number of steps until the average stops moving."""
 
     def rate(self, step: int) -> float:
-        """(1 - beta) * (1 - sqrt(x)) with the x of the class."""
+        """(1 - beta) * (1 - sqrt(x)), with x as in the class."""
         x = min(1.0, max(0, step - self.switch_step) / self.decay_steps)
         return (1 - self.beta) * (1 - math.sqrt(x))
 

@@ -1,4 +1,4 @@
-"""Base class of the optimizers' configurations: weight decay, clipping, skipping of bad steps, and the update rule."""
+"""Base class of optimizer configurations: weight decay, clipping, skipping of bad steps, and the update rule."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, StrictBool, field_validator, model_validator
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
 from lm_trainer.optim.learning_rate import LearningRateConfig
 from lm_trainer.optim.optimizer import Optimizer
-from lm_trainer.optim.params import Params
+from lm_trainer.optim.params import Arrays, Params
 from lm_trainer.optim.safeguards import ClipUpdateNormConfig, SkipStepConfig
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class OptimizerConfig(LearningRateConfig, Optimizer):
-    """Keys of every optimizer, and the update rule that they have in common.
+    """Keys of every optimizer, and their common update rule.
 
-    A new optimizer defines `transform`, and sets `elementwise_transform` where that is true. Where its paper differs in
-    more than that, it overrides `clip_rule`, `decay_rule` or `rule`.
+    A new optimizer defines `transform`, and sets `elementwise_transform` if it is elementwise. If its paper differs in
+    more, it overrides `clip_rule`, `decay_rule` or `rule`.
     """
 
     absent: ClassVar[Mapping[str, str]] = {
@@ -34,40 +35,39 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     }
 
     elementwise_transform: ClassVar[bool] = False
-    """True if `transform` computes each number's update from its own gradient and state and given scalars alone."""
+    """True if `transform` computes each element's update only from its own gradient and state and from scalars."""
     weights_in_state: ClassVar[bool] = False
-    """True if the state holds weights, which need all their digits."""
+    """True if the state holds weights, which must not be rounded."""
     squares_in_state: ClassVar[tuple[str, ...] | None] = None
-    """The fields of the state of `transform` that hold averages of squares, for `state_dtype: float8`; None where its
-    state does not bear 8 bits."""
+    """Fields of the state of `transform` that hold averages of squares, for `state_dtype: float8`; None if the state
+    cannot be stored in 8 bits."""
 
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     weight_decay_modules: str | tuple[str, ...] | None = None
     """Parameters that decay: a regular expression that matches a dotted name from its start, such as
-    `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. `attn`, `token_embeddings`, `position_embeddings` and
-    `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight` after a name
-    that does not end in it; so may the classes `Linear`, `Embedding`, `LayerNorm` and `RMSNorm`, and Levanter's names
-    of modules, such as `c_attn` or `q_proj`. `lmt config show --decays` lists the parameters that are found. A pattern
-    that matches no parameter is an error."""
+    `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. Patterns may use `attn`, `token_embeddings`,
+    `position_embeddings` and `lm_head` for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight`
+    after a name that does not end in it; also the classes `Linear`, `Embedding`, `LayerNorm` and `RMSNorm`, and
+    Levanter's names of modules, such as `c_attn` or `q_proj`. `lmt config show --decays` lists the matched parameters.
+    A pattern that matches no parameter is an error."""
     default_weight_decay_mask: bool | None = None
-    """Decays matrices and heads, but no biases, norms and embedding tables. null: if no weight_decay_modules are set;
-    true: in addition to weight_decay_modules; false: never, so that without weight_decay_modules everything decays."""
+    """Decay matrices and heads, but not biases, norms and embedding tables. null: if weight_decay_modules is not set;
+    true: in addition to weight_decay_modules; false: never, so without weight_decay_modules everything decays."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """The gradient is scaled down to this global norm; null: no clipping."""
+    """Maximum global norm of the gradient, which is scaled down to it; null: no clipping."""
     clip_update_norm: ClipUpdateNormConfig | None = None
-    """Clips the norm of the update by the history of such norms; a milder form of skip_bad_steps. null: no clipping."""
+    """Clip the norm of the update by the history of norms; a milder form of skip_bad_steps. null: no clipping."""
     skip_bad_steps: StrictBool | Annotated[int, Field(strict=True, ge=2)] | SkipStepConfig = False
-    """Skips steps whose loss or gradient norm is much larger than in the steps before, or not finite. true: with the
-    defaults; a number: with a history of that many steps. The run still stops at a loss or gradient that is not finite
-    while trainer.crash_on_nan and trainer.crash_on_inf say so."""
+    """Skip steps whose loss or gradient norm is much larger than in previous steps, or not finite. true: with the
+    defaults; a number: with a history of as many steps. The run still stops at a non-finite loss or gradient if
+    trainer.crash_on_nan and trainer.crash_on_inf are set."""
     state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    """The dtype of the optimizer's arrays of the size of the parameters. bfloat16 halves their memory; they are rounded
-    up or down by chance, so that small changes are not lost, and computed with in float32. Smaller arrays stay as they
-    are, and with trainer.mp `p=bfloat16` all are bfloat16 anyway. float8 quarters it, where the
-    optimizer can do with it: 8 bits, and one byte more for every 32 numbers (MXFP8 of the OCP Microscaling
-    specification 1.0; squares without a sign), rounded in the same way. Weights of less than 4096 numbers, biases and
-    scales of norms keep float32."""
+    """The dtype of the optimizer's arrays in the size of the parameters. bfloat16 halves their memory; stochastic
+    rounding preserves small changes, and computation is in float32. Smaller arrays stay float32; with trainer.mp
+    `p=bfloat16` all are bfloat16 anyway. float8 quarters the memory, if the optimizer supports it: 8 bits per number,
+    and one more byte for every 32 numbers (MXFP8 of the OCP Microscaling specification 1.0; squares without a sign),
+    with stochastic rounding. Weights with less than 4096 numbers, biases and scales of norms stay float32."""
 
     @model_validator(mode="after")
     def _weights_keep_their_digits(self) -> Self:
@@ -86,8 +86,8 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
     @field_validator("weight_decay_modules")
     @classmethod
-    def _compiles(cls, value: Any) -> Any:
-        # An empty pattern would be part of every name, and so decay all parameters without a word.
+    def _compiles(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        # An empty pattern is part of every name, and so would silently decay all parameters.
         if value is not None and (not value or "" in tuple(value)):
             raise ValueError("names nothing; write a regular expression, a list of parts of names, or null")
         if isinstance(value, str):
@@ -108,10 +108,10 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return self.skip_bad_steps is not False
 
     def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Returns clipping, `rule`, rounding and skipping as one rule; see `Optimizer.build`.
+        """Combines clipping, `rule`, rounding and skipping; see `Optimizer.build`.
 
         Raises:
-            UserError: when `weight_decay_modules` names no parameter, and for a number of steps in place of `params`.
+            UserError: `weight_decay_modules` matches no parameter, or `params` is a number of steps.
         """
         import optax
 
@@ -123,27 +123,27 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
                 "OptimizerConfig.build takes parameters, as {name: Param(name, shape, axes)}, not a number of steps; "
                 "lr_scheduler(num_train_steps) is the learning rate, which `update` gets as an argument"
             )
-        whole = optax.chain(self.clip_rule(), self.rule(params))
-        # Skipping is outermost: a skipped step must leave no trace in any state, that of the rounding included.
+        rule = optax.chain(self.clip_rule(), self.rule(params))
+        # Skipping is outermost: a skipped step must not change any state, including the state of rounding.
         if self.state_dtype == "bfloat16":
-            whole = keep_in_bfloat16(whole)
+            rule = keep_in_bfloat16(rule)
         elif self.state_dtype == "float8":
-            whole = keep_in_float8(whole, params, self.squares_in_state or ())
+            rule = keep_in_float8(rule, params, self.squares_in_state or ())
         if self.skip_bad_steps is False:
-            return whole
-        return skip_bad_steps(whole, SkipStepConfig.parse(self.skip_bad_steps))
+            return rule
+        return skip_bad_steps(rule, SkipStepConfig.parse(self.skip_bad_steps))
 
     def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
-        """Returns `build` for one parameter, of one layer; None with `clip_update_norm`, whose norm is of all."""
+        """Returns `build` for one layer of one parameter; None with `clip_update_norm`, a norm over all parameters."""
         if self.clip_update_norm is not None:
             return None
         param, decays = params[name], self.decay_mask(params)[name]
         if param.axes[:1] == ("layers",):
             param = dataclasses.replace(param, shape=param.shape[1:], axes=param.axes[1:])
-        # Patterns may name other parameters, which they would not find here.
-        alone = {"weight_decay_modules": None, "default_weight_decay_mask": False}
+        # Patterns may match other parameters, which are missing here.
+        no_mask = {"weight_decay_modules": None, "default_weight_decay_mask": False}
         strength = self.weight_decay if decays else 0.0
-        return self.model_copy(update={**alone, "weight_decay": strength}).build({name: param})
+        return self.model_copy(update={**no_mask, "weight_decay": strength}).build({name: param})
 
     def clip_rule(self) -> optax.GradientTransformation:
         """Returns the first transformation of the gradient: clipping by its global norm."""
@@ -162,8 +162,9 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
     @abstractmethod
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the update transform, as optax's `scale_by_*`: from the clipped gradient to the update, before weight
-        decay and before the factor of minus the learning rate.
+        """Returns the update transform, as optax's `scale_by_*`.
+
+        It maps the clipped gradient to the update, before weight decay and the factor of minus the learning rate.
         """
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
@@ -171,10 +172,10 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return decay_weights(self.weight_decay, self.decay_mask(params))
 
     def decay_mask(self, params: Params) -> dict[str, bool]:
-        """Says of each parameter whether it decays.
+        """For each parameter, whether it decays.
 
         Raises:
-            UserError: when `weight_decay_modules` names no parameter.
+            UserError: `weight_decay_modules` matches no parameter.
         """
         named = matched_names(self.weight_decay_modules, params) if self.weight_decay_modules else frozenset()
         default = self.default_weight_decay_mask
@@ -183,8 +184,8 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         use_default = not self.weight_decay_modules or default is True
         return {name: name in named or (use_default and decays_by_default(param)) for name, param in params.items()}
 
-    def metrics(self, opt_state: Any) -> dict[str, jax.Array]:
-        """Reads the scalars for the log from the state that `update` returned; meant to be called under `jit`."""
+    def metrics(self, opt_state: optax.OptState) -> dict[str, jax.Array]:
+        """Reads the scalars for the log from the state returned by `update`; call it under `jit`."""
         import optax
 
         fields = {name: optax.tree_utils.tree_get(opt_state, name) for name in ("skipped_steps", "update_norm")}
@@ -192,11 +193,11 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
 
 def _bearing_8_bits(kind: type[OptimizerConfig]) -> Iterator[str]:
-    """The types of the optimizers below `kind` that take `state_dtype: float8`."""
-    for below in kind.__subclasses__():
-        if below.squares_in_state is not None and "type" in below.model_fields:
-            yield below.model_fields["type"].default
-        yield from _bearing_8_bits(below)
+    """The types of the optimizers below `kind` that support `state_dtype: float8`."""
+    for subclass in kind.__subclasses__():
+        if subclass.squares_in_state is not None and "type" in subclass.model_fields:
+            yield subclass.model_fields["type"].default
+        yield from _bearing_8_bits(subclass)
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
@@ -205,8 +206,14 @@ def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
     import optax
 
     def update(
-        updates: Any, state: Any, params: Any = None, /, *, learning_rate: jax.Array, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Arrays,
+        state: optax.OptState,
+        params: Arrays | None = None,
+        /,
+        *,
+        learning_rate: jax.Array,
+        **extra_args: PyTree,
+    ) -> tuple[Arrays, optax.OptState]:
         del params, extra_args
         return jax.tree.map(lambda u: u * -learning_rate.astype(u.dtype), updates), state
 

@@ -1,4 +1,4 @@
-"""Split of a parameter into blocks, each with a preconditioner of its own.
+"""Split of a parameter into blocks, each with a separate preconditioner.
 
 Shape letters: K blocks of one parameter (and of all its layers), I inputs of a block, O its outputs.
 
@@ -20,24 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The split of one parameter. Each layer's matrix is split by itself; a vector is a matrix with one output."""
+    """The split of one parameter. Each layer's matrix is split separately; a vector is a matrix with one output."""
 
     shape: tuple[int, ...]
-    """The parameter's shape."""
+    """Shape of the parameter."""
     stacked: int
-    """The number of its matrices, such as layers."""
+    """Number of its matrices, such as layers."""
     inputs: tuple[int, int]
-    """(number of blocks side by side, their size); the two multiply to the number of inputs."""
+    """(number of blocks along the inputs, their size); the product is the number of inputs."""
     outputs: tuple[int, int]
-    """The same of the outputs."""
+    """The same for the outputs."""
 
     @classmethod
-    def of(cls, param: Param, most: int | None, *, inputs: bool, outputs: bool) -> Blocks:
-        """The split of a parameter into blocks of at most `most`, along those of its sides that are asked for."""
+    def of(cls, param: Param, max_size: int | None, *, inputs: bool, outputs: bool) -> Blocks:
+        """Splits a parameter into blocks of at most `max_size`, along its inputs and outputs as requested."""
         stacked, i, o = matrix_sizes(param)
-        return cls(
-            param.shape, stacked, fit_blocks(i, most) if inputs else (1, i), fit_blocks(o, most) if outputs else (1, o)
-        )
+        input_blocks = fit_blocks(i, max_size) if inputs else (1, i)
+        return cls(param.shape, stacked, input_blocks, fit_blocks(o, max_size) if outputs else (1, o))
 
     @property
     def count(self) -> int:
@@ -45,9 +44,9 @@ class Blocks:
         return self.stacked * self.inputs[0] * self.outputs[0]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """[K, I, O] from an array of the parameter's shape."""
+        """Splits an array of the parameter's shape to [K, I, O]."""
         (a, i), (b, o) = self.inputs, self.outputs
-        # A reshape alone would mix rows of neighbouring blocks: the two counts have to stand together first.
+        # The two counts must be adjacent first: a plain reshape would mix rows of neighbouring blocks.
         return x.reshape(self.stacked, a, i, b, o).transpose(0, 1, 3, 2, 4).reshape(-1, i, o)
 
     def join(self, x_KIO: jax.Array) -> jax.Array:
@@ -63,12 +62,13 @@ def matrix_sizes(param: Param) -> tuple[int, int, int]:
     return math.prod(param.shape[: param.lead]), math.prod(param.shape[param.lead :]), 1
 
 
-def fit_blocks(size: int, most: int | None) -> tuple[int, int]:
-    """(number of blocks, their size) for one dimension: its largest divisor up to `most`; None: one block.
+def fit_blocks(size: int, max_size: int | None) -> tuple[int, int]:
+    """(number of blocks, their size) for one dimension: its largest divisor up to `max_size`; None: one block.
 
-    A dimension without a divisor from `most` / 4 to `most` stays whole: tiny blocks would precondition nothing.
+    A dimension without a divisor between `max_size` / 4 and `max_size` is not split: tiny blocks would be useless as
+    preconditioners.
     """
-    if most is None or size <= most:
+    if max_size is None or size <= max_size:
         return 1, size
-    best = max(d for d in range(1, most + 1) if size % d == 0)
-    return (size // best, best) if 4 * best >= most else (1, size)
+    best = max(d for d in range(1, max_size + 1) if size % d == 0)
+    return (size // best, best) if 4 * best >= max_size else (1, size)

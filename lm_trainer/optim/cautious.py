@@ -1,28 +1,31 @@
-"""Cautious AdamW: only those numbers of Adam's update that agree in sign with the present gradient."""
+"""Cautious AdamW: masks the elements of Adam's update that differ in sign from the current gradient."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.params import Params
+from lm_trainer.optim.params import Arrays, Params
 
 if TYPE_CHECKING:
     import jax
     import optax
 
 _LEAST_SHARE = 1e-3
-"""Least share of numbers that agree: where fewer do, they are scaled up by its inverse."""
+"""Minimum fraction of elements that agree: below it, they are scaled up by its inverse."""
 
 
 class CautiousConfig(OptimizerConfig):
-    """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1). The update is divided by the share of numbers
-    that agree, as in the later code of its authors, where the algorithm adds 1 to the count of those that agree.
+    """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1).
+
+    The update is divided by the fraction of elements that agree, as in the authors' later code; the algorithm in the
+    paper adds 1 to their count.
     """
 
-    # The share of numbers that agree is computed from a count of integers, which is exact in any order.
+    # The fraction is computed from an integer count, which is exact in any order.
     elementwise_transform: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
@@ -35,28 +38,28 @@ class CautiousConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns Adam's update where it agrees with the gradient, scaled up by all numbers over those that agree."""
+        """Returns Adam's update where it agrees with the gradient, divided by the fraction of agreeing elements."""
         import optax
 
         return _cautious(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
 
 
-def _cautious(inner: optax.GradientTransformation, known: Params) -> optax.GradientTransformation:
-    """Masks the updates of `inner`; each weight, and each layer of a stack, is scaled by its own share."""
+def _cautious(inner: optax.GradientTransformation, weights: Params) -> optax.GradientTransformation:
+    """Masks the updates of `inner`; each weight, and each layer of a stack, is scaled by its own fraction."""
     import jax.numpy as jnp
     import optax
 
     def masked(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
-        axes = tuple(range(known[name].lead, u.ndim))
+        axes = tuple(range(weights[name].lead, u.ndim))
         agree = u * g > 0
-        # Integers: a float sum over a shard would have other bits on another mesh.
+        # Integers: the bits of a float sum over a shard would depend on the mesh.
         count = jnp.sum(agree, axis=axes, keepdims=True, dtype=jnp.int32)
         share = count.astype(jnp.float32) / (u.size // count.size)
         return jnp.where(agree, u / jnp.maximum(share, _LEAST_SHARE).astype(u.dtype), jnp.zeros_like(u))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        inner_updates: Any
+    def update(updates: Arrays, state: optax.OptState, params: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
+        inner_updates: PyTree
         inner_updates, state = inner.update(updates, state, params)
         return {name: masked(name, u, updates[name]) for name, u in inner_updates.items()}, state
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformation(inner.init, update)  # pyright: ignore[reportArgumentType]

@@ -1,15 +1,16 @@
-"""Clipping of the gradient to a given norm, and of the update by the norms of the updates before."""
+"""Clipping of the gradient to a given norm, and of the update by the norms of previous updates."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.history import History
-from lm_trainer.optim.params import Params
+from lm_trainer.optim.params import Arrays, Params
 from lm_trainer.optim.safeguards import ClipUpdateNormConfig
 from lm_trainer.parallel.tree_sum import tree_sum
 
@@ -18,21 +19,21 @@ class ClipUpdateState(NamedTuple):
     """State of the clipping of updates."""
 
     norms: History
-    """Norms of the last updates, before they were clipped."""
+    """Norms of the last updates before clipping."""
     update_norm: jax.Array
-    """float32 [], the norm of the last update before it was clipped."""
+    """float32 [], norm of the last update before clipping."""
 
 
 def clip_update_norm(config: ClipUpdateNormConfig) -> optax.GradientTransformationExtraArgs:
-    """Clips updates by the history of their norms; an update that is not finite becomes 0 and leaves no trace."""
+    """Clips updates by the history of their norms; a non-finite update becomes 0 and does not change the state."""
 
-    def init(params: Any) -> ClipUpdateState:
+    def init(params: Arrays) -> ClipUpdateState:
         del params
         return ClipUpdateState(History.empty(config.rolling_interval_length), jnp.zeros((), jnp.float32))
 
     def update(
-        updates: Any, state: ClipUpdateState, params: Any = None, /, **extra_args: Any
-    ) -> tuple[Any, ClipUpdateState]:
+        updates: Arrays, state: ClipUpdateState, params: Arrays | None = None, /, **extra_args: PyTree
+    ) -> tuple[Arrays, ClipUpdateState]:
         del params, extra_args
         norm = global_norm(updates)
         finite = jnp.isfinite(norm)
@@ -45,13 +46,13 @@ def clip_update_norm(config: ClipUpdateNormConfig) -> optax.GradientTransformati
 
 
 def clip_update_rms(threshold: float, params: Params) -> optax.GradientTransformation:
-    """Scales each weight's update down to this root mean square; each layer of a stack is a weight of its own."""
+    """Scales the update of each weight, and of each layer of a stack, down to this root mean square."""
 
-    def update(updates: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+    def update(updates: Arrays, state: optax.OptState, _: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
         def clipped(name: str, u: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, u.ndim))
             rms = jnp.sqrt(jnp.mean(jnp.square(u.astype(jnp.float32)), axis=axes, keepdims=True))
-            # max(1, ...) scales down only: an update below the threshold stays as it is.
+            # max(1, ...) only scales down: an update below the threshold is not changed.
             return u / jnp.maximum(1.0, rms / threshold).astype(u.dtype)
 
         return {name: clipped(name, u) for name, u in updates.items()}, state
@@ -59,21 +60,27 @@ def clip_update_rms(threshold: float, params: Params) -> optax.GradientTransform
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
-def global_norm(tree: Any) -> jax.Array:
-    """The float32 norm of all leaves together; only for arrays that are whole on every device."""
-    # The parameters' sums are added in a tree of fixed order: how XLA fuses must not decide it.
+def global_norm(tree: PyTree) -> jax.Array:
+    """The float32 norm over all leaves; only for arrays that are unsharded on every device."""
+    # The sums of the parameters are added by a tree in fixed order, which must not depend on XLA's fusions.
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(tree_sum(jnp.stack(squares)))
 
 
 def clip_by_given_norm(max_norm: float | None) -> optax.GradientTransformationExtraArgs:
-    """Scales the gradient down to the global norm `max_norm`; the norm itself is the argument `grad_norm`."""
+    """Scales the gradient down to the global norm `max_norm`; the actual norm is the argument `grad_norm`."""
     if max_norm is None:
         return optax.with_extra_args_support(optax.identity())
 
     def update(
-        updates: Any, state: Any, params: Any = None, /, *, grad_norm: jax.Array, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Arrays,
+        state: optax.OptState,
+        params: Arrays | None = None,
+        /,
+        *,
+        grad_norm: jax.Array,
+        **extra_args: PyTree,
+    ) -> tuple[Arrays, optax.OptState]:
         del params, extra_args
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state

@@ -1,4 +1,4 @@
-"""Time table of a learning-rate schedule: cycles, and in each a warm-up, a stable phase and a decay."""
+"""The phases of a learning-rate schedule: cycles, each with a warm-up, a stable phase and a decay."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from lm_trainer.core.config import fraction_or_steps
 
 _EVEN = 0.01
-"""A fraction that leaves less than this part of a cycle over is taken for 1 / n: 0.333 means thirds."""
+"""A cycle length that leaves less than this fraction of a cycle over is taken for 1 / n: 0.333 means thirds."""
 
 
 class Cycle(NamedTuple):
-    """One cycle, in steps; its learning rate is lowest at `end`, where the next one begins."""
+    """One cycle, in steps; its learning rate is lowest at `end`, where the next cycle begins."""
 
     start: int
     warmup: int
@@ -30,27 +30,31 @@ class Cycle(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Phases as a configuration has them: fractions of their cycle (floats up to 1.0) or numbers of steps."""
+    """Lengths of phases as in a configuration: fractions of their cycle (floats up to 1.0) or numbers of steps."""
 
     warmup: float = 0
     """Warm-up of the first cycle."""
     rewarmup: float = 0
-    """Warm-up of the others."""
+    """Warm-up of the other cycles."""
     decay: float | Sequence[int] | None = None
-    """None: all that follows the warm-up; a list: of each cycle, in steps."""
+    """None: everything after the warm-up; a list: the length for each cycle, in steps."""
 
 
 def cycle_ends(
     total: int, *, cycles: int | Sequence[int] | None = None, cycle_length: float | Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Returns the steps at which the cycles of a run of `total` steps end; the last is `total`.
+    """The steps at which the cycles of a run of `total` steps end; the last one is `total`.
 
-    `cycles` is their number, all equally long to a step, or the steps at which they end, the last of which may be left
-    out. `cycle_length` is their length, a fraction of the run (a float up to 1.0) or in steps, or a list of lengths in
-    steps. Steps that are left over at the end are a last cycle.
+    Steps that are left over at the end form a last cycle.
+
+    Args:
+        total: steps of the run.
+        cycles: number of cycles, equally long to a step, or the steps at which they end, where the last may be omitted.
+        cycle_length: length of the cycles, as a fraction of the run (a float up to 1.0) or in steps, or a list of
+            lengths in steps.
 
     Raises:
-        ValueError: when both are given, or cycles do not fit into the run or have less than two steps.
+        ValueError: both are given, or cycles do not fit into the run or have less than two steps.
     """
     if cycles is not None and cycle_length is not None:
         raise ValueError("set cycles (how many, or where they end) or cycle_length (how long they are), not both")
@@ -64,8 +68,8 @@ def cycle_ends(
     else:
         return (total,)
     if not ends or ends[-1] > total:
-        found = f"ends at step {ends[-1]}, but the run has {total} steps" if ends else "has no cycle"
-        raise ValueError(f"{key} {found}; write fewer or shorter cycles, or null for a single one")
+        problem = f"ends at step {ends[-1]}, but the run has {total} steps" if ends else "has no cycle"
+        raise ValueError(f"{key} {problem}; write fewer or shorter cycles, or null for a single one")
     if ends[-1] < total:
         ends.append(total)
     _check_lengths(ends, key)
@@ -88,7 +92,7 @@ def _by_length(total: int, length: float) -> list[int]:
 
 
 def _check_lengths(ends: Sequence[int], key: str) -> None:
-    """Refuses a cycle of a single step, which would never leave its peak; a single cycle may have any length."""
+    """Rejects cycles of a single step, which would stay at the peak; the only cycle of a run may have any length."""
     for number, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1):
         if len(ends) > 1 and end - start < 2:
             raise ValueError(
@@ -101,7 +105,7 @@ def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
     """Splits each cycle into its phases.
 
     Raises:
-        ValueError: when the phases do not fit into their cycle, or decays are listed that are not one for each.
+        ValueError: the phases do not fit into their cycle, or the number of listed decays differs from the cycles.
     """
     if isinstance(lengths.decay, Sequence) and len(lengths.decay) != len(ends):
         raise ValueError(f"decay: {_shown(lengths.decay)} lists {len(lengths.decay)} decays for {len(ends)} cycles")
@@ -112,16 +116,16 @@ def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
 
 
 def _plan_cycle(number: int, start: int, steps: int, lengths: Lengths, *, several: bool) -> Cycle:
-    key, wanted = ("warmup", lengths.warmup) if number == 1 else ("rewarmup", lengths.rewarmup)
-    warmup = fraction_or_steps(wanted, steps)
-    asked_decay = lengths.decay[number - 1] if isinstance(lengths.decay, Sequence) else lengths.decay
-    decay = max(0, steps - warmup) if asked_decay is None else fraction_or_steps(asked_decay, steps)
+    key, length = ("warmup", lengths.warmup) if number == 1 else ("rewarmup", lengths.rewarmup)
+    warmup = fraction_or_steps(length, steps)
+    decay_length = lengths.decay[number - 1] if isinstance(lengths.decay, Sequence) else lengths.decay
+    decay = max(0, steps - warmup) if decay_length is None else fraction_or_steps(decay_length, steps)
     stable = steps - warmup - decay
     if stable < 0:
-        asked = f"{key} ({warmup} steps)" + (f" and decay ({decay} steps) do" if decay else " does")
-        where = f"cycle {number}, steps {start} to {start + steps}" if several else f"{steps} training steps"
+        phases = f"{key} ({warmup} steps)" + (f" and decay ({decay} steps) do" if decay else " does")
+        span = f"cycle {number}, steps {start} to {start + steps}" if several else f"{steps} training steps"
         advice = "; shorten them, write them as fractions of the cycle, or choose longer cycles" if several else ""
-        raise ValueError(f"{asked} not fit into {where}{advice}")
+        raise ValueError(f"{phases} not fit into {span}{advice}")
     return Cycle(start, warmup, stable, decay)
 
 

@@ -1,15 +1,16 @@
-"""Weight decay, and the choice of the parameters that decay."""
+"""Weight decay, and the selection of the parameters that decay."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.module_names import module_spellings
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.optim.params import Arrays, Param, Params
 
 if TYPE_CHECKING:
     import jax
@@ -21,42 +22,44 @@ ALIASES: Mapping[str, str] = {
     "embed.positions": "position_embeddings",
     "head": "lm_head",
 }
-"""Parts of parameter names -> their spelling in other frameworks' configurations; patterns may use either."""
+"""Parts of parameter names -> their names in configurations of other frameworks; patterns may use either."""
 
 _KINDS = ("weight", "bias", "scale")
 
 
 def decays_by_default(param: Param) -> bool:
-    """True for matrices and heads; False for biases, norms, embedding and position tables."""
+    """True for matrices and heads; false for biases, norms, embedding and position tables."""
     return param.role in ("matrix", "head")
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Returns the names under which patterns find a parameter: its own, and the one with every part replaced by its
-    alias, and with `.weight` at the end where it does not say its kind, as that of a table does not.
+    """The names under which patterns find a parameter.
+
+    These are its own name, and the name with every part replaced by its alias and with `.weight` added if the name does
+    not end in a kind (such as the name of a table).
     """
     alias = name
-    for ours, theirs in ALIASES.items():
-        alias = re.sub(rf"(?<![^.]){re.escape(ours)}(?![^.])", theirs, alias)
+    for part, alias_part in ALIASES.items():
+        alias = re.sub(rf"(?<![^.]){re.escape(part)}(?![^.])", alias_part, alias)
     if alias.rsplit(".", 1)[-1] not in _KINDS:
         alias += ".weight"
     return (name,) if alias == name else (name, alias)
 
 
 def matched_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
-    """Returns the parameters whose name matches a regular expression from its start, or contains a part of a list.
+    """The parameters whose name matches a regular expression from its start, or contains one of several parts.
 
-    A name is any of `spellings` and, for the modules that the pattern names, of `module_spellings`.
+    Names are `spellings` and, for modules that the pattern names, `module_spellings`.
 
     Raises:
-        UserError: when a pattern matches no parameter.
+        UserError: a pattern matches no parameter.
     """
     if isinstance(patterns, str):
-        return _found(patterns, re.compile(patterns).match, params)
-    return frozenset().union(*(_found(part, lambda name, part=part: part in name, params) for part in patterns))
+        return _matching(patterns, re.compile(patterns).match, params)
+    return frozenset().union(*(_matching(part, lambda name, part=part: part in name, params) for part in patterns))
 
 
-def _found(pattern: str, matches: Callable[[str], object], params: Params) -> frozenset[str]:
+def _matching(pattern: str, matches: Callable[[str], object], params: Params) -> frozenset[str]:
     every = {name: (*spellings(name), *module_spellings(param, pattern)) for name, param in params.items()}
     names = [name for name, spelt in every.items() if any(map(matches, spelt))]
     if names:
@@ -74,17 +77,23 @@ def _found(pattern: str, matches: Callable[[str], object], params: Params) -> fr
 def decay_weights(
     strength: float, mask: Mapping[str, bool], *, peak: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds `strength` times the parameter to the updates of those that `mask` names, before the learning rate.
+    """Adds `strength` times the parameter to the updates of parameters with a true `mask`, before the learning rate.
 
-    With `peak`, the strength is multiplied by the argument `learning_rate` over it (Defazio 2025, arXiv 2506.02285,
+    With `peak`, the strength is multiplied by the argument `learning_rate` over `peak` (Defazio 2025, arXiv 2506.02285,
     algorithm 1).
     """
     import jax.numpy as jnp
     import optax
 
     def update(
-        updates: Any, state: Any, params: Any = None, /, *, learning_rate: jax.Array, **extra_args: Any
-    ) -> tuple[Any, Any]:
+        updates: Arrays,
+        state: optax.OptState,
+        params: PyTree = None,
+        /,
+        *,
+        learning_rate: jax.Array,
+        **extra_args: PyTree,
+    ) -> tuple[Arrays, optax.OptState]:
         del extra_args
         factor = strength if peak is None else strength * (learning_rate / peak)
 

@@ -1,9 +1,9 @@
-"""Blocks for `lr_schedule`: a shape of the decay together with its constants."""
+"""Blocks for `lr_schedule`: a shape of the decay with its constants."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
@@ -26,7 +26,7 @@ class CosineShape(Config):
 
     type: Literal["cosine"] = "cosine"
     exponent: PositiveFloat = 1.0
-    """The power; above 1 the learning rate falls sooner."""
+    """The power; above 1 the learning rate falls earlier."""
 
     @property
     def constants(self) -> Constants:
@@ -34,11 +34,11 @@ class CosineShape(Config):
 
 
 class InvSqrtShape(Config):
-    """Inverse square root of the steps of warm-up and decay, on a scale of its own."""
+    """Inverse square root of the steps of warm-up and decay over a timescale."""
 
     type: Literal["inv_sqrt"] = "inv_sqrt"
     timescale: PositiveFloat = 10_000.0
-    """Steps of warm-up and decay together up to which the learning rate is the peak."""
+    """Number of steps of warm-up and decay up to which the learning rate is the peak."""
 
     @property
     def constants(self) -> Constants:
@@ -49,13 +49,13 @@ _FROM_RUN = Ignored("the run itself says how many tokens each step has")
 
 
 class PowerShape(Config):
-    """Power law of the tokens since the cycle began."""
+    """Power law of the tokens since the start of the cycle."""
 
     ignored_keys: ClassVar[Mapping[str, Ignored]] = {"batch_size": _FROM_RUN, "seq_length": _FROM_RUN}
 
     type: Literal["power"] = "power"
     a: PositiveFloat = POWER_SCALE
-    """The learning rate at one token, for each row of the batch."""
+    """Learning rate at one token, for each row of the batch."""
     b: float = Field(default=POWER_EXPONENT, lt=0)
     """The exponent."""
 
@@ -77,17 +77,17 @@ _ELSEWHERE = {
     "cosine_with_min_lr": "lr_schedule: cosine with min_lr_ratio",
     "inverse_sqrt": "lr_schedule: inv_sqrt",
 }
-"""Names of schedules in other programs, and how they are written here."""
+"""Names of schedules in other programs -> the equivalent configuration here."""
 
 
-def _refuse_names_of_others(value: Any) -> Any:
+def _refuse_names_of_others(value: object) -> object:
     name = value.get("type") if isinstance(value, dict) else value
-    known = _ELSEWHERE.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
-    if known is not None:
-        raise ValueError(f"{name!r} is written here as {known}")
+    spelling = _ELSEWHERE.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
+    if spelling is not None:
+        raise ValueError(f"{name!r} is written here as {spelling}")
     return value
 
 
 AnyShape = Annotated[CosineShape | InvSqrtShape | PowerShape | PlainShape, Field(discriminator="type")]
 DecayShape = Annotated[ScheduleName | AnyShape, BeforeValidator(_refuse_names_of_others)]
-"""A shape by its name, or a block with its constants."""
+"""The name of a shape, or a block with its constants."""

@@ -1,4 +1,4 @@
-"""Ring of the last values of a quantity, and a limit for the next; part of an optimizer's state."""
+"""Ring buffer of the last values of a quantity, and a limit for the next value; part of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import jax.numpy as jnp
 from lm_trainer.parallel.tree_sum import tree_sum
 
 _LEAST_DEVIATION = 1e-6
-"""The least deviation: that of equal values is 0, and a change of the last digit would be refused."""
+"""Minimum deviation: the deviation of equal values is 0, so that a change of the last digit would be rejected."""
 
 
 class History(NamedTuple):
-    """A ring of finite values, whole on every device."""
+    """A ring buffer of finite values, replicated on every device."""
 
     ring: jax.Array
-    """float32 [window]; slots that were never written are 0."""
+    """float32 [window]; unused slots are 0."""
     count: jax.Array
-    """int32 [], the number of values that were ever pushed."""
+    """int32 [], total number of values pushed."""
 
     @classmethod
     def empty(cls, window: int) -> History:
-        """Returns a ring without values, with room for `window` of them."""
+        """Creates an empty buffer for `window` values."""
         return cls(jnp.zeros((window,), jnp.float32), jnp.zeros((), jnp.int32))
 
     def push(self, value: jax.Array, condition: jax.Array) -> History:
-        """Takes a value in place of the oldest if `condition` holds."""
+        """Replaces the oldest value by `value` if `condition` holds."""
         slot = self.count % self.ring.size
         pushed = self.ring.at[slot].set(value.astype(jnp.float32))
         return History(
@@ -35,16 +35,16 @@ class History(NamedTuple):
         )
 
     def limit(self, sigma_factor: float) -> jax.Array:
-        """Returns, float32 [], the mean plus `sigma_factor` times the standard deviation of the values that are held.
+        """The mean plus `sigma_factor` times the standard deviation of the stored values, float32 [].
 
-        The deviation is that of the population, and at least 1e-6. The limit is infinite while fewer than half of the
-        slots, or fewer than two, are in use.
+        This is the standard deviation of the population, at least 1e-6. The limit is infinite while fewer than half of
+        the slots, or fewer than two, are in use.
         """
         window = self.ring.size
         used = jnp.minimum(self.count, window)
         amount = jnp.maximum(used, 1).astype(jnp.float32)
         held = jnp.arange(window) < used
-        # Slots that are not in use are 0 and add nothing to the sum; from the deviations they have to be taken out.
+        # Unused slots are 0, and so do not change the sum; they must be masked in the deviations.
         mean = tree_sum(self.ring) / amount
         deviations = jnp.where(held, self.ring - mean, 0.0)
         deviation = jnp.sqrt(tree_sum(jnp.square(deviations)) / amount)

@@ -1,4 +1,4 @@
-"""PSGD Kron: a preconditioner of one factor for the inputs of a matrix and one for its outputs."""
+"""PSGD Kron: a preconditioner with one factor for the inputs of a matrix and one for its outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and expert
 class KronConfig(OptimizerConfig):
     """PSGD Kron (Li 2015, arXiv 1512.04202; Li 2024, arXiv 2402.11858), with momentum before the preconditioner.
 
-    The factors are updated at every step for `update_prob_flat_start` steps, then ever more rarely.
+    The factors are updated at every step for `update_prob_flat_start` steps, then more and more rarely.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -35,32 +35,32 @@ class KronConfig(OptimizerConfig):
 
     type: Literal["kron"] = "kron"
     learning_rate: PositiveFloat = 6e-4
-    """The peak learning rate; a third of what suits AdamW is a good start."""
+    """Peak learning rate; a third of the learning rate of AdamW is a good start."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of gradients."""
     normalize_grads: bool = False
-    """Divides the gradient of each weight by its norm first."""
+    """Divide the gradient of each weight by its norm first."""
     preconditioner_update_probability: float = Field(default=0.05, gt=0, le=1)
-    """The least frequency at which factors are updated: 0.05 is every 20 steps."""
+    """Minimum frequency of factor updates: 0.05 is every 20 steps."""
     update_prob_flat_start: NonNegativeInt = 500
-    """Steps at the start that all update the factors; then the frequency falls by a factor of e in 1000 steps."""
+    """Number of initial steps that all update the factors; then the frequency falls by a factor of e in 1000 steps."""
     max_size_triangular: PositiveInt = 25000
     """A larger dimension has a diagonal factor."""
     memory_save_mode: Literal["one_diag", "all_diag"] | None = None
     """`one_diag`: the larger dimension of every matrix has a diagonal factor; `all_diag`: both have; null: none."""
     preconditioner_lr: PositiveFloat = 0.1
-    """The learning rate of the factors."""
+    """Learning rate of the factors."""
     preconditioner_init_scale: PositiveFloat = 1.0
     """The preconditioner starts as the identity times the square of this."""
     partition_grads_into_blocks: bool = True
-    """Cuts dimensions with triangular factors into blocks with factors of their own."""
+    """Split dimensions with triangular factors into blocks with separate factors."""
     block_size: PositiveInt = 256
-    """The largest size of a block; blocks have the largest size up to it that divides the dimension."""
+    """Maximum block size; blocks have the largest size up to it that divides the dimension."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the preconditioned momentum, with no weight's root mean square above 1.1."""
+        """Returns the preconditioned momentum, with a root mean square of at most 1.1 for each weight."""
         from lm_trainer.optim.kron_update import scale_by_kron
 
         return scale_by_kron(self, params)

@@ -1,8 +1,8 @@
-"""PSGD with Kronecker factors: the gradient is whitened by a preconditioner that is learnt on the way.
+"""PSGD with Kronecker factors: the gradient is whitened by a preconditioner that is learned during training.
 
 The preconditioner of a block G is P = Q^T Q with Q = Q_in (x) Q_out, so that P G = Q_in^T Q_in G Q_out^T Q_out. Both
-factors are upper triangles, or diagonals where a dimension is too large. They descend on E[tr(P G G^T + P^-1 V V^T)]
-with V random normal numbers, which is least where P G has uncorrelated numbers of variance 1 (Li 2024).
+factors are upper triangles, or diagonals if a dimension is too large. They descend on E[tr(P G G^T + P^-1 V V^T)] with
+V random normal numbers, which is minimal if the elements of P G are uncorrelated with variance 1 (Li 2024).
 
 Shape letters: K blocks of one parameter, I inputs of a block, O its outputs, N either of them. A factor `q` is q_KNN
 or, as a diagonal, q_KN. With the defaults, 12 layers of a linear map from 768 to 3072 give
@@ -15,7 +15,7 @@ or, as a diagonal, q_KN. With the defaults, 12 layers of a linear map from 768 t
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,61 +24,61 @@ import optax
 from lm_trainer.optim.blocks import Blocks
 from lm_trainer.optim.clip import clip_update_rms
 from lm_trainer.optim.kron import KronConfig
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.optim.params import Arrays, Param, Params
 
 _HIGHEST_RMS = 1.1
-"""A whitened momentum has a root mean square of at most about 1; only a factor that lags behind exceeds this."""
+"""A whitened momentum has a root mean square of at most about 1; only an outdated factor exceeds this limit."""
 _SEED = 42
-"""Fixed, not the run's seed: the random numbers probe the factors, and any do as well as others."""
+"""Fixed, not the run's seed: the random numbers only probe the factors."""
 
 
 class KronState(NamedTuple):
-    """State of Kron; factors by parameter name, where there are any."""
+    """State of Kron; factors are by parameter name."""
 
     count: jax.Array
-    """int32 [], steps so far; random numbers follow from it."""
+    """int32 [], steps so far; determines the random numbers."""
     since_update: jax.Array
-    """int32 [], steps since the factors were last updated."""
-    mu: Any
-    """The average of gradients, like the parameters."""
+    """int32 [], steps since the last update of the factors."""
+    mu: Arrays
+    """Average of gradients, in the shapes of the parameters."""
     inputs: dict[str, jax.Array]
     """float32 factors of the inputs: upper triangles [K, I, I], or diagonals [K, I]."""
     outputs: dict[str, jax.Array]
-    """The same of the outputs, [K, O, O] or [K, O]; vectors have none."""
+    """Factors of the outputs, [K, O, O] or [K, O]; vectors have none."""
 
 
 def scale_by_kron(config: KronConfig, params: Params) -> optax.GradientTransformation:
-    """Returns the preconditioned momentum, with no weight's root mean square above 1.1."""
+    """Returns the preconditioned momentum, with a root mean square of at most 1.1 for each weight."""
     triangles = {name: _triangles(config, param) for name, param in params.items()}
-    most = config.block_size if config.partition_grads_into_blocks else None
-    # A diagonal gains nothing from blocks: it has as many numbers as the dimension anyway.
-    blocks = {n: Blocks.of(p, most, inputs=triangles[n][0], outputs=triangles[n][1]) for n, p in params.items()}
+    max_size = config.block_size if config.partition_grads_into_blocks else None
+    # Blocks are useless for a diagonal: it has as many elements as the dimension anyway.
+    blocks = {n: Blocks.of(p, max_size, inputs=triangles[n][0], outputs=triangles[n][1]) for n, p in params.items()}
     normalize = _normalize(params) if config.normalize_grads else optax.identity()
 
     def factors(side: int) -> dict[str, jax.Array]:
-        found = {}
+        by_name = {}
         for name, block in blocks.items():
             if params[name].role == "vector" and side == 1:
                 continue
             size = (block.inputs, block.outputs)[side][1]
-            # Where two factors are multiplied, each brings the root, so that Q is the scale itself.
+            # If two factors are multiplied, each has the square root, so that Q has the scale itself.
             scale = config.preconditioner_init_scale ** (1.0 if params[name].role == "vector" else 0.5)
             one = jnp.eye(size) if triangles[name][side] else jnp.ones(size)
-            found[name] = jnp.tile(scale * one, (block.count,) + (1,) * one.ndim)
-        return found
+            by_name[name] = jnp.tile(scale * one, (block.count,) + (1,) * one.ndim)
+        return by_name
 
-    def init(like: Any) -> KronState:
+    def init(like: Arrays) -> KronState:
         zero = jnp.zeros((), jnp.int32)
         return KronState(zero, zero, optax.tree.zeros_like(like), factors(0), factors(1))
 
-    def update(grads: Any, state: KronState, _: Any = None) -> tuple[Any, KronState]:
+    def update(grads: Arrays, state: KronState, _: Arrays | None = None) -> tuple[Arrays, KronState]:
         count, since = state.count + 1, state.since_update + 1
         mu = optax.tree.update_moment(grads, state.mu, config.beta1, 1)
         momentum = optax.tree.bias_correction(mu, config.beta1, count)
         split = {name: blocks[name].split(m) for name, m in momentum.items()}
-        # A count, not a draw at that probability: the work is then as even as it can be.
+        # By a count, not a random draw with this probability: this distributes the work as evenly as possible.
         due = since >= 1 / _frequency(config, count)
-        # A branch, not a select: between two updates the solves and products below cost nothing.
+        # A branch, not a select: between updates the solves and products below are not computed.
         inputs, outputs = jax.lax.cond(
             due,
             functools.partial(_update_factors, config),
@@ -102,7 +102,7 @@ def _frequency(config: KronConfig, count: jax.Array) -> jax.Array:
 
 
 def _triangles(config: KronConfig, param: Param) -> tuple[bool, bool]:
-    """Says of the factors of inputs and outputs whether they are triangular."""
+    """True for inputs and for outputs if their factor is triangular."""
     if param.role == "vector" or config.memory_save_mode == "all_diag":
         return False, False
     _, inputs, outputs = param.matrix_shape
@@ -119,14 +119,14 @@ def _update_factors(
     inputs: dict[str, jax.Array],
     outputs: dict[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Computes the factors after one step towards a preconditioner that whitens the momentum."""
+    """Takes one step of the factors towards a preconditioner that whitens the momentum."""
     key = jax.random.fold_in(jax.random.key(_SEED), count)
     new_inputs, new_outputs = {}, {}
-    # Sorted, because each parameter's key follows from its place, and a restored state may have another order.
+    # Sorted, because each parameter's key depends on its index, and a restored state may have another order.
     for i, (name, m_KIO) in enumerate(sorted(momentum.items())):
         m_KIO = m_KIO.astype(inputs[name].dtype)
         v_KIO = jax.random.normal(jax.random.fold_in(key, i), m_KIO.shape, m_KIO.dtype)
-        # Noise of a relative size of 3e-4: where a momentum has low rank, P would grow without bound beside it.
+        # Noise of relative size 3e-4: if a momentum has low rank, P would grow without bound in the other directions.
         damping_K11 = jnp.sqrt(jnp.finfo(jnp.float32).eps) * jnp.mean(jnp.abs(m_KIO), axis=(1, 2), keepdims=True)
         g_KIO = m_KIO + damping_K11 * v_KIO
         q_in, q_out = _step_factors(inputs[name], outputs.get(name), g_KIO, v_KIO, config.preconditioner_lr)
@@ -139,7 +139,7 @@ def _update_factors(
 def _normalize(params: Params) -> optax.GradientTransformation:
     """Divides the gradient of each weight, and of each layer of a stack, by its norm."""
 
-    def update(updates: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+    def update(updates: Arrays, state: optax.OptState, _: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
         def one(name: str, g: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, g.ndim))
             return g / (jnp.sqrt(jnp.sum(jnp.square(g), axis=axes, keepdims=True)) + 1e-12)
@@ -154,7 +154,7 @@ def _normalize(params: Params) -> optax.GradientTransformation:
 
 
 def _product(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Q X for a factor of the inputs, [K, I, O]; None is the identity."""
+    """Q X for a factor of the inputs, [K, I, O]; None means the identity."""
     if q is None:
         return x_KIO
     return q[..., None] * x_KIO if q.ndim == 2 else jnp.matmul(q, x_KIO, precision="highest")
@@ -166,7 +166,7 @@ def _transposed(x: jax.Array) -> jax.Array:
 
 def _precondition(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Array) -> jax.Array:
     """Q_in^T Q_in G Q_out^T Q_out, [K, I, O]."""
-    # Each round multiplies from the left and transposes: after two, outputs are behind inputs again.
+    # Each round multiplies from the left and transposes: two rounds restore the order of inputs and outputs.
     for q in (q_in, q_out):
         half = _product(q, g_KIO)
         back = q if q is None or q.ndim == 2 else _transposed(q)
@@ -175,7 +175,7 @@ def _precondition(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Ar
 
 
 def _inverse_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Q^-T X for a factor of the inputs, [K, I, O], by substitution: no inverse is formed."""
+    """Q^-T X for a factor of the inputs, [K, I, O], by substitution, without forming an inverse."""
     if q is None:
         return x_KIO
     if q.ndim == 2:
@@ -193,17 +193,19 @@ def _step_factors(
     if q_out is None:
         return new_in, None
     new_out = _step_factor(q_out, _transposed(a_KIO), _transposed(b_KIO), rate)
-    # Only the product of the two matters: kept at one size, none of them overflows.
+    # Only the product of the two matters: with equal sizes, neither of them overflows.
     sizes = [jnp.max(jnp.abs(q), axis=tuple(range(1, q.ndim)), keepdims=True) for q in (new_in, new_out)]
     ratio_K = jnp.sqrt(sizes[1].reshape(-1) / sizes[0].reshape(-1))
     return new_in * ratio_K.reshape(sizes[0].shape), new_out / ratio_K.reshape(sizes[1].shape)
 
 
 def _step_factor(q: jax.Array, a_KNM: jax.Array, b_KNM: jax.Array, rate: float) -> jax.Array:
-    """Q - rate / |A A^T + B B^T| * triu(A A^T - B B^T) Q, with A = Q_in G Q_out^T and B = Q_in^-T V Q_out^-1 for the
-    factor of the inputs, their transposes for that of the outputs. N is the side of the factor, M the other one.
+    """Q - rate / |A A^T + B B^T| * triu(A A^T - B B^T) Q.
 
-    The step multiplies Q by an upper triangle whose diagonal the norm keeps above 0, so that Q always has an inverse.
+    For the factor of the inputs A = Q_in G Q_out^T and B = Q_in^-T V Q_out^-1; for the factor of the outputs, their
+    transposes. N is the side of the factor, M the other side.
+
+    The step multiplies Q by an upper triangle whose diagonal the norm keeps above 0, so Q always has an inverse.
     """
     tiny = jnp.finfo(q.dtype).tiny  # a block without gradient has a norm of 0
     if q.ndim == 2:
@@ -220,9 +222,9 @@ def _spectral_norm(x_NN: jax.Array) -> jax.Array:
     """A lower bound for the norm of a symmetric matrix, [], at most a factor of sqrt(2) too low in practice.
 
     One power iteration from the column with the largest norm: an eigenvalue decomposition would cost more than the
-    rest of the update, and the step only needs the size.
+    rest of the update, and the step only needs an approximate size.
     """
-    # The largest number is taken out first, so that no square overflows or vanishes.
+    # Scaled by the largest number, so that no square overflows or underflows.
     largest = jnp.max(jnp.abs(x_NN))
     scaled_NN = x_NN / jnp.where(largest > 0, largest, 1)
     column_N = scaled_NN[:, jnp.argmax(jnp.sum(scaled_NN * scaled_NN, axis=0))]

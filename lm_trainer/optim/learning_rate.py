@@ -1,7 +1,7 @@
-"""Keys of an optimizer's configuration that give the learning rate over time."""
+"""Configuration keys of an optimizer for the learning rate over time."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
@@ -21,37 +21,37 @@ class LearningRateConfig(Config):
     learning_rate: PositiveFloat = 6e-4
     """The peak learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """The learning rate at the end of the decay, as a part of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
     warmup: FractionOrSteps = 0.01
     """Linear warm-up from 0 in the first cycle: a fraction of the cycle (a float up to 1.0) or a number of steps."""
     rewarmup: FractionOrSteps = 0.0
-    """Linear warm-up of the other cycles from the learning rate at the end of the one before, like `warmup`; 0: the
+    """Linear warm-up of the other cycles from the final learning rate of the previous cycle, like `warmup`; 0: the
     learning rate jumps back to the peak. No effect on a single cycle."""
     decay: FractionOrSteps | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
     each cycle; null: everything after the warm-up. The steps between warm-up and decay are at the peak."""
     cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Number of times that warm-up, peak and decay repeat, or the steps at which each ends and the learning rate is
-    lowest; the end of the run need not be listed."""
+    """Number of repetitions of warm-up, peak and decay, or the steps at which each ends and the learning rate is
+    lowest; the end of the run may be omitted."""
     cycle_length: PositiveInt | PositiveFloat | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Instead of `cycles`, how long each is: a fraction of the run (a float up to 1.0), a number of steps, or a list of
-    numbers of steps. The steps left over at the end of the run are a last, shorter cycle."""
+    """Instead of `cycles`, the length of each: a fraction of the run (a float up to 1.0), a number of steps, or a list
+    of numbers of steps. Steps left over at the end of the run form a last, shorter cycle."""
     cycle_peaks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
-    """The peak of each cycle as a multiple of `learning_rate`; null: all 1."""
+    """Peak of each cycle as a multiple of `learning_rate`; null: all 1."""
     lr_schedule: DecayShape = "cosine"
-    """The shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
+    """Shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
     `power` (by the batch size and the number of tokens, with `learning_rate` as its limit); or a block with its
     constants, such as `{type: cosine, exponent: 2}`, `{type: inv_sqrt, timescale: 10000}`, `{type: power, a: 4}`."""
 
     def schedule(self, num_train_steps: int, tokens: TokenSchedule | None = None) -> Schedule:
-        """Returns the learning rate as a function of the step, from 0.
+        """The learning rate as a function of the step, from 0.
 
         Args:
-            num_train_steps: steps of the run.
-            tokens: the tokens of each step; only `power` needs them.
+            num_train_steps: number of steps of the run.
+            tokens: tokens of each step; only `power` needs them.
 
         Raises:
-            ValueError: when cycles or phases do not fit into the run.
+            ValueError: cycles or phases do not fit into the run.
         """
         ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
         cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
@@ -61,14 +61,14 @@ class LearningRateConfig(Config):
         return Schedule(name, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks, constants)
 
     def lr_scheduler(self, num_train_steps: int, override_lr: float | None = None) -> Schedule:
-        """`schedule` under the name that Levanter has, with another peak where `override_lr` is given."""
+        """`schedule` under Levanter's name, with another peak if `override_lr` is given."""
         config = self if override_lr is None else self.model_copy(update={"learning_rate": override_lr})
         return config.schedule(num_train_steps)
 
     @field_validator("cycle_length")
     @classmethod
-    def _is_a_length(cls, value: Any) -> Any:
-        # An int is a number of steps; a float has to be a fraction of the run or a whole number of steps.
+    def _is_a_length(cls, value: float | tuple[int, ...] | None) -> float | tuple[int, ...] | None:
+        # An int is a number of steps; a float must be a fraction of the run or a whole number of steps.
         if isinstance(value, float):
             fraction_or_steps(value, 1)
         return value

@@ -21,12 +21,12 @@ class LionConfig(OptimizerConfig):
 
     type: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = 6e-4
-    """The peak learning rate. The paper takes 3 to 10 times less than for AdamW, such as 1e-4, and a weight decay as
-    many times larger."""
+    """Peak learning rate. The paper uses 3 to 10 times less than for AdamW, such as 1e-4, and a weight decay larger by
+    the same factor."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """The part of the momentum in the sum of which the sign is taken."""
+    """Weight of the momentum in the sum whose sign is taken."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the momentum; the paper takes 0.99, and 0.95 to 0.98 where training is unstable."""
+    """Decay of the momentum; the paper uses 0.99, and 0.95 to 0.98 if training is unstable."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the sign of beta1 * momentum + (1 - beta1) * gradient."""

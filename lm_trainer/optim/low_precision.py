@@ -1,24 +1,26 @@
-"""Optimizer state in half the memory, and in a quarter of it."""
+"""Optimizer state in half or a quarter of the memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.core.jax_types import PyTree
+from lm_trainer.optim.params import Arrays, Param, Params
 
 _LEAST_SIZE = 4096
-"""Numbers of a weight from which on its state is kept in 8 bits; it is the bound of bitsandbytes and torchao."""
+"""Minimum size of a weight whose state is stored in 8 bits; the same limit as in bitsandbytes and torchao."""
 _BLOCK = 32
 """Numbers in a block, as in MXFP8."""
 _SHARDS = 8
-"""Shards whose edges are edges of blocks wherever the length allows: the default of `trainer.elastic_shards`."""
+"""Number of shards whose boundaries are block boundaries if the length allows: the default of
+`trainer.elastic_shards`."""
 
 
 class LowPrecisionState(NamedTuple):
@@ -26,34 +28,35 @@ class LowPrecisionState(NamedTuple):
 
     count: jax.Array
     """int32 [], updates so far."""
-    inner: Any
-    """The rule's own state, its arrays that are like parameters in bfloat16 or as `BlockFloats`."""
+    inner: PyTree
+    """State of the rule; arrays in the shape of parameters are in bfloat16 or `BlockFloats`."""
 
 
 def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """Wraps a rule: it computes in float32, but its arrays that are like parameters rest in bfloat16.
+    """Wraps a rule: it computes in float32, but stores its arrays in the shape of parameters in bfloat16.
 
-    They are rounded up or down by chance, with the exact value as the mean (stochastic rounding; Gupta et al. 2015,
-    arXiv 1502.02551, section 3.1). Rounded to the nearest, an average that changes by less than half of a bfloat16's
-    last digit at each step would never change.
+    Stochastic rounding has the exact value as its mean (Gupta et al. 2015, arXiv 1502.02551, section 3.1). With
+    rounding to nearest, an average would never change if its changes are below half of bfloat16's last digit.
     """
 
-    def init(params: Any) -> LowPrecisionState:
-        # The rule makes its state like the parameters it is shown: shown bfloat16, it makes bfloat16. Scalars and small
-        # arrays, which it makes in float32 or integers, stay.
+    def init(params: Arrays) -> LowPrecisionState:
+        # The rule creates its state in the dtype of the parameters: for bfloat16 it creates bfloat16. Scalars and small
+        # arrays, which it creates in float32 or integers, are not affected.
         low = jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.dtype == jnp.float32 else p, params)
         return LowPrecisionState(jnp.zeros((), jnp.int32), rule.init(low))
 
-    def update(updates: Any, state: LowPrecisionState, params: Any = None, /, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Arrays, state: LowPrecisionState, params: Arrays | None = None, /, **extra_args: PyTree
+    ) -> tuple[PyTree, LowPrecisionState]:
         widened = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state.inner)
-        updates, inner = rule.update(updates, widened, params, **extra_args)
+        new_updates, inner = rule.update(updates, widened, params, **extra_args)
         key = _key(state.count)
         old, structure = jax.tree.flatten(state.inner)
         new = [
-            round_by_chance(x, jax.random.fold_in(key, i)) if before.dtype == jnp.bfloat16 else x
-            for i, (before, x) in enumerate(zip(old, structure.flatten_up_to(inner), strict=True))
+            round_by_chance(x, jax.random.fold_in(key, i)) if previous.dtype == jnp.bfloat16 else x
+            for i, (previous, x) in enumerate(zip(old, structure.flatten_up_to(inner), strict=True))
         ]
-        return updates, LowPrecisionState(state.count + 1, structure.unflatten(new))
+        return new_updates, LowPrecisionState(state.count + 1, structure.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
@@ -61,55 +64,61 @@ def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.Gradi
 def keep_in_float8(
     rule: optax.GradientTransformationExtraArgs, params: Params, squares: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps a rule: it computes in float32, but its arrays in the shape of a large weight rest in 8 bits.
+    """Wraps a rule: it computes in float32, but stores its arrays in the shape of a large weight in 8 bits.
 
-    They are rounded by chance, as in `keep_in_bfloat16`.
+    Rounding is stochastic, as in `keep_in_bfloat16`.
 
     Args:
-        rule: keeps such arrays in dicts under the parameter's name, in a field of a named tuple.
-        params: all that it updates.
+        rule: a rule that keeps such arrays in dicts under the parameter's name, in a field of a named tuple.
+        params: all parameters that it updates.
         squares: names of the fields that hold averages of squares. They have no sign and need the exponents of a
-            square, and those that are not 0 stay so, because an update is divided by their root.
+            square; nonzero ones stay nonzero, because an update is divided by their root.
     """
     blocks = {name: _blocks(param) for name, param in params.items()}
 
-    def kept(path: tuple[Any, ...], x: jax.Array) -> tuple[Format, Blocks] | None:
+    def coding_of(path: jax.tree_util.KeyPath, x: jax.Array) -> tuple[Format, Blocks] | None:
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in params]
         fields = [part.name for part in path if isinstance(part, jax.tree_util.GetAttrKey)]
         if not names or not fields or x.shape != params[names[-1]].shape:
             return None
-        found = blocks[names[-1]]
-        return None if found is None else (UNSIGNED if fields[-1] in squares else SIGNED, found)
+        layout = blocks[names[-1]]
+        return None if layout is None else (UNSIGNED if fields[-1] in squares else SIGNED, layout)
 
-    def init(weights: Any) -> LowPrecisionState:
-        def stored(path: tuple[Any, ...], x: jax.Array) -> jax.Array | BlockFloats:
-            how = kept(path, x)
-            return x if how is None else encode(x, shared_exponents(x, *how), *how, jnp.zeros(x.shape, jnp.uint16))
+    def init(weights: Arrays) -> LowPrecisionState:
+        def stored(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array | BlockFloats:
+            coding = coding_of(path, x)
+            if coding is None:
+                return x
+            return encode(x, shared_exponents(x, *coding), *coding, jnp.zeros(x.shape, jnp.uint16))
 
         inner = rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), weights))
         return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(stored, inner))
 
-    def update(updates: Any, state: LowPrecisionState, weights: Any = None, /, **extra_args: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Arrays, state: LowPrecisionState, weights: Arrays | None = None, /, **extra_args: PyTree
+    ) -> tuple[PyTree, LowPrecisionState]:
         old, structure = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=_is_coded)
-        hows = [kept(path, x.codes) if _is_coded(x) else None for path, x in old]
+        codings = [coding_of(path, x.codes) if _is_coded(x) else None for path, x in old]
 
-        def computed(leaves: list[Any]) -> tuple[Any, list[Any]]:
-            widened = [x if how is None else decode(x, *how) for x, how in zip(leaves, hows, strict=True)]
+        def computed(leaves: list[PyTree]) -> tuple[PyTree, list[jax.Array]]:
+            widened = [x if coding is None else decode(x, *coding) for x, coding in zip(leaves, codings, strict=True)]
             done, inner = rule.update(updates, structure.unflatten(widened), weights, **extra_args)
             return done, structure.flatten_up_to(inner)
 
-        # Computed twice: a number is rounded once the largest of its block is known, and kept until then all would be
-        # in memory in float32 at once. The barrier keeps compilers from finding that both are the same.
+        # Computed twice: rounding needs the largest number of each block, and keeping all results until then would hold
+        # everything in float32 at once. The barrier prevents compilers from merging the two computations.
         _, first = computed([x for _, x in old])
-        shared = [None if how is None else shared_exponents(x, *how) for x, how in zip(first, hows, strict=True)]
+        shared = [
+            None if coding is None else shared_exponents(x, *coding) for x, coding in zip(first, codings, strict=True)
+        ]
         done, second = computed(jax.lax.optimization_barrier([x for _, x in old]))
         key = _key(state.count)
 
         def stored(i: int, x: jax.Array) -> jax.Array | BlockFloats:
-            how, exponents = hows[i], shared[i]
-            if how is None or exponents is None:
+            coding, exponents = codings[i], shared[i]
+            if coding is None or exponents is None:
                 return x
-            return encode(x, exponents, *how, jax.random.bits(jax.random.fold_in(key, i), x.shape, jnp.uint16))
+            return encode(x, exponents, *coding, jax.random.bits(jax.random.fold_in(key, i), x.shape, jnp.uint16))
 
         new = [stored(i, x) for i, x in enumerate(second)]
         return done, LowPrecisionState(state.count + 1, structure.unflatten(new))
@@ -117,15 +126,16 @@ def keep_in_float8(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _is_coded(x: Any) -> bool:
+def _is_coded(x: object) -> bool:
     return isinstance(x, BlockFloats)
 
 
 def _blocks(param: Param) -> Blocks | None:
-    """The blocks of the state of a parameter; None for one that is too small, and for vectors.
+    """The blocks of the state of a parameter; None for small parameters and for vectors.
 
-    They lie along the longest axis of a weight but the last, along which processors compute at once. An axis that can
-    be cut in 8 is cut between blocks, so that no device needs numbers of another for the largest of a block.
+    They are along the longest axis of a weight except the last, along which processors compute in parallel. An axis
+    that is divisible by 8 is sharded between blocks, so no device needs numbers of another one to find the largest
+    number of a block.
     """
     lead, last = param.lead, len(param.shape) - 1
     if param.role == "vector" or math.prod(param.shape[lead:]) < _LEAST_SIZE:
@@ -138,20 +148,21 @@ def _blocks(param: Param) -> Blocks | None:
 
 
 def _key(count: jax.Array) -> jax.Array:
-    """The chance of an update: it follows from its number alone (and the place of the array, which is folded in), so
-    that a resumed run, and one on another mesh, rounds as this one.
+    """The random key of an update, which depends only on its number (the index of an array is folded in).
+
+    So a resumed run, and a run on another mesh, rounds in the same way.
     """
     return jax.random.fold_in(jax.random.key(0), count)
 
 
 def round_by_chance(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 to one of the two bfloat16 around it, the nearer one more often, so that the mean is exact.
+    """Rounds float32 to one of the two neighbouring bfloat16, the nearer one more often, so that the mean is exact.
 
-    Shape stays; a number that is not finite stays as it is.
+    Non-finite numbers are not changed.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # A bfloat16 is the upper half of a float32. Of 16 random bits that are added to the lower half, a carry reaches the
-    # upper one with a probability of the lower half over 2^16.
+    # A bfloat16 is the upper half of a float32. When 16 random bits are added to the lower half, a carry reaches the
+    # upper half with a probability of the lower half over 2^16.
     dither = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type(((bits + dither) >> 16).astype(jnp.uint16), jnp.bfloat16)
     # The carry could turn a NaN or an infinity into something else.

@@ -1,28 +1,30 @@
-"""MARS: Adam on gradients whose variance is reduced by the gradient of the step before."""
+"""MARS: Adam on gradients whose variance is reduced by the previous gradient."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.params import Params
+from lm_trainer.optim.params import Arrays, Params
 
 if TYPE_CHECKING:
     import optax
 
 
 class MarsConfig(OptimizerConfig):
-    """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithms 1 and 2), in the approximate form: in place of the
-    gradient of this batch at the weights before, which would cost a second gradient, it takes the gradient before.
+    """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithms 1 and 2), in the approximate form.
+
+    It uses the previous gradient instead of the gradient of this batch at the previous weights, which would cost a
+    second gradient.
     """
 
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["mars"] = "mars"
     learning_rate: PositiveFloat = 6e-4
-    """The peak learning rate. The paper takes 6e-3 for a model of 125 million parameters and 3e-3 for one of 355
+    """Peak learning rate. The paper uses 6e-3 for a model of 125 million parameters and 3e-3 for one of 355
     million."""
     beta1: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the average of corrected gradients."""
@@ -33,18 +35,18 @@ class MarsConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """The corrected gradient is scaled down to this global norm; null: no clipping."""
+    """Maximum global norm of the corrected gradient, which is scaled down to it; null: no clipping."""
 
     @property
     def elementwise(self) -> bool:
         return self.max_grad_norm is None and self.clip_update_norm is None
 
     def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
-        """Returns None where the corrected gradient is clipped, by a norm over all parameters."""
+        """Returns None if the corrected gradient is clipped, by a norm over all parameters."""
         return super().build_one(name, params) if self.max_grad_norm is None else None
 
     def clip_rule(self) -> optax.GradientTransformation:
-        """Returns no clipping: the corrected gradient is clipped, in `transform`."""
+        """Returns no clipping: `transform` clips the corrected gradient."""
         import optax
 
         return optax.identity()
@@ -61,8 +63,8 @@ class MarsConfig(OptimizerConfig):
 class CorrectionState(NamedTuple):
     """State of the correction."""
 
-    previous: Any
-    """The gradient of the step before, not corrected and not clipped, like the parameters; 0 at the first step."""
+    previous: Arrays
+    """Gradient of the previous step, neither corrected nor clipped; 0 at the first step."""
 
 
 def _correct(strength: float, max_norm: float | None) -> optax.GradientTransformation:
@@ -73,14 +75,14 @@ def _correct(strength: float, max_norm: float | None) -> optax.GradientTransform
 
     from lm_trainer.optim.clip import global_norm
 
-    def init(params: Any) -> CorrectionState:
+    def init(params: Arrays) -> CorrectionState:
         return CorrectionState(jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Any, state: CorrectionState, params: Any = None) -> tuple[Any, CorrectionState]:
+    def update(updates: Arrays, state: CorrectionState, params: Arrays | None = None) -> tuple[Arrays, CorrectionState]:
         del params
-        corrected = jax.tree.map(lambda g, before: g + strength * (g - before), updates, state.previous)
+        corrected = jax.tree.map(lambda g, previous: g + strength * (g - previous), updates, state.previous)
         if max_norm is not None:
-            # Of whole arrays, in this program: the norm that the step hands in is that of g, not of c.
+            # Computed here, from unsharded arrays: the norm passed by the step is the norm of g, not of c.
             scale = jnp.minimum(1.0, max_norm / jnp.maximum(global_norm(corrected), 1e-12))
             corrected = jax.tree.map(lambda c: c * scale.astype(c.dtype), corrected)
         return corrected, CorrectionState(updates)

@@ -1,51 +1,52 @@
-"""Parts of optimizers that update the matrices of hidden layers by one rule and all other parameters by another.
+"""Parts of optimizers with one rule for the matrices of hidden layers and another for all other parameters.
 
-Sizes of a matrix are (inputs, outputs), as in x @ W; `Param.matrix_shape` says which axes of an array they are.
+Sizes of a matrix are (inputs, outputs), as in x @ W; `Param.matrix_shape` determines the axes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.core.jax_types import PyTree
+from lm_trainer.optim.params import Arrays, Param, Params
 
 
 def is_matrix(param: Param) -> bool:
-    """True for a linear map of a hidden layer, and for a stack of such."""
+    """True for a linear map of a hidden layer, and for a stack of them."""
     return param.role == "matrix"
 
 
 def split_by_role(
-    params: Params, matrices: optax.GradientTransformation, others: optax.GradientTransformation
+    params: Params, matrices: optax.GradientTransformation, remaining: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """Applies `matrices` to linear maps of hidden layers, `others` to embeddings, heads, biases and scales of norms."""
+    """Applies `matrices` to linear maps of hidden layers, `remaining` to embeddings, heads, biases and norm scales."""
     labels = {name: "matrices" if is_matrix(param) else "others" for name, param in params.items()}
-    return optax.partition({"matrices": matrices, "others": others}, labels)
+    return optax.partition({"matrices": matrices, "others": remaining}, labels)
 
 
 def orthogonalised_momentum(
     params: Params, *, momentum: float, nesterov: bool, steps: int, epsilon: float
 ) -> optax.GradientTransformation:
-    """Replaces the momentum U S V^T of each matrix by about U V^T, by the Newton-Schulz iteration of Muon
-    (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+    """Replaces the momentum U S V^T of each matrix by about U V^T, by Muon's Newton-Schulz iteration.
 
-    `steps` times X <- a X + (b A + c A^2) X, with A = X X^T, (a, b, c) = (3.4445, -4.7750, 2.0315) and X at first the
-    momentum over its Frobenius norm plus `epsilon`. That applies p(s) = a s + b s^3 + c s^5 to each singular value,
-    which the norm has brought to at most 1. The coefficients do not let it converge to 1: they make the slope at 0, a,
-    as large as it can be, so that after five steps every singular value above 0.003 is between 0.68 and 1.21. That
-    trains as well as 1 does, for fewer steps.
+    See Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+
+    `steps` times X <- a X + (b A + c A^2) X, with A = X X^T and (a, b, c) = (3.4445, -4.7750, 2.0315). X starts as the
+    momentum over its Frobenius norm plus `epsilon`. This applies p(s) = a s + b s^3 + c s^5 to each singular value,
+    which the norm has scaled to at most 1. The coefficients do not make it converge to 1: they maximise the slope at 0,
+    a, so that after five steps every singular value above 0.003 is between 0.68 and 1.21. That trains equally well,
+    with fewer steps.
 
     A stack (12, 768, 3072) is 12 matrices; each is iterated as (768, 768) @ (768, 3072), the smaller side first.
     """
     numbers = {name: _dimension_numbers(param) for name, param in params.items() if is_matrix(param)}
 
-    def numbers_of(updates: Any) -> Any:
-        # A parameter that is no matrix stands in the tree as optax.MaskedNode, and is handed through.
+    def numbers_of(updates: PyTree) -> dict[str, PyTree]:
+        # A parameter that is not a matrix is an optax.MaskedNode in the tree, and is passed through.
         return {name: numbers.get(name, updates[name]) for name in updates}
 
     return optax.contrib.scale_by_muon(
@@ -54,10 +55,10 @@ def orthogonalised_momentum(
 
 
 def _dimension_numbers(param: Param) -> MuonDimensionNumbers:
-    """The axes that are the inputs of one matrix, and those that are its outputs, for optax."""
+    """The axes of the inputs and of the outputs of one matrix, for optax."""
     inputs, outputs = param.matrix_shape[1:]
-    # The inputs are the first axes after the leading ones: as many as multiply to their number. Both products are
-    # compared, because an axis of size 1 may belong to either.
+    # The inputs are the first axes after the leading ones, as many as multiply to the number of inputs. Both products
+    # are compared, because an axis of size 1 may belong to either.
     axes, size, split = range(param.lead, len(param.shape)), 1, param.lead
     while size != inputs or math.prod(param.shape[split:]) != outputs:
         size, split = size * param.shape[split], split + 1
@@ -65,9 +66,9 @@ def _dimension_numbers(param: Param) -> MuonDimensionNumbers:
 
 
 def scale_each(factors: Mapping[str, float]) -> optax.GradientTransformation:
-    """Multiplies the update of each named parameter by a fixed number; others stay as they are."""
+    """Multiplies the update of each named parameter by a fixed number; the other updates are not changed."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Arrays, state: optax.OptState, params: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
         del params
         return {name: u * factors[name] if name in factors else u for name, u in updates.items()}, state
 
@@ -75,21 +76,23 @@ def scale_each(factors: Mapping[str, float]) -> optax.GradientTransformation:
 
 
 def width_factors(params: Params) -> dict[str, float]:
-    """sqrt(max(1, outputs / inputs)) for each matrix: the update then changes its outputs by as much at every width
-    (Bernstein and Newhouse 2024, arXiv 2410.21265).
+    """sqrt(max(1, outputs / inputs)) for each matrix.
+
+    With it the update changes the outputs equally at every width (Bernstein and Newhouse 2024, arXiv 2410.21265).
     """
     shapes = {name: param.matrix_shape for name, param in params.items() if is_matrix(param)}
     return {name: math.sqrt(max(1.0, outputs / inputs)) for name, (_, inputs, outputs) in shapes.items()}
 
 
 def rms_factors(params: Params, rms: float) -> dict[str, float]:
-    """`rms` * sqrt(max(inputs, outputs)) for each matrix, which gives an orthogonal update the root mean square `rms`:
-    its min(inputs, outputs) singular values of 1 are spread over inputs * outputs numbers.
+    """`rms` * sqrt(max(inputs, outputs)) for each matrix, which gives an orthogonal update the root mean square `rms`.
+
+    Its min(inputs, outputs) singular values of 1 are distributed over inputs * outputs numbers.
     """
     shapes = {name: param.matrix_shape for name, param in params.items() if is_matrix(param)}
     return {name: rms * math.sqrt(max(inputs, outputs)) for name, (_, inputs, outputs) in shapes.items()}
 
 
 def other_rate(params: Params, ratio: float) -> optax.GradientTransformation:
-    """Multiplies the updates of all but the matrices by `ratio`, which gives them a learning rate of their own."""
+    """Multiplies the updates of all parameters except matrices by `ratio`, which gives them another learning rate."""
     return scale_each({name: ratio for name, param in params.items() if not is_matrix(param)})

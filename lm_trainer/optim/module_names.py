@@ -1,7 +1,7 @@
-"""Names of modules in Levanter's models, by which patterns of its configurations find parameters.
+"""Names of modules in Levanter's models, so that patterns from its configurations match parameters.
 
-There a parameter has two names: its path from the root, as in `transformer.blocks.stacked.attn.c_attn.weight`, and the
-class of the module that holds it, as in `Linear.weight`.
+In Levanter a parameter has two names: its path from the root, as in `transformer.blocks.stacked.attn.c_attn.weight`,
+and the class of the module that holds it, as in `Linear.weight`.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "mlp_post_norm": ("post_feedforward_layernorm",),
     "final_norm": ("ln_f",),
 }
-"""Parts of parameter names -> the paths that they have there, in whichever family."""
+"""Parts of parameter names -> their paths in Levanter's model families."""
 
 _KINDS = {"weight": "weight", "bias": "bias", "scale": "weight"}
-"""Last parts of parameter names -> those there."""
+"""Last parts of parameter names -> the last parts in Levanter."""
 _NORMS = {"LayerNorm": ("LayerNorm",), "RMSNorm": ("RMSNorm", "RmsNorm")}
 
 
 def module_spellings(param: Param, pattern: str) -> list[str]:
-    """Returns the names of a parameter there that hold a module's name that `pattern` writes out.
+    """Levanter's names of a parameter that contain a module name written out in `pattern`.
 
-    No others, so that a pattern such as `.*weight` means what it means without them: scales of norms are called
-    `weight` there.
+    Other names are omitted, so that they do not change the meaning of a pattern such as `.*weight`: Levanter calls
+    scales of norms `weight`.
     """
     return [name for word, name in _by_word(param) if word in pattern]
 
 
 def _by_word(param: Param) -> Iterator[tuple[str, str]]:
-    """(What a pattern has to hold, the parameter's name there) for each of them."""
+    """(Word that a pattern must contain, Levanter's name of the parameter) for each name."""
     path, kind = param.name, "weight"
     if param.name.rsplit(".", 1)[-1] in _KINDS:
         path, _, last = param.name.rpartition(".")
         kind = _KINDS[last]
     for word, name in _classes(param):
         yield word, f"{name}.{kind}"
-    for ours, theirs in PATHS.items():
-        whole = re.compile(rf"(?<![^.]){re.escape(ours)}(?![^.])")
-        for module in theirs if whole.search(path) else ():
-            yield module.rsplit(".", 1)[-1], f"{whole.sub(module, path)}.{kind}"
+    for part, modules in PATHS.items():
+        part_pattern = re.compile(rf"(?<![^.]){re.escape(part)}(?![^.])")
+        for module in modules if part_pattern.search(path) else ():
+            yield module.rsplit(".", 1)[-1], f"{part_pattern.sub(module, path)}.{kind}"
 
 
 def _classes(param: Param) -> Iterator[tuple[str, str]]:

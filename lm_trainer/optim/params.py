@@ -1,7 +1,7 @@
 """Parameters as an optimizer sees them: name, shape and logical axes.
 
-The numbers of all layers (and experts) are one array. Twelve layers of an attention query with 8 heads of size 64 and
-hidden dimension 512 are
+The parameters of all layers (and experts) are one array. Twelve layers of an attention query with 8 heads of size 64
+and hidden dimension 512 are
 
     shape          (12, 512, 8, 64)
     axes           ("layers", "embed", "heads", "head_size")
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import jax
@@ -27,25 +27,27 @@ _HEADS = ("heads", "kv_heads")
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter; those of all layers (and experts) are one array with leading axes."""
+    """One parameter; all layers (and experts) are one array with leading axes."""
 
     name: str
     """Dotted, such as `blocks.0.mlp.up.weight`."""
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    """The logical axis of each dimension."""
+    """Logical axis of each dimension."""
     norm: str | None = None
-    """The class of the norm that has it, `LayerNorm` or `RMSNorm`; None for what belongs to no norm."""
+    """Class of the norm that it belongs to, `LayerNorm` or `RMSNorm`; None for other parameters."""
 
     @property
     def lead(self) -> int:
-        """The number of leading axes that count layers and experts, not numbers of one weight."""
+        """Number of leading axes, over layers and experts."""
         return next((i for i, axis in enumerate(self.axes) if axis not in _STACKED), len(self.axes))
 
     @property
     def role(self) -> Role:
-        """`matrix`: a hidden layer's linear map; `embedding`: a token or position table; `head`: an untied head of the
-        model; `vector`: biases, the scales of norms and other parameters of one dimension.
+        """The kind of parameter.
+
+        `matrix`: a linear map of a hidden layer; `embedding`: a token or position table; `head`: an untied head of the
+        model; `vector`: biases, scales of norms and other parameters with one dimension.
         """
         dims = self.axes[self.lead :]
         if len(dims) < 2 or self.name.rsplit(".", 1)[-1] == "bias":
@@ -61,7 +63,7 @@ class Param:
         """(number of stacked matrices, inputs, outputs); heads and head size count as one dimension.
 
         Raises:
-            ValueError: for a parameter that is no matrix.
+            ValueError: the parameter is not a matrix.
         """
         sizes: list[int] = []
         previous = None
@@ -77,7 +79,7 @@ class Param:
         return math.prod(self.shape[: self.lead]), sizes[0], sizes[1]
 
     def to_matrices(self, x: jax.Array) -> jax.Array:
-        """[stacked, inputs, outputs] from an array of the parameter's shape."""
+        """Reshapes an array of the parameter's shape to [stacked, inputs, outputs]."""
         return x.reshape(self.matrix_shape)
 
     def from_matrices(self, x: jax.Array) -> jax.Array:
@@ -86,4 +88,7 @@ class Param:
 
 
 Params = Mapping[str, Param]
-"""By dotted name: the same keys as the flat dict of arrays that an optimizer updates."""
+"""By dotted name: the same keys as in the flat dict of arrays that an optimizer updates."""
+
+Arrays: TypeAlias = "dict[str, jax.Array]"
+"""Parameters, gradients or updates by dotted name."""

@@ -1,4 +1,4 @@
-"""RMSProp with momentum, which averages gradients that are normalised already."""
+"""RMSProp with momentum, which averages normalised gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 class RmsPropConfig(OptimizerConfig):
-    """RMSProp (Tieleman and Hinton 2012, lecture 6.5), followed by momentum; both averages are corrected for their
-    start at 0.
+    """RMSProp (Tieleman and Hinton 2012, lecture 6.5), followed by momentum.
+
+    Both averages are corrected for their initial 0.
     """
 
     renamed_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.renamed_keys, "eps": "epsilon"}

@@ -1,4 +1,4 @@
-"""Keys of what an optimizer does about updates and steps that are far above those before."""
+"""Configuration of the handling of updates and steps that are far above previous ones."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from lm_trainer.core.config import Config
 
 
 class ClipUpdateNormConfig(Config):
-    """The update (weight decay included, the learning rate not) is scaled down to the global norm mean +
-    `sigma_factor` * standard deviation of the last `rolling_interval_length` updates, as they were before clipping.
+    """Clips the update by the norms of previous updates.
 
-    With fewer than half of these steps in the history nothing is clipped.
+    The update (including weight decay, without the learning rate) is scaled down to the global norm mean +
+    `sigma_factor` * standard deviation of the last `rolling_interval_length` updates before clipping. While the history
+    has fewer than half of these steps, updates are not clipped.
     """
 
     rolling_interval_length: int = Field(default=128, ge=2)
     """Number of steps in the history."""
     sigma_factor: PositiveFloat = 3.0
-    """Number of standard deviations above the mean that the norm of an update may be."""
+    """Maximum norm of an update, in standard deviations above the mean."""
 
 
 class SkipStepConfig(Config):
-    """A step is skipped when its loss or gradient norm exceeds mean + `sigma_factor` * standard deviation of those of
-    the last `rolling_interval_length` steps, or is not finite.
+    """Skips steps with an unusual loss or gradient norm.
 
-    With fewer than half of these steps in the history, every finite step is taken. A skipped step changes neither
-    parameters nor moments; what was finite in it enters the history, so that a lasting change is accepted in time.
+    A step is skipped if its loss or gradient norm exceeds mean + `sigma_factor` * standard deviation over the last
+    `rolling_interval_length` steps, or is not finite. While the history has fewer than half of these steps, every
+    finite step is taken. A skipped step changes neither parameters nor moments; its finite values enter the history, so
+    a lasting change is eventually accepted.
     """
 
     absent: ClassVar[Mapping[str, str]] = {
@@ -39,11 +41,11 @@ class SkipStepConfig(Config):
     rolling_interval_length: int = Field(default=128, ge=2)
     """Number of steps in the history."""
     sigma_factor: PositiveFloat = 6.0
-    """Number of standard deviations above the mean that a step may be."""
+    """Maximum of a step's loss and gradient norm, in standard deviations above the mean."""
 
     @classmethod
     def parse(cls, value: bool | int | SkipStepConfig) -> SkipStepConfig:
-        """`True` stands for the defaults, a number for the length of the history."""
+        """`True` means the defaults, a number the length of the history."""
         if isinstance(value, SkipStepConfig):
             return value
         return cls() if value is True else cls(rolling_interval_length=int(value))

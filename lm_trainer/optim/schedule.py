@@ -1,4 +1,4 @@
-"""Learning-rate schedules: closed-form functions of the step number, evaluated on the host.
+"""Learning-rate schedules: closed-form functions of the step, evaluated on the host.
 
 A schedule is one or more cycles of warm-up, a stable phase at the peak, and a decay to `min_lr_ratio` times the peak.
 """
@@ -21,12 +21,12 @@ POWER_SCALE, POWER_EXPONENT = 4.6, -0.51
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants in the formulas of `Schedule`; each belongs to one shape."""
+    """Constants in the formulas of `Schedule`; each is for one shape."""
 
     exponent: float = 1.0
     """p of `cosine`."""
     timescale: float | None = None
-    """T of `inv_sqrt`; None: the steps of the first warm-up decide."""
+    """T of `inv_sqrt`; None: the number of steps of the first warm-up is used."""
     power_scale: float = POWER_SCALE
     """a of `power`."""
     power_exponent: float = POWER_EXPONENT
@@ -35,26 +35,27 @@ class Constants:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate at each step, counted from 0; after the last step the final value is held.
+    """The learning rate at each step, counted from 0; after the last step it stays at the final value.
 
-    The first warm-up is linear from 0 at its first step, later ones from the final value of the cycle before; each
-    ends at the value with which the decay begins, which the stable phase holds. Without a re-warm-up the learning rate
-    jumps back. With t the steps since the decay began, D its length and m `min_ratio`, the decay is the peak times
+    The first warm-up is linear from 0 at its first step, later ones from the final value of the previous cycle. Each
+    ends at the initial value of the decay, which is also the value of the stable phase. Without a re-warm-up the
+    learning rate jumps back. With t the steps since the start of the decay, D its length and m `min_ratio`, the decay
+    is the peak times
 
     - `constant`: 1;
     - `linear`: 1 - (1 - m) * t / D;
     - `cosine`: m + (1 - m) * ((1 + cos(pi * t / D)) / 2)^p, with p = 1 Loshchilov and Hutter 2017, equation 5;
     - `inv_sqrt`: max(m, sqrt(w / (w + t))) with w the steps of the first warm-up, at least 1, as in Vaswani et al.
-      2017, equation 3; with a timescale T, max(m, min(1, sqrt(T / n))), n = t + the warm-up, at least 1, which begins
-      below the peak where T is below the warm-up;
+      2017, equation 3; with a timescale T, max(m, min(1, sqrt(T / n))), n = t + the warm-up, at least 1, which starts
+      below the peak if T is below the warm-up;
     - `inv`: 1 / (1 + (1 / m - 1) * t / D), linear in 1 / rate, as in Wen et al. 2024, arXiv 2410.05192;
-    - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the cycle began, B the rows of the
-      batch, by default a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may begin below the peak.
+    - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the start of the cycle, B the rows
+      of the batch, by default a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may start below the peak.
 
-    In cycle i all of this is multiplied by `peaks[i]`, where there are any.
+    In cycle i everything is multiplied by `peaks[i]`, if `peaks` is not empty.
 
     Raises:
-        ValueError: for `inv` with `min_ratio` 0, for `power` without `tokens`, and unless each cycle has a peak.
+        ValueError: `inv` has `min_ratio` 0, `power` has no `tokens`, or the number of peaks differs from the cycles.
     """
 
     shape: ScheduleName
@@ -84,12 +85,12 @@ class Schedule:
         return self.peak * (low + (self._part(number, 0) - low) * since / cycle.warmup)
 
     def _part(self, number: int, since: int) -> float:
-        """The learning rate as a part of `peak`, `since` steps after the decay of a cycle began."""
+        """The learning rate as a fraction of `peak`, `since` steps after the start of a cycle's decay."""
         return (self.peaks[number] if self.peaks else 1.0) * self._decayed(self.cycles[number], since)
 
     def _decayed(self, cycle: Cycle, since: int) -> float:
-        """The decay, as a part of the peak, `since` steps after it began."""
-        # A cycle without decay is only asked for its start, 0 of 0 steps.
+        """The decay as a fraction of the peak, `since` steps after its start."""
+        # For a cycle without decay only the start is evaluated, 0 of 0 steps.
         done, slope = since / max(1, cycle.decay), 1 - self.min_ratio
         match self.shape:
             case "constant":

@@ -1,4 +1,4 @@
-"""Scion: the steepest step inside a ball of a norm that suits each parameter."""
+"""Scion: the steepest step inside a ball of a norm chosen for each parameter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 
 class ScionConfig(OptimizerConfig):
-    """Unconstrained Scion (Pethick et al. 2025, arXiv 2502.07529, algorithm 1): the spectral norm for matrices of
-    hidden layers, the largest absolute value for all else, whose update is then a sign.
+    """Unconstrained Scion (Pethick et al. 2025, arXiv 2502.07529, algorithm 1).
 
-    The update of a matrix is scaled by sqrt(max(1, outputs / inputs)), as in Levanter, and signs by nothing; the paper
-    has sqrt(outputs / inputs) for hidden layers, and 1 / inputs for the head.
+    It uses the spectral norm for matrices of hidden layers, and the largest absolute value for all other parameters,
+    whose update is then a sign.
+
+    The update of a matrix is scaled by sqrt(max(1, outputs / inputs)), as in Levanter, and signs are not scaled; the
+    paper has sqrt(outputs / inputs) for hidden layers, and 1 / inputs for the head.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
@@ -27,29 +29,30 @@ class ScionConfig(OptimizerConfig):
 
     type: Literal["scion"] = "scion"
     learning_rate: PositiveFloat = 0.02
-    """The peak learning rate of matrices."""
+    """Peak learning rate of matrices."""
     scion_to_signum_lr: PositiveFloat = 0.25
-    """The learning rate of embeddings, heads, biases and scales of norms, as a part of that of matrices."""
+    """Learning rate of embeddings, heads, biases and scales of norms, as a fraction of `learning_rate`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, multiplied by the learning rate of each parameter."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the average of gradients of matrices."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the average of gradients of all else."""
+    """Decay of the average of gradients of all other parameters."""
     backend_steps: PositiveInt = 10
     """Newton-Schulz iterations."""
     scion_epsilon: PositiveFloat = 1e-8
     """Added to the norm of a matrix before the iterations."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns the orthogonalised average of gradients times sqrt(max(1, outputs / inputs)) for matrices, and the
-        sign of the average for all else.
+        """Returns updates in the direction of the average gradient.
+
+        For matrices this is the orthogonalised average times sqrt(max(1, outputs / inputs)), otherwise its sign.
         """
         import optax
 
         from lm_trainer.optim.matrices import orthogonalised_momentum, scale_each, split_by_role, width_factors
 
-        # Both are the point of a norm's unit ball farthest along the gradient, U V^T for the spectral norm.
+        # Both are the point of a norm's unit ball that is farthest along the gradient, U V^T for the spectral norm.
         spectral = orthogonalised_momentum(
             params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon
         )
@@ -57,7 +60,7 @@ class ScionConfig(OptimizerConfig):
         return optax.chain(split_by_role(params, spectral, sign), scale_each(width_factors(params)))
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
-        """Adds the weight decay, then takes `scion_to_signum_lr` of the learning rate for all but the matrices."""
+        """Adds the weight decay, then scales the learning rate by `scion_to_signum_lr` except for matrices."""
         import optax
 
         from lm_trainer.optim.matrices import other_rate

@@ -1,63 +1,65 @@
-"""Skipping of bad steps, those whose loss or gradient norm is far above that of the steps before."""
+"""Skipping of bad steps, whose loss or gradient norm is far above previous steps."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.history import History
+from lm_trainer.optim.params import Arrays
 from lm_trainer.optim.safeguards import SkipStepConfig
 
 
 class SkipState(NamedTuple):
-    """State of an optimizer that skips."""
+    """State of an optimizer that skips bad steps."""
 
     losses: History
-    """Finite losses of the last steps, skipped ones included."""
+    """Finite losses of the last steps, including skipped ones."""
     grad_norms: History
-    """The same of the gradient's global norm."""
+    """Finite global gradient norms of the last steps, including skipped ones."""
     skipped_steps: jax.Array
-    """int32 [], the number of them so far."""
-    inner: Any
-    """State of the rule that is wrapped."""
+    """int32 [], number of skipped steps so far."""
+    inner: PyTree
+    """State of the wrapped rule."""
 
 
 def skip_bad_steps(
     inner: optax.GradientTransformationExtraArgs, config: SkipStepConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps a whole update rule; reads the arguments `loss`, `grad_norm` and `weight` of `update`.
+    """Wraps an update rule; reads the arguments `loss`, `grad_norm` and `weight` of `update`.
 
-    `weight` is the sum of the batch's weights; None of a batch that is known to have some.
+    `weight` is the sum of the batch's weights; None means that it is known to be positive.
     """
     window = config.rolling_interval_length
 
-    def init(params: Any) -> SkipState:
+    def init(params: Arrays) -> SkipState:
         return SkipState(History.empty(window), History.empty(window), jnp.zeros((), jnp.int32), inner.init(params))
 
     def update(
-        updates: Any,
+        updates: Arrays,
         state: SkipState,
-        params: Any = None,
+        params: Arrays | None = None,
         /,
         *,
         loss: jax.Array,
         grad_norm: jax.Array,
         weight: jax.Array | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, SkipState]:
+        **extra_args: PyTree,
+    ) -> tuple[Arrays, SkipState]:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        # The loss of a batch without a token that counts is 0 by definition, which says nothing of other steps.
+        # The loss of a batch whose weights are all 0 is 0 by definition, and not comparable with other steps.
         empty = jnp.asarray(False) if weight is None else weight == 0
-        # Compared with the steps before: this one enters the history below, taken or not.
+        # Compared with previous steps: this step enters the history below, whether it is taken or not.
         usual = (loss <= state.losses.limit(config.sigma_factor)) & (
             grad_norm <= state.grad_norms.limit(config.sigma_factor)
         )
         take = finite & (usual | empty)
-        given = {**extra_args, "loss": loss, "grad_norm": grad_norm, "weight": weight}
-        new_updates, new_inner = inner.update(updates, state.inner, params, **given)
+        arguments = {**extra_args, "loss": loss, "grad_norm": grad_norm, "weight": weight}
+        new_updates, new_inner = inner.update(updates, state.inner, params, **arguments)
         # Selected, not multiplied by 0: a NaN times 0 is a NaN.
         return (
             jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), new_updates),

@@ -17,7 +17,9 @@ _WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and expert
 
 
 class SoapConfig(OptimizerConfig):
-    """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3). The first step makes the bases and leaves the weights.
+    """SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithm 3).
+
+    The first step only computes the bases, and does not change the weights.
 
     Biases and scales of norms are updated as by Adam.
     """
@@ -33,7 +35,7 @@ class SoapConfig(OptimizerConfig):
 
     type: Literal["soap"] = "soap"
     learning_rate: PositiveFloat = 6e-4
-    """The peak learning rate; the paper's is 3e-3."""
+    """Peak learning rate; the paper uses 3e-3."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay, multiplied by the learning rate."""
     beta1: float = Field(default=0.95, ge=0, lt=1)
@@ -45,15 +47,15 @@ class SoapConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     precondition_frequency: PositiveInt = 10
-    """Steps from one renewal of the eigenvectors to the next."""
+    """Steps between updates of the eigenvectors."""
     max_precond_dim: PositiveInt = 10000
-    """A larger dimension, such as a vocabulary, is left as it is."""
+    """Larger dimensions, such as a vocabulary, have no preconditioner."""
     one_diag: bool = False
-    """Leaves the larger dimension of every matrix as it is: half the memory and less work."""
+    """No preconditioner for the larger dimension of every matrix: half the memory and less work."""
     partition_grads_into_blocks: bool = True
-    """Splits matrices into blocks with bases of their own."""
+    """Split matrices into blocks with separate bases."""
     block_size: PositiveInt = 256
-    """The largest size of a block; blocks have the largest size up to it that divides the dimension."""
+    """Maximum block size; blocks have the largest size up to it that divides the dimension."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns Adam's update in the bases, rotated back."""

@@ -1,28 +1,28 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
 Shampoo averages L = G G^T and R = G^T G of each block G. SOAP rotates the gradient into their eigenvectors, G' =
-Q_L^T G Q_R, where the numbers of G' are nearly uncorrelated, so that Adam's second moment for each of them is a good
-preconditioner; its update is rotated back.
+Q_L^T G Q_R. The elements of G' are nearly uncorrelated, so Adam's second moment for each of them is a good
+preconditioner. Its update is rotated back.
 
 Shape letters: K blocks of one parameter, I inputs of a block, O its outputs, N either of them. With the defaults, 12
 layers of a linear map from 768 to 3072 give
 
     gradient                (12, 768, 3072)
     g_KIO                   (432, 256, 256)   12 layers of 3 x 12 blocks
-    gram, vectors           (432, 256, 256)   for the inputs, and once more for the outputs
+    gram, vectors           (432, 256, 256)   for the inputs, and the same for the outputs
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from lm_trainer.optim.blocks import Blocks
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.optim.params import Arrays, Param, Params
 from lm_trainer.optim.soap import SoapConfig
 
 
@@ -32,19 +32,19 @@ class Basis(NamedTuple):
     gram: jax.Array
     """float32, the average of G G^T [K, I, I] for the inputs, of G^T G [K, O, O] for the outputs."""
     vectors: jax.Array
-    """Its eigenvectors in columns, by falling eigenvalue; in the same shape."""
+    """Its eigenvectors in columns, by decreasing eigenvalue; same shape."""
 
 
 class SoapState(NamedTuple):
-    """State of SOAP; bases by parameter name, where there are any."""
+    """State of SOAP; bases are by parameter name."""
 
     count: jax.Array
     """int32 [], steps so far."""
-    mu: Any
-    """The average of gradients, like the parameters."""
-    nu: Any
-    """The average of squared gradients in the basis, block by block. It has the parameter's shape, so that it is
-    sharded as the parameter is."""
+    mu: Arrays
+    """Average of gradients, in the shapes of the parameters."""
+    nu: Arrays
+    """Average of squared gradients in the basis, block by block. It has the parameter's shape, so that it is sharded
+    like the parameter."""
     inputs: dict[str, Basis]
     """Bases of the inputs."""
     outputs: dict[str, Basis]
@@ -54,42 +54,42 @@ class SoapState(NamedTuple):
 def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransformation:
     """Returns Adam's update in the bases, rotated back."""
     sides = {name: _sides(config, param) for name, param in params.items()}
-    most = config.block_size if config.partition_grads_into_blocks else None
-    # A side without a basis gains nothing from blocks.
-    blocks = {n: Blocks.of(p, most, inputs=sides[n][0], outputs=sides[n][1]) for n, p in params.items()}
+    max_size = config.block_size if config.partition_grads_into_blocks else None
+    # Blocks are useless for a side without a basis.
+    blocks = {n: Blocks.of(p, max_size, inputs=sides[n][0], outputs=sides[n][1]) for n, p in params.items()}
 
     def bases(side: int) -> dict[str, Basis]:
         sizes = {n: (b.count, (b.inputs, b.outputs)[side][1]) for n, b in blocks.items() if sides[n][side]}
         return {n: Basis(jnp.zeros((k, d, d)), jnp.tile(jnp.eye(d), (k, 1, 1))) for n, (k, d) in sizes.items()}
 
-    def init(like: Any) -> SoapState:
+    def init(like: Arrays) -> SoapState:
         zeros = optax.tree.zeros_like(like)
         return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, bases(0), bases(1))
 
-    def first(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
+    def first(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
         state = _observe(config, grads, state, blocks)
-        # No basis, no preconditioned update: as the authors do, the first gradient only makes the bases.
-        # `eigh` sorts by rising eigenvalue, hence the reversal.
+        # Without a basis the update cannot be preconditioned: as in the authors' code, the first gradient only
+        # initialises the bases. `eigh` sorts by increasing eigenvalue, hence the reversal.
         spectral = lambda basis: basis._replace(vectors=jnp.linalg.eigh(basis.gram)[1][..., ::-1])  # noqa: E731
         fresh = [{name: spectral(basis) for name, basis in side.items()} for side in (state.inputs, state.outputs)]
         return optax.tree.zeros_like(grads), SoapState(state.count + 1, state.mu, state.nu, *fresh)
 
-    def later(grads: Any, state: SoapState) -> tuple[Any, SoapState]:
-        # Adam goes first: a gradient is rotated by bases that do not know it yet (algorithm 3).
+    def later(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
+        # Adam comes first: a gradient is rotated by bases that do not include it yet (algorithm 3).
         updates, state = _adam(config, grads, state, blocks)
         state = _observe(config, grads, state, blocks)
         due = state.count % config.precondition_frequency == 0
         state = jax.lax.cond(due, lambda s: _renew_bases(s, blocks), lambda s: s, state)
         return updates, state._replace(count=state.count + 1)
 
-    def update(grads: Any, state: SoapState, _: Any = None) -> tuple[Any, SoapState]:
+    def update(grads: Arrays, state: SoapState, _: Arrays | None = None) -> tuple[Arrays, SoapState]:
         return jax.lax.cond(state.count == 0, first, later, grads, state)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _sides(config: SoapConfig, param: Param) -> tuple[bool, bool]:
-    """Says of the inputs and the outputs whether they have a basis."""
+    """True for inputs and for outputs if they have a basis."""
     if param.role == "vector":
         return False, False
     _, inputs, outputs = param.matrix_shape
@@ -99,8 +99,8 @@ def _sides(config: SoapConfig, param: Param) -> tuple[bool, bool]:
     return fits
 
 
-def _observe(config: SoapConfig, grads: Any, state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
-    """Takes a gradient into the averages of G G^T and G^T G."""
+def _observe(config: SoapConfig, grads: Arrays, state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
+    """Adds a gradient to the averages of G G^T and G^T G."""
 
     def averaged(name: str, basis: Basis, product: str) -> Basis:
         g_KIO = blocks[name].split(grads[name]).astype(basis.gram.dtype)
@@ -113,8 +113,10 @@ def _observe(config: SoapConfig, grads: Any, state: SoapState, blocks: Mapping[s
     )
 
 
-def _adam(config: SoapConfig, grads: Any, state: SoapState, blocks: Mapping[str, Blocks]) -> tuple[Any, SoapState]:
-    # The average gradient is kept outside of the bases, so that it stays right when they are renewed.
+def _adam(
+    config: SoapConfig, grads: Arrays, state: SoapState, blocks: Mapping[str, Blocks]
+) -> tuple[Arrays, SoapState]:
+    # The average gradient is not rotated into the bases, so that it stays valid when they are updated.
     mu = optax.tree.update_moment(grads, state.mu, config.beta1, 1)
     rotated = {name: _rotate(name, g, state, blocks) for name, g in grads.items()}
     nu = optax.tree.update_moment(rotated, state.nu, config.beta2, 2)
@@ -128,13 +130,13 @@ def _adam(config: SoapConfig, grads: Any, state: SoapState, blocks: Mapping[str,
 
 
 # Every product below has precision="highest": an accelerator's default rounds the operands to bfloat16 or TF32, and
-# bases that are not orthogonal would turn a gradient and not turn it back.
+# bases that are not orthogonal would not rotate a gradient back exactly.
 
 
 def _rotate(
     name: str, x: jax.Array, state: SoapState, blocks: Mapping[str, Blocks], *, back: bool = False
 ) -> jax.Array:
-    """Q_in^T X Q_out of every block, or with `back` Q_in X Q_out^T; shape and dtype stay those of the parameter."""
+    """Q_in^T X Q_out of every block, or with `back` Q_in X Q_out^T; keeps shape and dtype of the parameter."""
     x_KIO = blocks[name].split(x)
     if name in state.inputs:
         q_KII = state.inputs[name].vectors
@@ -148,7 +150,7 @@ def _rotate(
 def _renew_bases(state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
     """One step of orthogonal iteration on every basis (algorithm 4)."""
     nu, inputs, outputs = dict(state.nu), {}, {}
-    # A second moment belongs to an eigenvector: where the order of these changes, it has to follow.
+    # A second moment belongs to an eigenvector: if their order changes, it must follow.
     for name, basis in state.inputs.items():
         inputs[name], order_KI = _iterate(basis)
         v_KIO = jnp.take_along_axis(blocks[name].split(nu[name]), order_KI[:, :, None], axis=1)
@@ -161,14 +163,14 @@ def _renew_bases(state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
 
 
 def _iterate(basis: Basis) -> tuple[Basis, jax.Array]:
-    """The basis after one orthogonal iteration, and [K, N] the old place of each of its vectors.
+    """The basis after one orthogonal iteration, and the old index [K, N] of each of its vectors.
 
-    A QR decomposition of the average times the old vectors costs far less than `eigh`, and the averages move so slowly
-    that one iteration keeps up with them.
+    A QR decomposition of the average times the old vectors costs far less than `eigh`, and the averages change so
+    slowly that one iteration is enough.
     """
     product_KNN = jnp.matmul(basis.gram, basis.vectors, precision="highest")
-    # The diagonal of V^T G V estimates the eigenvalues. QR keeps the space of the first n columns for every n, so these
-    # have to be sorted before it.
+    # The diagonal of V^T G V estimates the eigenvalues. QR preserves the space of the first n columns for every n, so
+    # the columns must be sorted before it.
     order_KN = jnp.argsort(-jnp.sum(basis.vectors * product_KNN, axis=-2), axis=-1)
     sorted_KNN = jnp.take_along_axis(product_KNN, order_KN[:, None, :], axis=-1)
     return basis._replace(vectors=jnp.linalg.qr(sorted_KNN)[0]), order_KN

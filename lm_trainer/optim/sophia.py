@@ -17,8 +17,9 @@ Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
 
 
 class SophiaConfig(OptimizerConfig):
-    """Keys and rule of both kinds of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3), but with a momentum that
-    is corrected for its start at 0, as in Levanter and optax.
+    """Keys and rule of both kinds of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3).
+
+    Unlike in the paper, the momentum is corrected for its initial 0, as in Levanter and optax.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -30,25 +31,25 @@ class SophiaConfig(OptimizerConfig):
     beta1: float = Field(default=0.96, ge=0, lt=1)
     """Decay of the average of gradients."""
     beta2: float = Field(default=0.99, ge=0, lt=1)
-    """Decay of the average of curvature estimates, at each estimate."""
+    """Decay of the average of curvature estimates, for each estimate."""
     epsilon: PositiveFloat = 1e-12
-    """The least that the momentum is divided by."""
+    """Minimum of the divisor of the momentum."""
     clip_threshold: PositiveFloat | None = 1.0
-    """The largest absolute value of the update of a number, before the learning rate; null: no clipping."""
+    """Maximum absolute value of an element of the update, before the learning rate; null: no clipping."""
     gamma: PositiveFloat = 0.01
-    """Multiplies the curvature: larger values clip fewer numbers."""
+    """Factor of the curvature: larger values clip fewer elements."""
     update_interval: PositiveInt = 10
-    """Steps from one estimate of the curvature to the next; the first is made at the first step."""
+    """Steps from one curvature estimate to the next; the first is computed at the first step."""
 
     @property
     def curvature_interval(self) -> int:
         return self.update_interval
 
     def transform(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Returns clip(m / max(gamma h, epsilon)), with m corrected for its start at 0.
+        """Returns clip(m / max(gamma h, epsilon)), with m corrected for its initial 0.
 
-        Its `update` takes `curvature`, None or the sums that the estimator gives for the whole batch, and `weight`, the
-        float32 sum of the batch's weights. h is averaged before it is used, so that no step lacks an estimate.
+        Its `update` takes `curvature`, None or the sums of the estimator over the batch, and `weight`, the float32 sum
+        of the batch's weights. h is updated before it is used, so every step has an estimate.
         """
         from lm_trainer.optim.sophia_update import scale_by_sophia
 
@@ -66,11 +67,11 @@ class SophiaHConfig(SophiaConfig):
 
 
 class SophiaGConfig(SophiaConfig):
-    """Sophia with the Gauss-Newton-Bartlett estimate, from targets that the model draws: cheaper, never negative."""
+    """Sophia with the Gauss-Newton-Bartlett estimate, from targets sampled from the model: cheaper, never negative."""
 
     type: Literal["sophia-g"] = "sophia-g"
     gamma: PositiveFloat = 0.05
-    """Multiplies the curvature: larger values clip fewer numbers."""
+    """Factor of the curvature: larger values clip fewer elements."""
 
     @property
     def curvature(self) -> Estimator:

@@ -1,22 +1,23 @@
 """Sophia: momentum divided by an estimate of the curvature, clipped element by element.
 
-The curvature is the diagonal of the Hessian H. `lm_trainer/nn/curvature.py` has two estimates of it, each for the price
+The curvature is the diagonal of the Hessian H. `lm_trainer/nn/curvature.py` has two estimates of it, each for the cost
 of one or two gradients:
 
-- Hutchinson: u * (H u) for random u whose numbers are uncorrelated and have variance 1;
-- Gauss-Newton-Bartlett: g * g times the number of targets, g the mean gradient for targets that the model draws.
+- Hutchinson: u * (H u) for random u with uncorrelated elements of variance 1;
+- Gauss-Newton-Bartlett: g * g times the number of targets, g the mean gradient for targets sampled from the model.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from lm_trainer.optim.params import Params
+from lm_trainer.core.jax_types import PyTree
+from lm_trainer.optim.params import Arrays, Params
 from lm_trainer.optim.sophia import SophiaConfig
 
 
@@ -25,38 +26,38 @@ class SophiaState(NamedTuple):
 
     count: jax.Array
     """int32 [], updates so far."""
-    mu: Any
-    """The average of gradients, like the parameters."""
-    curvature: Any
-    """The average of the estimates of the Hessian's diagonal, like the parameters."""
+    mu: Arrays
+    """Average of gradients, in the shapes of the parameters."""
+    curvature: Arrays
+    """Average of the estimates of the Hessian's diagonal, in the shapes of the parameters."""
 
 
 def scale_by_sophia(config: SophiaConfig, params: Params) -> optax.GradientTransformationExtraArgs:
-    """Returns clip(m / max(gamma h, epsilon)), with m corrected for its start at 0.
+    """Returns clip(m / max(gamma h, epsilon)), with m corrected for its initial 0.
 
-    Its `update` takes `curvature`, None or the sums that the estimator gives for the whole batch, and `weight`, the
-    float32 sum of the batch's weights. h is averaged before it is used, so that no step lacks an estimate.
+    Its `update` takes `curvature`, None or the sums of the estimator over the batch, and `weight`, the float32 sum of
+    the batch's weights. h is updated before it is used, so every step has an estimate.
     """
     del params
 
-    def init(like: Any) -> SophiaState:
+    def init(like: Arrays) -> SophiaState:
         zeros = optax.tree.zeros_like(like)
         return SophiaState(jnp.zeros((), jnp.int32), zeros, zeros)
 
     def update(
-        grads: Any,
+        grads: Arrays,
         state: SophiaState,
-        _: Any = None,
+        _: Arrays | None = None,
         *,
-        curvature: Any = None,
-        weight: Any = None,
-        **extra_args: Any,
-    ) -> tuple[Any, SophiaState]:
+        curvature: Arrays | None = None,
+        weight: PyTree = None,
+        **extra_args: PyTree,
+    ) -> tuple[Arrays, SophiaState]:
         del extra_args
         count = state.count + 1
         mu = optax.tree.update_moment(grads, state.mu, config.beta1, 1)
         h = state.curvature
-        # Decided while tracing: a step with an estimate and one without are two programs.
+        # Decided while tracing: steps with and without an estimate are two programs.
         if curvature is not None:
             h = jax.tree.map(functools.partial(_average, config), h, _diagonal(config, curvature, weight))
         return jax.tree.map(
@@ -66,22 +67,22 @@ def scale_by_sophia(config: SophiaConfig, params: Params) -> optax.GradientTrans
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _diagonal(config: SophiaConfig, sums: Any, weight: jax.Array) -> Any:
-    """The estimate of the diagonal of the mean loss's Hessian, from sums over the batch."""
+def _diagonal(config: SophiaConfig, sums: Arrays, weight: jax.Array) -> Arrays:
+    """The estimate of the diagonal of the Hessian of the mean loss, from sums over the batch."""
     if config.curvature == "hutchinson":
         return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
-    # weight * (g / weight)^2, in the order that divides once.
+    # weight * (g / weight)^2, reordered to divide once.
     return jax.tree.map(lambda g: jnp.square(g) / weight.astype(g.dtype), sums)
 
 
 def _average(config: SophiaConfig, h: jax.Array, estimate: jax.Array) -> jax.Array:
-    # The check of loss and gradient does not see this estimate: one that is not finite must not enter the average,
-    # nor that of a batch in which nothing has a weight, which is a division by 0.
+    # The check of loss and gradient does not cover this estimate: a non-finite estimate must not enter the average. It
+    # occurs also as a division by 0 if all weights of a batch are 0.
     return jnp.where(jnp.isfinite(estimate), config.beta2 * h + (1 - config.beta2) * estimate, h)
 
 
 def _step(config: SophiaConfig, m: jax.Array, h: jax.Array) -> jax.Array:
-    # Where the curvature is small or negative the quotient is huge, and the clip makes a sign of it: such a number
-    # moves by a fixed size, as in sign descent.
+    # If the curvature is small or negative, the quotient is huge and is clipped to a sign: such an element moves by a
+    # fixed size, as in sign descent.
     u = m / jnp.maximum(config.gamma * h, config.epsilon)
     return u if config.clip_threshold is None else jnp.clip(u, -config.clip_threshold, config.clip_threshold)

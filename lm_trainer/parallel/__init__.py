@@ -1,1 +1,1 @@
-"""Devices and communication: mesh, shardings, collectives, sums of a fixed order, processes."""
+"""Devices and communication: mesh, shardings, collectives, sums in a fixed order, processes."""

@@ -1,7 +1,7 @@
 """Collectives among the devices of a model-parallel group, called under `shard_map` over `MODEL_PARALLEL_AXES`.
 
-Along an axis that is absent or has one device, each of them is the identity. Every sum is a `tree_sum` in float32, so
-that its order is fixed: `lax.psum` and `lax.psum_scatter` leave the order to the backend.
+Along an axis that is absent or has one device, each collective is the identity. Every sum is a `tree_sum` in float32,
+so its order is fixed: `lax.psum` and `lax.psum_scatter` leave the order to the backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _batch_parts: ContextVar[int] = ContextVar("batch_parts", default=1)
 
 @contextmanager
 def batch_in_parts(count: int) -> Iterator[None]:
-    """Says, while a computation is traced, that its rows lie in `count` equal parts on as many devices."""
+    """While a computation is traced, declares that its rows are in `count` equal parts on as many devices."""
     token = _batch_parts.set(count)
     try:
         yield
@@ -36,30 +36,30 @@ def batch_in_parts(count: int) -> Iterator[None]:
 
 
 def batch_parts() -> int:
-    """Equal parts of the rows of the computation being traced that lie on devices of their own; 1 where one has all."""
+    """Number of equal parts of the rows of the traced computation that are on different devices; 1 if on one device."""
     return _batch_parts.get()
 
 
 def axis_size(axis: str) -> int:
-    """Number of devices along `axis` that share the computation being traced; 1 outside of `shard_map`."""
+    """Number of devices along `axis` that share the traced computation; 1 outside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.manual_axes else 1
 
 
 def axis_index(axis: str) -> jax.Array:
-    """Index of this device along `axis`, an int32 scalar; only where `axis_size` is above 1."""
+    """Index of this device along `axis`, an int32 scalar; only valid if `axis_size` is above 1."""
     return lax.axis_index(axis)
 
 
 def sharded_axes() -> tuple[str, ...]:
-    """Model-parallel axes that shard the computation being traced."""
+    """Model-parallel axes that shard the traced computation."""
     return tuple(axis for axis in MODEL_PARALLEL_AXES if axis_size(axis) > 1)
 
 
 def device_key(key: jax.Array) -> jax.Array:
-    """The random key of this device where several share the computation being traced."""
+    """The random key of this device, if several devices share the traced computation."""
     for axis in sharded_axes():
-        # Devices have other rows or positions, and must not all drop the same elements.
+        # Devices have different rows or positions, and must not all drop the same elements.
         key = jax.random.fold_in(key, axis_index(axis))
     return key
 
@@ -68,21 +68,21 @@ def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Concatenates the shards of all devices along `axis` in dimension `dim`; its gradient is `reduce_scatter`."""
     if axis_size(axis) == 1:
         return x
-    # Integers (tokens, positions, segments) have no gradient, for which a custom rule would have to account.
+    # Integers (tokens, positions, segments) have no gradient, which a custom rule would have to handle.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return lax.all_gather(x, axis, axis=dim, tiled=True)
     return _gather(x, axis, dim)
 
 
 def whole_on_one(x_BS: jax.Array) -> jax.Array:
-    """Puts together what each device has for its rows and positions: [all B, all S] on one of them, zeros on the rest.
+    """Gathers the rows and positions of all devices: [all B, all S] on one device, zeros on the others.
 
-    The sum over the devices is then what one of them has.
+    The sum over the devices equals the gathered array.
     """
     axes = sharded_axes()
     if not axes:
         return x_BS
-    # Rows are cut over `pipeline` first, and each piece over `expert`.
+    # Rows are sharded over `pipeline` first, and then over `expert`.
     for axis, dim in (("context", 1), ("expert", 0), ("pipeline", 0)):
         x_BS = all_gather(x_BS, axis, dim)
     return jnp.where(sum(axis_index(axis) for axis in axes) == 0, x_BS, 0.0)
@@ -100,12 +100,12 @@ def group_sum(x: jax.Array) -> jax.Array:
 
 
 def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
-    """Sums over `axes`, on all their devices.
+    """Sums over `axes`; all their devices receive the sum.
 
     Args:
-        x: this device's term.
-        axes: of the mesh.
-        dim: a dimension that the number of devices divides; the sum then costs the traffic of a ring. Without one each
+        x: term of this device.
+        axes: mesh axes.
+        dim: a dimension divisible by the number of devices, so the sum costs the traffic of a ring. None: each
             device gathers all terms.
     """
     axes = tuple(axis for axis in axes if axis_size(axis) > 1)
@@ -117,12 +117,12 @@ def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
 
 
 def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends `x` along `axis` from the first to the second device of each pair; its gradient goes back."""
+    """Sends `x` along `axis` from the first to the second device of each pair; its gradient goes the opposite way."""
     return lax.ppermute(x, axis, pairs)
 
 
 def rotate(tree: Tree, axis: str, hop: int) -> Tree:
-    """Sends every array of `tree` to the device `hop` places further along `axis`, round its end to its start."""
+    """Sends every array of `tree` to the device `hop` places further along `axis`, with wrap-around."""
     devices = axis_size(axis)
     if hop % devices == 0:
         return tree
@@ -130,8 +130,8 @@ def rotate(tree: Tree, axis: str, hop: int) -> Tree:
     return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
 
 
-# JAX's own gradient of `all_gather` is `psum_scatter`, which adds in an order of the backend's choice. So both
-# collectives carry gradients of their own.
+# The built-in gradient of `all_gather` is `psum_scatter`, which adds in an order chosen by the backend. So both
+# collectives have custom gradients.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -169,10 +169,10 @@ _scatter_sum.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _reduced_shard(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """This device's shard of the sum: each device sends every other one its shard, and adds those that it receives."""
+    """This device's shard of the sum: each device sends a shard to every other one, and adds the shards it receives."""
     count = math.prod(map(axis_size, axes))
     x = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
-    # The shards come first, so that what arrives is stacked in the order of the devices: the order of the sum.
+    # Shards are the leading dimension, so the received terms are stacked in device order, the order of the sum.
     received = lax.all_to_all(jnp.moveaxis(x, dim, 0), axes, split_axis=0, concat_axis=0, tiled=True)
     # bfloat16 terms would lose a bit with each addition.
     return tree_sum(received.astype(jnp.float32)).astype(x.dtype)

@@ -1,65 +1,64 @@
-"""Connection of the processes of a run: tells the person at the terminal what it waits for, and ends cleanly."""
+"""Connects the processes of a run: reports what it waits for, and can be interrupted."""
 
 from __future__ import annotations
 
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
 
-PATIENCE = 10.0
-"""Seconds after which a person wants to know what is waited for."""
-LONGEST = 300.0
-"""Seconds until it is given up, which is JAX's own default."""
-# JAX ends the process by SIGABRT and a C++ stack trace when its time is over, which therefore never comes.
-_LATER = 60
-_KNOCK_SECONDS = 3.0
+NOTICE_AFTER = 10.0
+"""Seconds after which the user is told what the process waits for."""
+CONNECT_TIMEOUT = 300.0
+"""Seconds until the connection fails; JAX's default."""
+# At its own timeout JAX ends the process by SIGABRT and a C++ stack trace, so JAX's timeout is set this much later.
+_TIMEOUT_MARGIN = 60
+_PROBE_SECONDS = 3.0
 
 
-def connect_processes(given: Mapping[str, Any], waiting: Callable[[str], Any]) -> None:
-    """Calls `jax.distributed.initialize` and waits for it in a way that signals can end.
+def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], object]) -> None:
+    """Calls `jax.distributed.initialize` in a way that signals can interrupt.
 
     Args:
-        given: its arguments.
-        waiting: told what is waited for, where that takes long.
+        arguments: keyword arguments of `jax.distributed.initialize`.
+        waiting: called with a message if the connection takes long.
 
     Raises:
-        TimeoutError: when not all processes are there after `LONGEST` seconds.
-        RuntimeError, ValueError, OSError: as JAX raises them.
+        TimeoutError: not all processes have connected after `CONNECT_TIMEOUT` seconds.
+        RuntimeError, ValueError, OSError: as raised by JAX.
     """
     import jax
 
-    # JAX's preemption service would put a handler of SIGTERM in C++ in the place of Python's, which then never hears of
-    # the signal: the run would go on until it is killed. The loop polls and agrees on signals itself.
+    # JAX's preemption service would replace Python's handler of SIGTERM by one in C++. Python would then never receive
+    # the signal, and the run would continue until it is killed. The training loop polls and agrees on signals itself.
     jax.config.update("jax_enable_preemption_service", False)
     failed: list[BaseException] = []
 
     def connect() -> None:
         try:
-            jax.distributed.initialize(**given, initialization_timeout=int(LONGEST) + _LATER)
-        except BaseException as error:  # raised again in the thread that waits
+            jax.distributed.initialize(**arguments, initialization_timeout=int(CONNECT_TIMEOUT) + _TIMEOUT_MARGIN)  # pyright: ignore[reportArgumentType]
+        except BaseException as error:  # re-raised in the waiting thread
             failed.append(error)
 
-    # JAX waits in C++, where the main thread would hear no signal; a daemon, so that the process can end meanwhile.
+    # JAX waits in C++, where the main thread would receive no signals. A daemon thread lets the process end meanwhile.
     thread = threading.Thread(target=connect, name="connecting", daemon=True)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(NOTICE_AFTER)
     if thread.is_alive():
-        waiting(f"waiting up to {LONGEST:.0f} s for the other processes of the run{_unreachable(given)}")
-        thread.join(LONGEST - PATIENCE)
+        waiting(f"waiting up to {CONNECT_TIMEOUT:.0f} s for the other processes of the run{_unreachable(arguments)}")
+        thread.join(CONNECT_TIMEOUT - NOTICE_AFTER)
     if thread.is_alive():
-        raise TimeoutError(f"not all of them were there after {LONGEST:.0f} s{_unreachable(given)}")
+        raise TimeoutError(f"not all of them were there after {CONNECT_TIMEOUT:.0f} s{_unreachable(arguments)}")
     if failed:
         raise failed[0]
 
 
-def _unreachable(given: Mapping[str, Any]) -> str:
-    """Says why the address of process 0 cannot be reached, "" where it can or is not known here."""
-    host, _, port = str(given.get("coordinator_address") or "").rpartition(":")
-    if not host or not port.isdecimal() or given.get("process_id") == 0:
+def _unreachable(arguments: Mapping[str, object]) -> str:
+    """Reason why the address of process 0 is unreachable; "" if it is reachable or unknown in this process."""
+    host, _, port = str(arguments.get("coordinator_address") or "").rpartition(":")
+    if not host or not port.isdecimal() or arguments.get("process_id") == 0:
         return ""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
     except OSError as error:
         return f"; nothing answers at {host}:{port} ({error.strerror or error})"
     return ""

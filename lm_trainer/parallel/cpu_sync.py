@@ -1,4 +1,4 @@
-"""Synchronisation of programs that run on several emulated CPU devices."""
+"""Synchronisation of programs on several emulated CPU devices."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ T = TypeVar("T")
 
 
 def wait_on_cpu(results: T) -> T:
-    """Returns the results of a program; on several emulated CPU devices it waits until they are computed.
+    """Returns the results of a program; on several emulated CPU devices it first waits until they are computed.
 
-    XLA runs each emulated device's part of a program in a thread of one pool. Of several programs with collectives in
+    XLA runs the part of each emulated device in a thread of one pool. If several programs with collectives are in
     flight, each can hold threads that the others wait for, and XLA ends the process after 40 s ("Termination timeout
-    for all gather RendezvousKey"; jax 0.10 and 0.11, two cores, from four devices on). Accelerators queue programs in
-    order, so nothing waits there.
+    for all gather RendezvousKey"; jax 0.10 and 0.11, two cores, four or more devices). Accelerators queue programs in
+    order, so no wait is needed.
     """
     first = next((x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)), None)
-    # One array tells of all: the results of a program lie on the same devices.
+    # Checking one array is enough: all results of a program are on the same devices.
     if first is None or len(first.sharding.device_set) == 1 or next(iter(first.devices())).platform != "cpu":
         return results
     return jax.block_until_ready(results)

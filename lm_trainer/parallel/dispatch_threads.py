@@ -1,7 +1,8 @@
-"""Host threads that dispatch programs side by side.
+"""Host threads that dispatch programs concurrently.
 
-On a CPU, XLA runs the programs that one thread dispatches to a device in order, and the smaller a program is, the more
-of its time a single core works while the others are idle. Programs from two threads overlap, and compute the same bits.
+On a CPU, XLA runs the programs one thread dispatches to a device in order. The smaller a program is, the larger
+the part of its time in which only one core is busy. Programs dispatched by two threads overlap, and compute the same
+bits.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from lm_trainer.core.runtime import available_cores
 T = TypeVar("T")
 
 _ON_A_CPU = 2
-"""Threads on a CPU. More than two gained nothing on two cores, and each holds the memory of one more microbatch."""
+"""Threads on a CPU. More than two gained no speed on two cores, and each needs the memory of one more microbatch."""
 
 
 def programs_at_once(platform: str, groups: int, group_size: int = 1) -> int:
     """Number of programs that each of `groups` groups of `group_size` devices of this process runs at a time."""
-    # A group of several emulated devices waits for each of its programs (`wait_on_cpu`), so that none overlap. With
-    # fewer cores than threads they would only take memory.
+    # A group of several emulated devices waits for each of its programs (`wait_on_cpu`), so none overlap. With fewer
+    # cores than threads, more threads would only take memory.
     return _ON_A_CPU if platform == "cpu" and group_size == 1 and available_cores() >= _ON_A_CPU * groups else 1
 
 
 class DispatchThreads:
-    """Calls functions in `count` threads by turns; with a count of 1, in the calling thread."""
+    """Calls functions in `count` threads in rotation; with a count of 1, in the calling thread."""
 
     def __init__(self, count: int):
         pools = [ThreadPoolExecutor(1, thread_name_prefix="dispatch") for _ in range(count if count > 1 else 0)]
@@ -37,6 +38,6 @@ class DispatchThreads:
         """Calls the function in the next thread; returns its result or raises its exception."""
         if self._next is None:
             return function(*args)
-        # This waits for the dispatch alone, which returns before the program has run. Calls thus stay in order, and
-        # the arrays that one returns can be the arguments of the next.
+        # Waits only for the dispatch, which returns before the program has run. So calls stay in order, and the results
+        # of one call can be arguments of the next.
         return next(self._next).submit(function, *args).result()

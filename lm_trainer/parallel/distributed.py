@@ -1,4 +1,4 @@
-"""Start-up of a run of several processes: `jax.distributed`, set by hand or found in a cluster's environment."""
+"""Start-up of a multi-process run: `jax.distributed`, configured by hand or detected from a cluster's environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -17,40 +17,40 @@ from lm_trainer.parallel.connect import connect_processes
 
 
 class DistributedConfig(Config):
-    """Processes that make up the run. SLURM, Open MPI and TPU pods are recognised, so nothing need be set there."""
+    """Processes that make up the run. SLURM, Open MPI and TPU pods are detected, so no setting is needed for them."""
 
     coordinator_address: str | None = None
-    """`host:port` that process 0 listens on; null: what the cluster says."""
+    """`host:port` that process 0 listens on; null: detected from the cluster."""
     num_processes: PositiveInt | None = None
-    """Number of the run's processes; null: what the cluster says, else one."""
+    """Number of processes of the run; null: detected from the cluster, else one."""
     process_id: NonNegativeInt | None = None
-    """Number of this process, from 0; null: what the cluster says. Differs between processes, so it is given on the
+    """Index of this process, from 0; null: detected from the cluster. It differs between processes, so set it on the
     command line: `--trainer.distributed.process_id 1`."""
     local_device_ids: NonNegativeInt | tuple[NonNegativeInt, ...] | None = None
-    """The devices of this machine that this process uses; null: those in CUDA_VISIBLE_DEVICES, else all."""
+    """Devices of this machine that this process uses; null: the devices in CUDA_VISIBLE_DEVICES, else all."""
     initialize_jax_distributed: bool = True
-    """Connects the processes; false: this process is a run of its own."""
+    """Connect the processes; false: this process is a run by itself."""
 
     @model_validator(mode="after")
     def _complete(self) -> DistributedConfig:
-        given = [self.coordinator_address, self.num_processes, self.process_id]
-        if any(x is not None for x in given) and None in given:
+        settings = [self.coordinator_address, self.num_processes, self.process_id]
+        if any(x is not None for x in settings) and None in settings:
             raise ValueError("coordinator_address, num_processes and process_id belong together; set all of them")
         if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
             raise ValueError(f"process_id {self.process_id} is not below num_processes {self.num_processes}")
         return self
 
-    def start(self, waiting: Callable[[str], Any] = lambda _: None) -> str | None:
-        """Connects this process to the others, before any device is touched; does nothing in a run of one process.
+    def start(self, waiting: Callable[[str], object] = lambda _: None) -> str | None:
+        """Connects this process to the others, before any device is used; does nothing in a single-process run.
 
         Args:
-            waiting: told what is waited for, where that takes long.
+            waiting: called with a message if the connection takes long.
 
         Returns:
-            What was found, for people; None where there is nothing to say.
+            Description of the processes for the user; None if there is nothing to report.
 
         Raises:
-            UserError: when the others cannot be reached, or this is a run of one process on named devices.
+            UserError: the other processes are unreachable, or devices are named in a single-process run.
         """
         if not self.initialize_jax_distributed:
             return None
@@ -62,30 +62,30 @@ class DistributedConfig(Config):
                     "run has one process; set CUDA_VISIBLE_DEVICES in the environment instead"
                 )
             return None if cluster is None else cluster.description
-        # Not at the top of the file: whoever only reads a configuration should not wait for JAX.
+        # Imported here: reading a configuration should not wait for JAX.
         import jax
 
         if jax.distributed.is_initialized():
             return None
-        # What is None here, JAX finds in the same environment.
+        # JAX detects settings that are None here from the same environment.
         address, device_ids = (None, None) if cluster is None else (cluster.coordinator, cluster.local_device_ids)
-        given: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "coordinator_address": self.coordinator_address or address,
             "num_processes": self.num_processes,
             "process_id": self.process_id,
             "local_device_ids": device_ids if self.local_device_ids is None else self.local_device_ids,
         }
         try:
-            connect_processes(given, waiting)
+            connect_processes(arguments, waiting)
         except (RuntimeError, ValueError, OSError) as error:
-            # The first line says what happened; those after it, where in the source.
+            # The first line describes the error; the following lines point to source code.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            # A TPU machine that stands alone asks the metadata server as well, and learns that it has no neighbours.
+            # A single TPU machine asks the metadata server too, and learns it has no neighbours.
             if cluster is not None and cluster.uncertain:
                 return f"{cluster.description} names no other processes ({reason}): a run of one process"
             raise UserError(
                 f"trainer.distributed: the processes of the run could not be connected ({reason}); check that all "
-                f"num_processes were started and can reach {given['coordinator_address'] or 'the coordinator'}"
+                f"num_processes were started and can reach {arguments['coordinator_address'] or 'the coordinator'}"
             ) from error
         source = "trainer.distributed says" if cluster is None else f"{cluster.description} says"
         if jax.process_count() == 1:
@@ -94,35 +94,35 @@ class DistributedConfig(Config):
 
 
 class Cluster(NamedTuple):
-    """Description of the processes of a run, as found in the environment."""
+    """The processes of a run, as detected from the environment."""
 
     description: str
     several: bool
-    """True if this process is one of several; if not, the description says why."""
+    """True if this process is one of several; if not, the description gives the reason."""
     local_device_ids: tuple[int, ...] | None = None
-    """The devices of this process among those that it sees; None: what JAX chooses."""
+    """Devices of this process among its visible devices; None lets JAX choose."""
     uncertain: bool = False
-    """True if this may be the only process after all."""
+    """True if this may turn out to be the only process."""
     coordinator: str | None = None
-    """`host:port` of process 0, so that messages can name it; None: what JAX finds."""
+    """`host:port` of process 0, for messages; None lets JAX find it."""
 
 
-# The variables that JAX itself reads: without all of them it would not find the cluster either.
+# The variables JAX reads: without all of them it would not detect the cluster either.
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _PORTS = 1 << 12
-"""The highest ports, which systems give to no client: JAX takes one of them as well."""
+"""The highest ports, which systems never assign to clients; JAX uses one of them too."""
 _TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Finds the cluster that JAX itself will find in the environment, and this process's own GPUs of its node.
+    """Detects the cluster JAX will detect in the environment, and this process's own GPUs of its node.
 
     Returns:
-        None when there is no sign of other processes.
+        The cluster; None if there is no sign of other processes.
 
     Raises:
-        UserError: when the processes of a node cannot share its GPUs equally.
+        UserError: the processes of a node cannot share its GPUs equally.
     """
     if int(environ.get("SLURM_NTASKS") or 1) > 1:
         return _slurm(environ)
@@ -137,7 +137,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _asks_metadata(environ: Mapping[str, str]) -> bool:
-    """Tells whether this is a TPU machine whose neighbours only Google Cloud's metadata server knows."""
+    """True if this is a TPU machine whose neighbours are only known to Google Cloud's metadata server."""
     if "TPU_SKIP_MDS_QUERY" in environ or environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
         return False
     return importlib.util.find_spec("libtpu") is not None and any(Path(file).exists() for file in _TPU_FILES)
@@ -145,7 +145,7 @@ def _asks_metadata(environ: Mapping[str, str]) -> bool:
 
 def _slurm(environ: Mapping[str, str]) -> Cluster:
     job = f"SLURM job {environ.get('SLURM_JOB_ID', '?')}"
-    # A batch script sees the number of its tasks as well, but it is not one of them.
+    # A batch script sees the number of its tasks too, but is not one of them.
     if not all(name in environ for name in _SLURM_STEP):
         count = environ["SLURM_NTASKS"]
         return Cluster(f"{job} has {count} tasks, but this process was not started by srun: a run of its own", False)
@@ -153,9 +153,9 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
 
 
 def _slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """The address of process 0: the first node of the step, and a port that all its processes compute.
+    """Address of process 0: the first node of the step, and a port all its processes compute.
 
-    The port is JAX's own, but for the steps of a job after its first, which may run at the same time on the same node.
+    The port is JAX's own, except for later steps of a job, which may run at the same time on the same node.
     """
     if "JAX_COORDINATOR_ADDRESS" in environ:
         return environ["JAX_COORDINATOR_ADDRESS"]
@@ -165,20 +165,20 @@ def _slurm_coordinator(environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as SLURM writes it: `gpu03` of `gpu[03-04,07],cpu1`, `r1n5` of `r[1-2]n[5,8]`."""
+    """First host of a list in SLURM's notation: `gpu03` of `gpu[03-04,07],cpu1`, `r1n5` of `r[1-2]n[5,8]`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None, "the expression matches the empty text too"
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The visible GPUs that this task of its node takes, divided equally; JAX alone would take one for each task."""
+    """The visible GPUs that this task of its node uses, divided equally; JAX by default uses one for each task."""
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if not visible:
         return None
     tasks = _tasks_on_node(environ)
     if any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")) or tasks is None:
-        # SLURM has bound these GPUs to the task; the other tasks see others.
+        # SLURM has bound these GPUs to the task; the other tasks see other GPUs.
         return tuple(range(len(visible)))
     if len(visible) % tasks:
         raise UserError(
@@ -190,7 +190,7 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
-    """Number of tasks of this step on this node, from a list such as `4(x2),2`; None where SLURM does not say."""
+    """Number of tasks of this step on this node, from a list such as `4(x2),2`; None if SLURM does not set it."""
     counts: list[int] = []
     for part in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         count, _, times = part.partition("(x")

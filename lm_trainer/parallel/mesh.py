@@ -1,4 +1,4 @@
-"""Device mesh, and the rules that map logical axes of arrays onto it.
+"""Device mesh, and the rules that map logical axes of arrays to mesh axes.
 
 A parameter lists the logical axis of each of its dimensions (`embed`, `mlp`, ...) in its `logical_axes` metadata.
 Two sets of rules name the mesh axes over which each of them is sharded: in storage, and during computation.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import Device
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 BATCH_AXES = ("replica_dcn", "replica", "data")
 """The mesh axes over which the microbatches of a batch are distributed, outermost (slowest network) first."""
 MODEL_PARALLEL_AXES = ("pipeline", "context", "expert")
-"""The mesh axes that share one microbatch: its layers, its positions, its experts. The axis `model` is not among them:
-for tensor parallelism XLA partitions the computation from the shardings of the parameters alone."""
+"""The mesh axes that share one microbatch: its layers, its positions, its experts. The axis `model` is not one of them:
+for tensor parallelism XLA partitions the computation by the shardings of the parameters only."""
 MESH_AXES = (*BATCH_AXES, *MODEL_PARALLEL_AXES, "model")
-"""All axes. Devices that are neighbours in the list share the last axes, which communicate most."""
+"""All axes. Neighbouring devices in the list are neighbours along the last axes, which communicate most."""
 RULE_AXES = (*BATCH_AXES, "model")
-"""The mesh axes that rules may shard logical axes over."""
+"""The mesh axes over which rules may shard logical axes."""
 LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
 OTHER_AXES = ("token", "token_repeat", "key_position", "hyena_filter_order")
-"""Names that Levanter gives to axes of activations, along which nothing is sharded here: their rules have no effect."""
+"""Levanter's names for axes of activations, along which nothing is sharded here: their rules have no effect."""
 
 AxisRules = Mapping[str, tuple[str, ...]]
-"""Logical axis -> the mesh axes over which it is sharded; an absent axis is replicated."""
+"""Logical axis -> the mesh axes over which it is sharded; missing axes are replicated."""
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh axes that the user sets; the data axis takes the devices that remain."""
+    """Sizes of the mesh axes the user sets; the data axis has the remaining devices."""
 
     replica_dcn: int = 1
     replica: int = 1
@@ -46,23 +47,23 @@ class MeshShape(NamedTuple):
     model: int = 1
 
 
-def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Returns a mesh with the axes `MESH_AXES` over all `devices`, in their order.
+def build_mesh(shape: MeshShape, devices: Sequence[Device]) -> Mesh:
+    """Builds a mesh with the axes `MESH_AXES` over all `devices`, in their order.
 
     Raises:
-        UserError: when the devices cannot be divided so.
+        UserError: the number of devices is not divisible.
     """
     from jax.sharding import AxisType, Mesh
 
     sizes = _axis_sizes(shape, len(devices))
     grid = np.asarray(devices, dtype=object).reshape(sizes)
-    # Auto axes: XLA partitions what runs outside of `shard_map`. With explicit axes JAX asks for the shardings of
-    # intermediate arrays that it cannot infer.
+    # Auto axes: XLA partitions code outside `shard_map`. With explicit axes JAX requires shardings of intermediate
+    # arrays it cannot infer.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def build_abstract_mesh(shape: MeshShape, count: int) -> AbstractMesh:
-    """The sizes of the mesh that `count` devices would have; otherwise as `build_mesh`."""
+    """The abstract mesh for `count` devices; otherwise as `build_mesh`."""
     from jax.sharding import AbstractMesh, AxisType
 
     return AbstractMesh(_axis_sizes(shape, count), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -90,10 +91,15 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
 def parse_rules(
     resources: Mapping[str, str | Sequence[str]], *, key: str, options: Sequence[str] = RULE_AXES
 ) -> dict[str, tuple[str, ...]]:
-    """Checks a mapping from logical axes to mesh axes, of `options`, as a user wrote it under `key`, and returns it.
+    """Checks a user's mapping from logical axes to mesh axes, and returns it with tuples of mesh axes.
+
+    Args:
+        resources: mapping from logical axes to mesh axes.
+        key: configuration key of the mapping, for errors.
+        options: the allowed mesh axes.
 
     Raises:
-        ValueError: for a logical or mesh axis that does not exist or cannot be used, with a suggestion.
+        ValueError: a logical or mesh axis does not exist or is not allowed; suggests a similar name.
     """
     rules = {}
     for logical, physical in resources.items():
@@ -109,7 +115,7 @@ def parse_rules(
 
 
 def check_logical_axis(name: str, *, key: str) -> None:
-    """Raises ValueError when `name`, given under `key`, is no logical axis of any model."""
+    """Raises ValueError if `name`, given under `key`, is not a logical axis of any model."""
     if name not in LOGICAL_AXES and name not in OTHER_AXES:
         raise ValueError(f"{key}: unknown logical axis {name!r}{_near(name, LOGICAL_AXES)}")
 
@@ -120,10 +126,10 @@ def _near(word: str, options: Sequence[str]) -> str:
 
 
 def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> PartitionSpec:
-    """Returns the spec of an array whose dimensions have the logical `axes` (None: never sharded).
+    """The partition spec of an array whose dimensions have the logical `axes` (None: never sharded).
 
     Raises:
-        UserError: when two dimensions would be sharded over the same mesh axis; `path` names the array.
+        UserError: two dimensions would be sharded over the same mesh axis; `path` names the array.
     """
     from jax.sharding import PartitionSpec
 
@@ -144,5 +150,5 @@ def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> P
 
 
 def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Returns one entry of a PartitionSpec as a tuple of mesh axes."""
+    """One entry of a PartitionSpec as a tuple of mesh axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

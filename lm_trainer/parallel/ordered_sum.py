@@ -1,7 +1,7 @@
-"""Sums over devices whose order never depends on the number of devices.
+"""Sums over devices in an order that never depends on the number of devices.
 
-Floating-point addition is not associative, so `psum` and a plain reduction over sharded arrays give other bits on
-other meshes. Here every sum is one fixed binary tree of element-wise additions, which no compiler may reorder: see
+Floating-point addition is not associative, so `psum` and plain reductions of sharded arrays give different bits on
+different meshes. Here every sum is one fixed binary tree of element-wise additions, which no compiler may reorder: see
 `lm_trainer.parallel.tree_sum`.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +22,33 @@ from lm_trainer.parallel.nodes import nodes_of_batch
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares, TreeSum, sum_slices, tree_sum
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 _SMALL = 1 << 14
-"""Elements up to which one exchange of whole arrays is quicker than two of slices."""
+"""Maximum size in elements for which one exchange of full arrays is faster than two exchanges of slices."""
 
 _FAN_IN = 8
-"""Elements that one pass of a sum of squares reduces to one: few passes over memory, and short programs to compile."""
+"""Elements that one pass of a sum of squares reduces to one: few passes over memory, and short compilation."""
 
 
 def sum_over_shards(
     stacked: Mapping[str, jax.Array],
     param_shardings: Mapping[str, ParamSharding],
     mesh: Mesh,
-    dtypes: Mapping[str, Any] | None = None,
-) -> dict:
-    """Adds the contributions of all batch shards and leaves the sums where the state is stored.
+    dtypes: Mapping[str, DTypeLike] | None = None,
+) -> dict[str, jax.Array]:
+    """Adds the contributions of all batch shards, and shards the sums as in storage.
 
-    Each shard sends every other shard its slice and adds the slices that it receives in the fixed order, so the volume
-    is that of a ring reduce-scatter. Arrays without a dimension to split are flattened, and come back replicated; small
-    ones are gathered.
+    Each shard sends one slice to every other shard and adds the slices it receives in the fixed order, so the
+    traffic equals a ring reduce-scatter. Arrays without a divisible dimension are flattened, and their sums are
+    replicated. Small arrays are gathered.
 
     Args:
-        stacked: name -> [shards, ...], the first axis sharded over the batch axes, the rest as in `compute`.
-        param_shardings: by name, of the array without its first axis.
-        mesh: the device mesh.
-        dtypes: by name, to add in, where the contributions may be narrower; they are exchanged as they are.
+        stacked: name -> [shards, ...]; the first axis is sharded over the batch axes, the others as in `compute`.
+        param_shardings: name -> sharding of the array without its first axis.
+        mesh: device mesh.
+        dtypes: name -> dtype of the sum; contributions in a narrower dtype are exchanged without a cast.
 
     Returns:
         name -> [...], to be constrained to the `storage` sharding by the caller's `out_shardings`.
@@ -60,7 +63,7 @@ def sum_over_shards(
 
     in_specs = {name: PartitionSpec(BATCH_AXES, *param_shardings[name].compute) for name in stacked}
     out_specs = {name: _summed_spec(param_shardings[name], mesh) for name in stacked}
-    # `check_vma` cannot infer that a sum of gathered terms is the same on all devices, and so is off.
+    # `check_vma` is off, because it cannot infer that a sum of gathered terms is the same on all devices.
     return jax.shard_map(reduce, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(dict(stacked))
 
 
@@ -69,15 +72,15 @@ def sum_parts_over_shards(
     shares: Shares,
     param_shardings: Mapping[str, ParamSharding],
     mesh: Mesh,
-    dtypes: Mapping[str, Any] | None = None,
-) -> dict:
-    """As `sum_over_shards` for shards that come to several partial sums each: the sums come back replicated.
+    dtypes: Mapping[str, DTypeLike] | None = None,
+) -> dict[str, jax.Array]:
+    """As `sum_over_shards`, for shards with several partial sums each; the sums are replicated.
 
     Args:
-        stacked: the first partial sum of each shard, the second and so on; where a shard has no more, anything.
-        shares: of the shards.
+        stacked: first partial sums of all shards, second ones and so on; a shard with fewer may pass any value.
+        shares: division of the terms among the shards.
         param_shardings: as for `sum_over_shards`.
-        mesh: the device mesh.
+        mesh: device mesh.
         dtypes: as for `sum_over_shards`.
     """
     dtypes = {name: x.dtype for name, x in stacked[0].items()} if dtypes is None else dtypes
@@ -92,7 +95,7 @@ def sum_parts_over_shards(
     )
 
 
-def _sum_parts(parts: Sequence[jax.Array], shares: Shares, dtype: Any) -> jax.Array:
+def _sum_parts(parts: Sequence[jax.Array], shares: Shares, dtype: DTypeLike) -> jax.Array:
     shape, size = parts[0].shape, parts[0].size
     if size < _SMALL:
         return add_parts(lax.all_gather(jnp.stack(parts), BATCH_AXES).astype(dtype), shares)
@@ -107,7 +110,7 @@ def add_parts(parts: jax.Array, shares: Shares) -> jax.Array:
 
 
 def _scatters(sharding: ParamSharding, mesh: Mesh) -> bool:
-    """Returns true if each batch shard of this mesh can add a slice of its own."""
+    """True if each batch shard of this mesh can add its own slice."""
     return sharding.scatter_dim is not None and sharding.scatter_chunks % batch_shards(mesh) == 0
 
 
@@ -124,8 +127,8 @@ def _summed_spec(sharding: ParamSharding, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> jax.Array:
-    """Sums one array over the batch shards: a reduce-scatter, then all-gathers over the axes that do not store it so.
+def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: DTypeLike) -> jax.Array:
+    """Sums one array over the batch shards: a reduce-scatter, then all-gathers over the axes that replicate it.
 
     For a dimension of 8 on 2 replicas x 2 data shards, `x` is [8, ...] and each device adds two of its rows:
 
@@ -137,19 +140,19 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> 
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
     shape = x.shape
-    # In the stored array the rows of one data shard are neighbours, so `data` is the outer factor of the dimension.
-    # Devices are numbered with the replica first, so the slices are put in that order before they are sent.
+    # In storage the rows of one data shard are contiguous, so `data` is the outer factor of the dimension. Devices are
+    # numbered with the replica first, so the slices are reordered before they are sent.
     x = x.reshape(*shape[:dim], data, replicas, shape[dim] // (data * replicas), *shape[dim + 1 :])
     x = jnp.moveaxis(x, (dim + 1, dim), (0, 1))
     x = x.reshape(replicas * data, *x.shape[2:])
     x = _sum_own_slice(x, mesh, dtype)
     if replicas > 1:
-        # The replicas of a data shard hold neighbouring slices, which make up the shard that all of them store.
+        # The replicas of a data shard hold neighbouring slices of the shard that all of them store.
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
     return x if _stored_over_data(sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
 
 
-def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: Any) -> jax.Array:
+def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: DTypeLike) -> jax.Array:
     """Sends each batch shard its slice and returns the sum, in the order of the tree, of the slices received.
 
     Over several nodes the exchange has two levels. Shards first exchange and add within their node, one slice for each
@@ -175,11 +178,11 @@ def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: Any) -> jax.Array:
     return sum_slices(lax.all_to_all(partial_sums, BATCH_AXES, 0, 0, tiled=True, axis_index_groups=across))
 
 
-def _sum_vector(x: jax.Array, mesh: Mesh, dtype: Any) -> jax.Array:
-    """Sums an array that no dimension can be split of; the result is on all devices."""
+def _sum_vector(x: jax.Array, mesh: Mesh, dtype: DTypeLike) -> jax.Array:
+    """Sums an array that has no divisible dimension; all devices receive the result."""
     if x.size < _SMALL:
         return sum_slices(lax.all_gather(x, BATCH_AXES).astype(dtype))
-    # Padding makes the length divisible. It changes no order, since every element is added on its own.
+    # Padding makes the length divisible. It does not change the order, since every element is added independently.
     shards = batch_shards(mesh)
     slices = jnp.pad(x.reshape(-1), (0, -x.size % shards)).reshape(shards, -1)
     total = _sum_own_slice(slices, mesh, dtype)
@@ -189,10 +192,10 @@ def _sum_vector(x: jax.Array, mesh: Mesh, dtype: Any) -> jax.Array:
 def sum_of_squares(
     arrays: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh
 ) -> jax.Array:
-    """Sums the squares of all elements of all stored arrays in float32, in an order fixed by their shapes.
+    """Sums the squares of all elements of all arrays in float32, in an order fixed by their shapes.
 
-    Each array consists of the blocks of its `norm_grid`: a block is summed on the device that stores it, and the sums
-    of all blocks by one tree.
+    Each array consists of the blocks of its `norm_grid`. Each block is summed on the device that stores it, and the
+    sums of all blocks are added by one tree.
     """
     totals = squares_by_layer(arrays, param_shardings, mesh, ())
     return tree_sum(jnp.concatenate(list(totals.values())))
@@ -201,7 +204,7 @@ def sum_of_squares(
 def squares_by_layer(
     arrays: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh, stacked: Collection[str]
 ) -> dict[str, jax.Array]:
-    """Sums the squares of each stored array on its own in float32, in an order fixed by its shape.
+    """Sums the squares of each array separately in float32, in an order fixed by its shape.
 
     Returns:
         name -> [1]; for a name in `stacked`, [layers]: one sum for each index of the first dimension.
@@ -212,45 +215,45 @@ def squares_by_layer(
 
     specs = {name: param_shardings[name].storage for name in arrays}
     sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(dict(arrays))
-    # The block sums are few, so every device gets all of them and adds them up alike.
+    # The block sums are few, so every device gets all of them and adds them in the same order.
     replicated = NamedSharding(mesh, PartitionSpec())
-    whole = {name: lax.with_sharding_constraint(x, replicated) for name, x in sums.items()}
-    return {name: tree_sum(x.reshape(len(x) if name in stacked else 1, -1).T) for name, x in whole.items()}
+    block_sums = {name: lax.with_sharding_constraint(x, replicated) for name, x in sums.items()}
+    return {name: tree_sum(x.reshape(len(x) if name in stacked else 1, -1).T) for name, x in block_sums.items()}
 
 
-def _block_sums(x: jax.Array, sharding: ParamSharding, mesh: Mesh, kept: int) -> jax.Array:
-    """Sums of squares of the blocks on this device, with as many dimensions as `x`; the first `kept` are not summed."""
+def _block_sums(x: jax.Array, sharding: ParamSharding, mesh: Mesh, first_dim: int) -> jax.Array:
+    """Sums of squares of the blocks on this device, with as many dimensions as `x`; sums from `first_dim` on."""
     x = _square(x.astype(jnp.float32))
-    for dim in range(kept, x.ndim):
+    for dim in range(first_dim, x.ndim):
         shards = math.prod(mesh.shape[axis] for axis in spec_axes(sharding.storage[dim]))
-        # The grid is that of the whole array, of which this device has one part in `shards`.
+        # The grid describes the full array, of which this device has one part in `shards`.
         x = _sum_blocks(x, dim, max(1, sharding.norm_grid[dim] // shards) if sharding.norm_grid else 1)
     return x
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """Squares from products that are exact in float32.
+    """Squares as sums of products that are exact in float32.
 
-    Where a product feeds an addition, a compiler may contract both to a fused multiply-add, which rounds once instead
-    of twice, in one program and not in another. An exact product makes no difference to either.
+    If a product is an operand of an addition, a compiler may contract both to a fused multiply-add, which rounds once
+    instead of twice, in one program and not in another. For an exact product both give the same result.
     """
-    # 12 significant bits (11 stored) and the 12 that remain: the product of any two of the halves has at most 24, as
-    # many as float32 holds. Dekker, "A floating-point technique for extending the available precision", 1971.
+    # 12 significant bits (11 stored) and the remaining 12: the product of any two halves has at most 24 bits, as many
+    # as float32 holds. Dekker, "A floating-point technique for extending the available precision", 1971.
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
     low = x - high
     return high * high + (2 * high * low + low * low)
 
 
 def _sum_blocks(x: jax.Array, dim: int, blocks: int) -> jax.Array:
-    """Sums each of the `blocks` of a dimension: splits it in `_FAN_IN` parts and adds those by a tree, repeatedly.
+    """Sums each of the `blocks` of a dimension: splits it in `_FAN_IN` parts and adds them by a tree, repeatedly.
 
-    The parts are contiguous, so that every pass streams through memory, and the second has little left to read.
+    The parts are contiguous, so every pass streams through memory, and the second pass has little left to read.
     """
     axis = dim + 1
     x = x.reshape(*x.shape[:dim], blocks, x.shape[dim] // blocks, *x.shape[dim + 1 :])
     while x.shape[axis] > 1:
         size = -(-x.shape[axis] // _FAN_IN)
-        # Zeros fill up the last part: adding them is exact.
+        # Zeros pad the last part: adding them is exact.
         x = jnp.pad(x, [(0, _FAN_IN * size - x.shape[axis] if d == axis else 0) for d in range(x.ndim)])
         total = TreeSum[jax.Array](_FAN_IN, operator.add)
         for i in range(_FAN_IN):

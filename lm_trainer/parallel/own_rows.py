@@ -1,4 +1,4 @@
-"""Computations that each device makes from its own rows of a batch, where XLA would not divide them so by itself."""
+"""Computations of each device on its own rows of a batch, where XLA would not partition them by rows."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ Tree = TypeVar("Tree")
 
 
 def from_own_rows(function: Callable[..., Tree], rows: Sequence[jax.Array], whole: Sequence[jax.Array]) -> Tree:
-    """Computes `function(*rows, *whole)` on each device of the batch's axes from the rows that it has.
+    """Computes `function(*rows, *whole)` on each device of the batch axes, for the rows on this device.
 
-    In the program of one device, or of a microbatch that one device has whole, this is the call itself.
+    In a program for one device, or for a microbatch on one device, this is a plain call.
 
     Args:
-        function: of arrays, with one or several that have their rows first; each row must follow from its own alone.
-        rows: arrays whose first dimension is the rows of the batch, or several elements for each.
-        whole: arrays that every device needs whole; their gradients are added up over the devices.
+        function: function of arrays; its results have rows as first dimension, and each row must depend only on the
+            same row of the arguments.
+        rows: arrays whose first dimension is the rows of the batch, or several elements for each row.
+        whole: arrays that are replicated on every device; their gradients are summed over the devices.
     """
     mesh = jax.typeof(rows[0]).sharding.mesh
     free = [axis for axis in BATCH_AXES if axis in mesh.axis_names and axis not in mesh.manual_axes]
     axes = tuple(axis for axis in free if mesh.shape[axis] > 1)
     if not axes or rows[0].shape[0] % math.prod(mesh.shape[axis] for axis in axes):
         return function(*rows, *whole)
-    cut, uncut = PartitionSpec(axes), PartitionSpec()
+    sharded, replicated = PartitionSpec(axes), PartitionSpec()
     return jax.shard_map(
         function,
         mesh=mesh,
-        in_specs=(*[cut] * len(rows), *[uncut] * len(whole)),
-        out_specs=cut,
+        in_specs=(*[sharded] * len(rows), *[replicated] * len(whole)),
+        out_specs=sharded,
         axis_names=set(axes),
         check_vma=False,
     )(*rows, *whole)

@@ -1,4 +1,4 @@
-"""Agreement among the processes of a run: the one that writes, flags and values of all of them, a barrier."""
+"""Communication among the processes of a run: the lead process, shared flags and values, a barrier."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from jax.experimental import multihost_utils
 
 
 def is_lead() -> bool:
-    """Tells whether this process is the one that writes files of which a run has one: process 0."""
+    """True in process 0, which writes the files that exist once for a run."""
     return jax.process_index() == 0
 
 
 def any_process(flag: bool) -> bool:
-    """Tells whether `flag` holds in any process of the run.
+    """True if `flag` is true in any process of the run.
 
-    It waits for all processes, and hangs unless all of them ask at the same point.
+    Waits for all processes, and hangs unless all of them call it at the same point.
     """
-    # A run of one process asks after every step, and must not wait for its devices there.
+    # A single-process run calls this after every step, and must not wait for its devices.
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """Returns [processes, ...]: this array of every process, of the same shape in all of them. Waits for all."""
+    """Returns [processes, ...]: this array from every process, of the same shape in all of them. Waits for all."""
     if jax.process_count() == 1:
         return values[None]
-    # Of numbers of 64 bits JAX would keep the lower half.
+    # JAX would keep only the lower half of 64-bit numbers.
     sent = values.reshape(-1).view(np.uint32) if values.dtype.itemsize == 8 else values
-    found = np.ascontiguousarray(multihost_utils.process_allgather(sent))
-    return found.view(values.dtype).reshape(len(found), *values.shape)
+    received = np.ascontiguousarray(multihost_utils.process_allgather(sent))
+    return received.view(values.dtype).reshape(len(received), *values.shape)
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns this text of every process, in their order. Waits for all."""
+    """Returns this text from every process, in process order. Waits for all."""
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
@@ -44,7 +44,7 @@ def gather_texts(text: str) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode() for row in gather(padded)]
 
 
-def wait_for_all(what: str) -> None:
-    """Returns when every process has come here; processes that wait with another `what` make all of them fail."""
+def wait_for_all(barrier: str) -> None:
+    """Returns when every process has called it; fails in all of them if they wait at different barriers."""
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+        multihost_utils.sync_global_devices(barrier)

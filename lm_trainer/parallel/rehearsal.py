@@ -1,8 +1,8 @@
-"""Arrays without values, with which a step is rehearsed: it calls its programs, and none of them runs.
+"""Arrays without values, for the rehearsal of a step: it calls its programs, but none of them runs.
 
-While a rehearsal goes on, `lm_trainer.step.dispatch.program.Program` gives abstract arrays in return for abstract
-arrays. An abstract array counts the bytes that it would take on one device, from when it is made until Python drops it
-or a program consumes it. So what a device holds at a time is what the code of a step keeps, and needs no description.
+During a rehearsal, `lm_trainer.step.dispatch.program.Program` takes and returns abstract arrays. An abstract array
+counts the bytes it would take on one device, from its creation until Python drops it or a program consumes it. So
+the memory a device holds at any time follows from the code of the step, without a separate description.
 """
 
 from __future__ import annotations
@@ -11,59 +11,61 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.mesh import batch_shards
 
 
 class Memory:
-    """The bytes that one device holds, by what they are for.
+    """The bytes one device holds, by purpose.
 
     Args:
         device: the device.
     """
 
-    def __init__(self, device: Any):
+    def __init__(self, device: Device):
         self.device = device
         self.held: dict[str, int] = {}
         self.calls = 0
-        """Programs called so far."""
+        """Number of programs called so far."""
         self._queued: list[Buffer] = []
 
     @property
     def total(self) -> int:
-        """All bytes together."""
+        """Sum over all purposes."""
         return sum(self.held.values())
 
     def change(self, purpose: str, size: int) -> None:
-        """Adds so many bytes, or takes them away."""
+        """Adds `size` bytes, which may be negative."""
         self.held[purpose] = self.held.get(purpose, 0) + size
 
     def drop(self, buffer: Buffer) -> None:
-        """Frees a buffer that Python has dropped; one that is `queued` once its last program is known to be done."""
+        """Frees a buffer Python has dropped; a `queued` one is freed when its last program is known to be done."""
         if buffer.queued:
-            kept = Buffer(self, buffer.purpose, buffer.size)
-            kept.last_call = buffer.last_call
-            self._queued.append(kept)
+            pending = Buffer(self, buffer.purpose, buffer.size)
+            pending.last_call = buffer.last_call
+            self._queued.append(pending)
         buffer.free()
 
     def wait(self, call: int) -> None:
-        """The host has waited for this call of a program, so that all before it are done."""
+        """Called when the host has waited for this call of a program, so all earlier calls are done."""
         self._queued = [buffer for buffer in self._queued if buffer.last_call > call]
 
 
 class Buffer:
-    """The part of an array that the device of a `Memory` holds; gone with the last reference to it.
+    """The part of an array on the device of a `Memory`; freed with the last reference to it.
 
     Args:
-        memory: of the device.
-        purpose: what the array is for.
-        size: in bytes.
-        queued: the memory stays taken until the host has waited for the last program that reads it.
+        memory: memory of the device.
+        purpose: purpose of the array.
+        size: size in bytes.
+        queued: True if the memory stays allocated until the host has waited for the last program that reads it.
     """
 
     __slots__ = ("last_call", "memory", "purpose", "queued", "size")
@@ -74,7 +76,7 @@ class Buffer:
         memory.change(purpose, size)
 
     def free(self) -> None:
-        """Gives the memory back, as where a program consumes the array."""
+        """Frees the memory, as when a program consumes the array."""
         self.memory.change(self.purpose, -self.size)
         self.size = 0
 
@@ -84,18 +86,18 @@ class Buffer:
 
 
 class Description(NamedTuple):
-    """Everything about an array but its values."""
+    """An array without its values."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     sharding: Sharding
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The same for JAX."""
+        """The equivalent `jax.ShapeDtypeStruct`."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
-    def bytes_on(self, device: Any) -> int:
+    def bytes_on(self, device: Device) -> int:
         """Bytes of the part on a device."""
         if device not in self.sharding.device_set:
             return 0
@@ -103,9 +105,9 @@ class Description(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The part of an abstract array on one device, as `jax.Shard` has it."""
+    """The part of an abstract array on one device, as `jax.Shard`."""
 
-    device: Any
+    device: Device
     data: AbstractArray
 
 
@@ -114,25 +116,25 @@ class AbstractArray:
 
     Args:
         about: shape, dtype and sharding.
-        buffer: its part on the device whose memory is counted; None where it has none there.
-        made: the number of the program's call that returned it.
+        buffer: its part on the device whose memory is counted; None if it has none on that device.
+        call: number of the program call that returned it.
     """
 
-    __slots__ = ("about", "buffer", "made")
+    __slots__ = ("about", "buffer", "call")
 
-    def __init__(self, about: Description, buffer: Buffer | None, made: int = 0):
-        self.about, self.buffer, self.made = about, buffer, made
+    def __init__(self, about: Description, buffer: Buffer | None, call: int = 0):
+        self.about, self.buffer, self.call = about, buffer, call
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.about.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         return self.about.dtype
 
     @property
-    def sharding(self) -> Any:
+    def sharding(self) -> Sharding:
         return self.about.sharding
 
     @property
@@ -151,7 +153,7 @@ class AbstractArray:
                 AbstractArray(
                     Description(part, self.dtype, SingleDeviceSharding(device)),
                     self.buffer if device == rehearsal.memory.device else None,
-                    self.made,
+                    self.call,
                 ),
             )
             for device in rehearsal.devices
@@ -159,22 +161,22 @@ class AbstractArray:
         ]
 
     def block_until_ready(self) -> AbstractArray:
-        """The host waits for the program that returned this array."""
+        """Waits, as the host, for the program that returned this array."""
         rehearsal = current_rehearsal()
         assert rehearsal is not None, "an abstract array outlived its rehearsal"
-        rehearsal.memory.wait(self.made)
+        rehearsal.memory.wait(self.call)
         return self
 
 
 class Rehearsal(Protocol):
-    """Takes the place of programs and transfers."""
+    """Replaces programs and transfers."""
 
     memory: Memory
-    devices: Sequence[Any]
-    """The devices of this process that take part."""
+    devices: Sequence[Device]
+    """Participating devices of this process."""
 
-    def run(self, program: Any, args: tuple[Any, ...]) -> Any:
-        """The results of a program, as abstract arrays."""
+    def run(self, program: PyTree, args: tuple[PyTree, ...]) -> PyTree:
+        """Returns the results of a program, as abstract arrays."""
         ...
 
 
@@ -183,13 +185,13 @@ _ONE_SHARD = ContextVar[bool]("one_shard", default=False)
 
 
 def current_rehearsal() -> Rehearsal | None:
-    """The rehearsal that this thread is in."""
+    """The rehearsal of this thread; None outside of a rehearsal."""
     return _CURRENT.get()
 
 
 @contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """Has programs and transfers go to `rehearsal`."""
+    """Sends programs and transfers to `rehearsal`."""
     token = _CURRENT.set(rehearsal)
     try:
         yield
@@ -199,9 +201,9 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
 
 @contextmanager
 def on_one_shard() -> Iterator[None]:
-    """Has what is built meanwhile take the devices of one shard of the batch for all that this process has.
+    """Objects built in this context treat the devices of one batch shard as all devices of this process.
 
-    The devices of other shards do as much or less, and need not be rehearsed.
+    The devices of other shards have the same work or less, and need not be rehearsed.
     """
     token = _ONE_SHARD.set(True)
     try:
@@ -210,20 +212,20 @@ def on_one_shard() -> Iterator[None]:
         _ONE_SHARD.reset(token)
 
 
-def local_devices(mesh: Mesh) -> list[Any]:
-    """The devices of a mesh that this process computes with: its own, or of those one shard of the batch."""
+def local_devices(mesh: Mesh) -> list[Device]:
+    """The devices of a mesh this process computes with; under `on_one_shard`, only one batch shard of them."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    # The devices of a shard are neighbours in a mesh.
+    # The devices of a shard are contiguous in a mesh.
     return devices[: mesh.size // batch_shards(mesh)] if _ONE_SHARD.get() else devices
 
 
-def put_on(values: Any, sharding: Sharding, purpose: str) -> Any:
-    """Abstract arrays like these values of the host, whole on each device; None outside of a rehearsal."""
+def put_on(values: PyTree, sharding: Sharding, purpose: str) -> PyTree:
+    """Abstract arrays for these host arrays; None outside of a rehearsal."""
     rehearsal = current_rehearsal()
     if rehearsal is None:
         return None
 
-    def one(x: Any) -> AbstractArray:
+    def one(x: np.ndarray) -> AbstractArray:
         about = Description(np.shape(x), x.dtype, sharding)
         return abstract(about, rehearsal.memory, purpose)
 
@@ -233,14 +235,14 @@ def put_on(values: Any, sharding: Sharding, purpose: str) -> Any:
 def abstract(
     about: Description, memory: Memory, purpose: str, *, queued: bool = False, size: int | None = None
 ) -> AbstractArray:
-    """A new array; `size` is the number of its bytes on the device, computed if not given."""
+    """Creates an array; `size` is its number of bytes on the device, computed if None."""
     size = about.bytes_on(memory.device) if size is None else size
     return AbstractArray(about, Buffer(memory, purpose, size, queued=queued) if size else None, memory.calls)
 
 
-def join_parts(shape: tuple[int, ...], sharding: Sharding, parts: Sequence[Any]) -> Any:
-    """As `jax.make_array_from_single_device_arrays`, of abstract arrays too; no data are copied."""
+def join_parts(shape: tuple[int, ...], sharding: Sharding, parts: Sequence[PyTree]) -> PyTree:
+    """As `jax.make_array_from_single_device_arrays`, also for abstract arrays; does not copy data."""
     if isinstance(parts[0], AbstractArray):
         buffer = next((part.buffer for part in parts if part.buffer is not None), None)
-        return AbstractArray(Description(shape, parts[0].dtype, sharding), buffer, parts[0].made)
+        return AbstractArray(Description(shape, parts[0].dtype, sharding), buffer, parts[0].call)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)

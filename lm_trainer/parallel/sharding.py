@@ -1,6 +1,6 @@
 """Shardings of the arrays of the training state: in storage, during computation, and while gradients are summed.
 
-All of it follows from shapes and logical axes. Whatever decides the order of a sum does not depend on the mesh.
+They follow from shapes and logical axes. Everything that decides the order of a sum is independent of the mesh.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParamSharding:
-    """Shardings of one parameter, its gradient and its optimizer moments, and how sums over it are partitioned."""
+    """Shardings of a parameter, its gradient and its optimizer moments, and the partitioning of sums over it."""
 
     storage: PartitionSpec
     """Between steps."""
     compute: PartitionSpec
-    """While a microbatch is computed: gathered over the batch axes."""
+    """During computation of a microbatch: gathered over the batch axes."""
     scatter_dim: int | None
-    """The dimension along which gradients are reduce-scattered, None when no dimension can be split."""
+    """The dimension along which gradients are reduce-scattered; None if no dimension is divisible."""
     scatter_chunks: int
-    """The most shards that `scatter_dim` can be split into: a power of two that follows from the shape and the most
-    devices that a run may have, never from the mesh."""
+    """Maximum number of shards that `scatter_dim` can be split into: a power of two that follows from the shape and the
+    maximum number of devices of a run, never from the mesh."""
     norm_grid: tuple[int, ...] = ()
-    """Blocks along each dimension whose squares are summed on their own; empty: one along each. No sharding of the
-    state is finer, so that every block lies on one device and no sharding decides the order of additions."""
+    """Blocks along each dimension whose squares are summed separately; empty: one along each. No sharding of the state
+    is finer, so every block is on one device and no sharding decides the order of additions."""
 
 
 def plan_shardings(
@@ -46,33 +46,33 @@ def plan_shardings(
 ) -> dict[str, ParamSharding]:
     """Plans the sharding of every parameter.
 
-    A dimension that the batch axes of the mesh do not divide is replicated, which is logged. One that another axis does
-    not divide is an error, because the user asked for that axis by name.
+    A dimension not divisible by the batch axes of the mesh is replicated, with a warning. A dimension not
+    divisible by another axis is an error, because the user requested that axis by name.
 
     Args:
         leaves: name -> (shape, logical axes) of the parameters.
-        mesh: the device mesh.
-        param_rules: rules for the state in storage.
-        compute_rules: rules for the computation; its batch axes are ignored.
-        max_shards: the most shards that a batch may ever have (the number of microbatches).
+        mesh: device mesh.
+        param_rules: rules for storage.
+        compute_rules: rules for computation; its batch axes are ignored.
+        max_shards: maximum number of shards of a batch (the number of microbatches).
 
     Raises:
-        UserError: two axes of a parameter on one mesh axis, or one that does not divide a dimension.
+        UserError: two axes of a parameter are mapped to one mesh axis, or a dimension is not divisible.
     """
     shardings, replicated = {}, []
     for name, (shape, axes) in leaves.items():
-        wanted = partition_spec(name, axes, param_rules)
+        requested = partition_spec(name, axes, param_rules)
         compute = _without_batch_axes(partition_spec(name, axes, compute_rules))
-        _check_even(name, shape, axes, wanted, mesh)
-        storage = _drop_uneven(shape, wanted, mesh)
-        if storage != wanted:
+        _check_even(name, shape, axes, requested, mesh)
+        storage = _drop_uneven(shape, requested, mesh)
+        if storage != requested:
             replicated.append(name)
-        # `wanted`, not `storage`: what this mesh cannot shard another one can, and both must add in the same order.
-        dim = _scatter_dim(shape, wanted, compute)
+        # `requested`, not `storage`: another mesh may shard what this mesh cannot, and both must add in the same order.
+        dim = _scatter_dim(shape, requested, compute)
         chunks = 1 if dim is None else _power_of_two(shape[dim], max_shards)
-        grid = _norm_grid(shape, wanted, mesh, max_shards)
+        grid = _norm_grid(shape, requested, mesh, max_shards)
         shardings[name] = ParamSharding(storage, compute, dim if chunks > 1 else None, chunks, grid)
-    # Nobody trains on an abstract mesh, so nobody needs to be told.
+    # An abstract mesh is not used for training, so no warning is needed.
     if replicated and isinstance(mesh, Mesh):
         logger.warning("not sharded, because the data axis does not divide them: %s", ", ".join(replicated))
     return shardings
@@ -87,9 +87,9 @@ def _check_even(name: str, shape: tuple[int, ...], axes: Sequence[str | None], s
     for size, logical, entry in zip(shape, axes, spec, strict=False):
         sizes = {f"{a}_axis_size": mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES}
         if size % math.prod(sizes.values()):
-            asked = " x ".join(f"{key}={shards}" for key, shards in sizes.items())
+            factors = " x ".join(f"{key}={shards}" for key, shards in sizes.items())
             raise UserError(
-                f"{name}: its axis {logical!r} of size {size} cannot be cut into {asked} pieces; "
+                f"{name}: its axis {logical!r} of size {size} cannot be cut into {factors} pieces; "
                 f"choose a divisor of {size}"
             )
 
@@ -105,23 +105,24 @@ def _drop_uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Par
 def _scatter_dim(shape: tuple[int, ...], storage: PartitionSpec, compute: PartitionSpec) -> int | None:
     """The dimension that storage shards over the batch axes; else the one with most factors of two, then the largest.
 
-    `storage` is what the rules ask for, not what this mesh can do: the choice must be the same on every mesh.
+    `storage` is the sharding the rules request, not the one possible on this mesh: the choice must be the same on
+    every mesh.
     """
     for dim, entry in enumerate(storage):
         if any(a in BATCH_AXES for a in spec_axes(entry)):
-            # Sums scattered along this dimension are where they are stored. Where another axis already shards it
-            # during computation the two shardings do not nest, and the gradient is summed as a vector.
+            # Sums scattered along this dimension have storage sharding. If another axis already shards it during
+            # computation, the two shardings do not nest, and the gradient is summed as a vector.
             return dim if not spec_axes(compute[dim]) else None
     free = [d for d in range(len(shape)) if not spec_axes(compute[d])]
-    # `n & -n` is the largest power of two that divides n: with it the dimension can be split for the most devices.
+    # `n & -n` is the largest power of two that divides n: the dimension can be split over the most devices.
     return max(free, key=lambda d: (shape[d] & -shape[d], shape[d]), default=None)
 
 
 def _norm_grid(shape: tuple[int, ...], storage: PartitionSpec, mesh: Mesh, max_shards: int) -> tuple[int, ...]:
-    """The blocks along each dimension: those that any sharding over the batch axes consists of.
+    """The blocks along each dimension, such that any sharding over the batch axes consists of whole blocks.
 
-    Every dimension is split, not only the one that is stored sharded, so that `fsdp_axis` decides no bit either. The
-    shards of the other axes are split each on their own: a block that spanned two of them would lie on two devices.
+    Every dimension is split, not only the dimension that is sharded in storage, so `fsdp_axis` decides no bit
+    either. The shards of the other axes are split separately: a block across two of them would be on two devices.
     """
     fixed = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in storage]
     return tuple(shards * _power_of_two(size // shards, max_shards) for size, shards in zip(shape, fixed, strict=True))

@@ -1,25 +1,24 @@
-"""The platform that programs are compiled for, which need not be the one that compiles them."""
+"""The platform that programs are compiled for, which may differ from the platform that compiles them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 
-# Of each thread by itself. JAX counts it into the keys of its caches of traced functions: what was traced for one
-# platform is traced again for another.
+# Local to a thread. JAX includes it in the keys of its caches of traced functions, so functions are retraced for each
+# platform.
 _platform = jax.make_user_context(None)
 
 
 def target_platform() -> str:
-    """`cpu`, `gpu` or `tpu`: where the program that is being traced is to run."""
+    """The platform the traced program is to run on: `cpu`, `gpu` or `tpu`."""
     return _platform.value or jax.default_backend()
 
 
-def compiling_for(platform: str) -> AbstractContextManager[Any]:
-    """Has models choose kernels as on `platform`, while this thread compiles for devices that are elsewhere.
+def compiling_for(platform: str) -> AbstractContextManager[object]:
+    """Makes models choose kernels for `platform`, while this thread compiles for devices of another machine.
 
-    A thread that is started meanwhile has to enter it again, as those of `compile_on_each` do.
+    Threads started in this context must enter it themselves, as in `compile_on_each`.
     """
     return _platform(platform)

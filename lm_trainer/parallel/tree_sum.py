@@ -1,9 +1,9 @@
-"""A sum as one fixed binary tree of additions, whoever computes its parts.
+"""A sum as one fixed binary tree of additions, independent of the devices that compute its parts.
 
 Eight terms on one device, on two, on four and on three add up in the same order:
 
     1 device     ((a + b) + (c + d)) + ((e + f) + (g + h))
-    2 devices    [(a + b) + (c + d)] + [(e + f) + (g + h)]          [ ]: what one device adds up alone
+    2 devices    [(a + b) + (c + d)] + [(e + f) + (g + h)]          [ ]: partial sum of one device
     4 devices    ([a + b] + [c + d]) + ([e + f] + [g + h])
     3 devices    ([a + b] + ([c] + [d])) + ([e + f] + [g + h])      a b c | d e f | g h
 """
@@ -27,48 +27,48 @@ class TreeSum(Generic[Item]):
     """Adds `count` items that arrive one by one, in the order of a fixed tree, holding only log2(count) partial sums.
 
     With count = odd * 2^k the leaves of the binary tree are runs of `odd` items, added from the left. The tree over
-    any aligned 1/2^j of the items is a subtree of the tree over all, which is what lets devices share the work.
+    any aligned 1/2^j of the items is a subtree of the tree over all items, so devices can share the work.
 
-    Items may begin anywhere: what cannot be added without those before or after it is kept apart, and `push` takes
-    such partial sums as well.
+    Items may start at any position: partial sums that cannot be added without earlier or later items are kept
+    separately, and `push` accepts such partial sums too.
 
     Args:
-        count: of all items.
-        add: may consume its first argument.
-        first: the position of the first item that will be pushed.
+        count: total number of items.
+        add: adds two items; may consume its first argument.
+        first: position of the first item that will be pushed.
     """
 
     def __init__(self, count: int, add: Callable[[Item, Item], Item], first: int = 0):
         self._count, self._run = count, count // (count & -count)
         self._next = first
         self._add = add
-        # Sums of neighbours that cannot be added yet, with the items of each. From item 0 on it is a binary counter of
-        # subtrees and at most one unfinished run. A list, emptied by `pop`, so that nothing here still refers to an
+        # Sums of neighbours that cannot be added yet, with the items of each. Starting from item 0 it is a binary
+        # counter of subtrees and at most one unfinished run. Emptied by `pop`, so it holds no reference to an
         # array that `add` has consumed.
         self._parts: list[tuple[range, Item]] = []
 
     def push(self, item: Item, length: int = 1) -> None:
-        """Takes the next item, or the sum of the next `length` items: one of the `parts` of another sum."""
+        """Adds the next item, or the sum of the next `length` items (one of the `parts` of another sum)."""
         self._parts.append((range(self._next, self._next + length), item))
         self._next += length
         while len(self._parts) > 1 and self._adjoin(self._parts[-2][0], self._parts[-1][0]):
-            both = range(self._parts[-2][0].start, self._next)
+            joined = range(self._parts[-2][0].start, self._next)
             right = self._parts.pop()[1]
-            self._parts.append((both, self._add(self._parts.pop()[1], right)))
+            self._parts.append((joined, self._add(self._parts.pop()[1], right)))
 
     def _adjoin(self, left: range, right: range) -> bool:
-        """Returns true if the tree has a node whose operands are the sums of these neighbours."""
+        """True if the tree has a node whose operands are the sums of these neighbours."""
         if len(left) < self._run:
             return left.start % self._run == 0 and len(right) == 1
-        # Runs that are whole: of subtrees of one height, the left one has an even position among them.
+        # Complete runs: the left one of two subtrees of the same height has an even index.
         return len(left) == len(right) and left.start // len(left) % 2 == 0
 
     def parts(self) -> list[tuple[range, Item]]:
-        """The sums that cannot be added without further items, each with the items it is of, in order."""
+        """The sums that cannot be added without further items, each with the range of its items, in order."""
         return self._parts
 
     def result(self) -> Item:
-        """Returns the sum of all items, once all have been pushed."""
+        """Returns the sum of all items, after all have been pushed."""
         if [terms for terms, _ in self._parts] != [range(self._count)]:
             raise ValueError(f"{self._next} of {self._count} items were pushed")
         return self._parts[0][1]
@@ -76,10 +76,10 @@ class TreeSum(Generic[Item]):
 
 @dataclass(frozen=True)
 class Shares:
-    """The division of the terms of a sum among shards: neighbours to each, one more to the first ones if need be."""
+    """Division of the terms of a sum among shards: contiguous terms for each shard, one more for the first shards."""
 
     count: int
-    """Terms, at least one for each shard."""
+    """Number of terms, at least one for each shard."""
     shards: int
 
     def terms(self, shard: int) -> range:
@@ -90,31 +90,31 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """The most terms of a shard."""
+        """Maximum number of terms of a shard."""
         return len(self.terms(0))
 
     @property
     def even(self) -> bool:
-        """True where each shard comes to one subtree of the same size: `tree_sum` over the shards is their sum."""
+        """True if each shard computes one subtree of the same size: `tree_sum` over the shards is then the sum."""
         return self.shards & (self.shards - 1) == 0 and self.count % self.shards == 0
 
     @property
     def parts(self) -> list[list[range]]:
-        """For each shard the partial sums that it comes to: the terms of each."""
+        """The partial sums of each shard: the terms of each."""
         return _parts(self)
 
     @property
     def most_parts(self) -> int:
-        """The most partial sums that a shard comes to."""
+        """Maximum number of partial sums of a shard."""
         return max(map(len, self.parts))
 
     @property
     def most_held(self) -> int:
-        """The most items that exist at once in a shard that adds up its terms: partial sums and the new item."""
+        """Maximum number of items a shard holds while it adds its terms: partial sums and the new item."""
         return _most_held(self)
 
     def trees(self, shard: int) -> Iterator[TreeSum[None]]:
-        """Yields the `TreeSum` of a shard, which is always the same one, before each of its terms and at last."""
+        """Yields the `TreeSum` of a shard (always the same object) before each of its terms and at the end."""
         terms = self.terms(shard)
         tree = TreeSum[None](self.count, lambda _, __: None, terms.start)
         yield tree
@@ -126,7 +126,7 @@ class Shares:
         """The sum of all terms.
 
         Args:
-            sums: for each shard those of its `parts`; more than there are parts are not read.
+            sums: for each shard the sums of its `parts`; additional entries are ignored.
             add: as for `TreeSum`.
         """
         tree = TreeSum(self.count, add)
@@ -136,14 +136,14 @@ class Shares:
         return tree.result()
 
 
-# Every step asks for it, with an object of its own.
+# Called in every step, with a new object.
 @cache
 def _parts(shares: Shares) -> list[list[range]]:
     ended = [deque(shares.trees(shard), maxlen=1).pop() for shard in range(shares.shards)]
     return [[terms for terms, _ in tree.parts()] for tree in ended]
 
 
-# A plan asks for it again and again, and there may be a hundred thousand terms.
+# A plan calls it repeatedly, and there may be a hundred thousand terms.
 @cache
 def _most_held(shares: Shares) -> int:
     before_terms = (zip(shares.terms(shard), shares.trees(shard), strict=False) for shard in range(shares.shards))
@@ -154,7 +154,7 @@ def tree_sum(x: jax.Array) -> jax.Array:
     """Sums over axis 0, of any length of at least 1, in the order of `TreeSum`."""
     count = x.shape[0]
     run = count // (count & -count)
-    # Additions are written out one by one: inside a `reduce` a compiler chooses the order.
+    # Additions are written out individually: inside a `reduce` a compiler chooses the order.
     x = x.reshape(count // run, run, *x.shape[1:])
     total = x[:, 0]
     for i in range(1, run):
@@ -165,9 +165,9 @@ def tree_sum(x: jax.Array) -> jax.Array:
 
 
 def sum_slices(x: jax.Array) -> jax.Array:
-    """As `tree_sum`, for few large slices: one pass over memory reads them all.
+    """As `tree_sum`, for few large slices: reads all of them in one pass over memory.
 
-    The halves that `tree_sum` adds are written and read again at each level of the tree.
+    `tree_sum` writes and reads the halves at each level of the tree.
     """
     import jax
 

@@ -1,1 +1,1 @@
-"""One optimizer step: the state, a microbatch as an executable, the update, evaluation."""
+"""One optimizer step: state, gradients of microbatches, update, evaluation."""

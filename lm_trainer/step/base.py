@@ -1,15 +1,16 @@
-"""The interface of a step, and what every kind of step is made from: a loss, a rule of update, an observer."""
+"""The interface of a step, and the parts shared by all kinds of steps: update rule and observer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import optax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
@@ -23,14 +24,21 @@ from lm_trainer.step.updates.update import Metrics
 
 
 class Observer(Protocol):
-    """Something that looks at the inside of a step."""
+    """Looks at the inside of a step."""
 
-    def before(self, state: TrainState) -> Any:
-        """Takes what it needs of the state before the step, which the step consumes."""
+    def before(self, state: TrainState) -> PyTree:
+        """Copies the values it needs from the state before the step, which the step consumes."""
         ...
 
-    def after(self, before: Any, grads: Params, weight: jax.Array, state: TrainState) -> None:
-        """`grads` are sums over the batch, and `weight` what to divide them by; the state is that after the step."""
+    def after(self, before: PyTree, grads: Params, weight: jax.Array, state: TrainState) -> None:
+        """Receives the results of a step.
+
+        Args:
+            before: values returned by `before`.
+            grads: gradients, summed over the batch.
+            weight: the number to divide `grads` by.
+            state: state after the step.
+        """
         ...
 
 
@@ -40,21 +48,21 @@ class UpdateRule:
 
     optimizer: Optimizer
     tx: optax.GradientTransformationExtraArgs
-    """Built from `optimizer` for the parameters that are trained."""
+    """Built from `optimizer` for the trained parameters."""
     averaging: AveragingConfig | None = None
     curvature: CurvatureFn | None = None
-    """The estimate that the optimizer takes."""
+    """Curvature estimate for the optimizer."""
     owned: bool = True
-    """Each weight belongs to one device where the rule computes with whole weights, if it can; false: every device
-    updates all of them."""
+    """True: if the rule needs unsharded weights, each weight is updated by one device (where the rule allows it).
+    False: every device updates all of them."""
 
 
 class Step(Protocol):
-    """One optimizer step after another; what `determinism: elastic` and `fast` have in common.
+    """One optimizer step; the common interface of `determinism: elastic` and `fast`.
 
-    Calling it with a batch placed by `put` returns the next state and float32 scalars on the device (`loss`,
-    `grad_norm`, `tokens` and others): reading them waits for the step. The state that it is given is consumed. A step
-    whose loss or gradient is not finite leaves parameters and optimizer as they were.
+    A call with a batch placed by `put` returns the next state and float32 scalars on the device (`loss`, `grad_norm`,
+    `tokens` and others); reading them waits for the step. The call consumes the given state. A step with a non-finite
+    loss or gradient leaves parameters and optimizer unchanged.
     """
 
     plans: Piecewise[MicrobatchPlan]
@@ -63,33 +71,33 @@ class Step(Protocol):
     """True if programs are called for each microbatch."""
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`; in a rehearsal (`lm_trainer.step.rehearse`) nothing is compiled."""
+        """As `compile`; skipped in a rehearsal (`lm_trainer.step.rehearse`)."""
         ...
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
-        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
+        """Compiles for rows of the same shape as in `batch` (in any number) and the batch size of `step`.
 
-        With `observed` also what a step needs only for an observer. Returns the program that computes the gradient: of
-        a microbatch, or where that is one program, of the step.
+        With `observed`, also compiles the programs a step needs only for an observer. Returns the program that
+        computes the gradient of a microbatch, or the program of the step if there is only one.
         """
         ...
 
     def compiled(self, step: int) -> bool:
-        """Returns true if this step needs no compilation."""
+        """True if this step needs no compilation."""
         ...
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
-        """The rows of the global batch of `step` that this process needs."""
+        """Rows of the global batch of `step` that this process needs."""
         ...
 
-    def put(self, batch: Batch, step: int = 0) -> Any:
-        """This process's rows of the global batch of `step` on their devices."""
+    def put(self, batch: Batch, step: int = 0) -> PyTree:
+        """Puts this process's rows of the global batch of `step` on their devices."""
         ...
 
-    def gradient(self, state: TrainState, batch: Any) -> Sums:
-        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+    def gradient(self, state: TrainState, batch: PyTree) -> Sums:
+        """Sums of loss, weights, gradients and reported metrics over the global batch."""
         ...
 
     def __call__(
-        self, state: TrainState, batch: Any, learning_rate: float, observer: Observer | None = None
+        self, state: TrainState, batch: PyTree, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]: ...

@@ -1,9 +1,8 @@
-"""The choice of how the devices compute an update, so that its bits are the same on every mesh."""
+"""Choice of how the devices compute an update, so its bits are the same on every mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,20 +21,20 @@ def choose_update(
     shardings: TrainedShardings,
     mesh: Mesh,
 ) -> ShardedUpdate | OwnedUpdate | ReplicatedUpdate:
-    """The update of a rule.
+    """Builds the update of a rule.
 
-    Each device updates its own shard where the rule is elementwise. Otherwise each weight of each layer belongs to one
-    device, which updates it whole. Where that cannot be, since updates of several parameters depend on one another,
-    every device computes all of it.
+    If the rule is elementwise, each device updates its own shard. Otherwise each weight of each layer is assigned to
+    one device, which updates it unsharded. If that is impossible because the updates of several parameters depend on
+    one another, every device computes all of it.
 
     Args:
-        rule: of the update.
-        params: those that are trained.
-        shapes: by name.
-        shardings: of the state.
-        mesh: the device mesh.
+        rule: update rule.
+        params: trained parameters.
+        shapes: shapes of the parameters by name.
+        shardings: shardings of the state.
+        mesh: device mesh.
     """
-    update: Any = make_update(rule.optimizer, rule.tx)
+    update = make_update(rule.optimizer, rule.tx)
     if rule.optimizer.elementwise:
         return ShardedUpdate(update, shardings, mesh)
     owned = owned_update(rule.optimizer, params, rule.tx, shapes, shardings, mesh) if rule.owned else None

@@ -1,15 +1,14 @@
-"""One optimizer step, bit for bit the same on every mesh.
+"""An optimizer step that is bit-identical on every mesh.
 
-The global batch is cut into a fixed number of microbatches of fixed size. Each is computed by an
-executable of its own; their gradients are added by one fixed binary tree, first inside a device, then across devices;
-then the state is updated.
+The global batch is split into a fixed number of microbatches of fixed size. Each microbatch is computed by a separate
+executable. Their gradients are added by one fixed binary tree, first within a device, then across devices. Then the
+state is updated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -33,6 +32,7 @@ from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.staged.staged_sum import StagedSum, StagesOf
+from lm_trainer.step.staged.stages import Ready
 from lm_trainer.step.staged.whole_model import whole_model
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
@@ -40,27 +40,28 @@ from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.update import Metrics
 
 CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
-"""From a model, the data of a key and the parameters that are trained to the stages of an estimate of curvature."""
+"""`(model, key data, trained parameters)` -> the stages of a curvature estimate."""
 
 
 class ElasticStep:
-    """The `Step` whose bits are the same on every mesh.
+    """The `Step` that is bit-identical on every mesh.
 
     Args:
-        model: what is trained.
-        loss: of a microbatch.
-        rule: how gradients become weights.
-        sharding: where everything lies.
-        plans: the batches.
-        key: for dropout.
-        staged: the loss in stages, to compute a microbatch stage by stage instead of as a whole.
-        curvature_stages: with `staged`, the optimizer's estimate, which takes the place of that in `rule`.
+        model: model to train.
+        loss: loss of a microbatch.
+        rule: update rule.
+        sharding: shardings of the state.
+        plans: how batches are divided into microbatches.
+        key: random key for dropout.
+        staged: the loss in stages, to compute a microbatch stage by stage; None computes it in one program.
+        curvature_stages: the optimizer's curvature estimate in stages; replaces the estimate in `rule` if `staged` is
+            given.
         together: as for `DeviceGroups`.
     """
 
     loops = True
 
-    def __init__(  # noqa: PLR0913 - what a step consists of
+    def __init__(  # noqa: PLR0913 - the parts of a step
         self,
         model: ModelDef,
         loss: LossFn,
@@ -76,17 +77,17 @@ class ElasticStep:
         mesh, shardings = sharding.mesh, sharding.trained
         self.plans, self.devices = plans, DeviceGroups(sharding, together)
         close_cache_for([list(group.mesh.devices.flat) for group in self.devices.groups])
-        # For its errors: a mesh that cannot share a batch is refused before anything is compiled.
+        # For its errors: reject a mesh that cannot share a batch before compiling anything.
         for plan in plans.values:
             plan.shares(mesh)
         trainable = shardings.params
-        # Folded, so that the estimate draws other numbers than the dropout of the same microbatch.
+        # Folded, so the estimate does not reuse the random numbers of dropout in the same microbatch.
         curvature_key = jax.random.fold_in(key, 1)
         estimate = None
         if staged is not None:
             stages: StagesOf = partial(
                 SplitLoss(model, staged, jax.random.key_data(key), trainable).stages,
-                # Where devices share a microbatch, each would have values of its own.
+                # Where devices share a microbatch, each would have different residuals.
                 saves=self.devices.groups[0].mesh.size == 1,
             )
             if curvature_stages is not None:
@@ -107,48 +108,48 @@ class ElasticStep:
         norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
         self._norm = Program("norm", norm, "numbers")
         self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh)
-        # The average is consumed, argument 1: `without_fma` puts its zero in front.
+        # Argument 1, the average, is donated: `without_fma` prepends a zero argument.
         average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
         self._average = Program("average", average, "new state", elementwise=True)
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`, which returns programs as well; in a rehearsal nothing is compiled."""
+        """As `compile`, without returning programs; skipped in a rehearsal."""
         for sums in (self._curvature, self._gradient):
             if sums is not None:
                 sums.prepare(batch, self.plans.at(step))
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
-        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`."""
-        del observed  # the gradient has a program of its own in any case
+        """Compiles for rows of the same shape as in `batch` (in any number) and the batch size of `step`."""
+        del observed  # the gradient is a separate program in any case
         self.prepare(batch, step)
         return self._gradient.compile(batch, self.plans.at(step))
 
     def compiled(self, step: int) -> bool:
-        """Returns true if this step needs no compilation."""
+        """True if this step needs no compilation."""
         return self._gradient.compiled(self.plans.at(step))
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
-        """The rows of the global batch of `step` that this process needs."""
+        """Rows of the global batch of `step` that this process needs."""
         return self.devices.local_rows(self.plans.at(step))
 
     def put(self, batch: Batch, step: int = 0) -> PlacedBatch:
-        """This process's rows of the global batch of `step` on their devices."""
+        """Puts this process's rows of the global batch of `step` on their devices."""
         return self.devices.put(batch, self.plans.at(step))
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
-        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        """Sums of loss, weights, gradients and reported metrics over the global batch."""
         return self._gradient(self._ready(state), batch, state.step)
 
-    def _ready(self, state: TrainState) -> Any:
+    def _ready(self, state: TrainState) -> Ready:
         return self._gradient.ready({**state.frozen, **state.params})
 
     def __call__(
         self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """One step on a batch placed by `put`."""
+        """Runs one step on a batch placed by `put`."""
         (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
         # Before the update, which consumes the state.
-        before = None if observer is None else observer.before(state)
+        observed = None if observer is None else observer.before(state)
         scalars = {
             **scalars,
             "squares": wait_on_cpu(self._norm(grads)),
@@ -157,7 +158,7 @@ class ElasticStep:
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
         if observer is not None:
-            observer.after(before, grads, scalars["weight"], done)
+            observer.after(observed, grads, scalars["weight"], done)
         return done, metrics
 
     @cached_property
@@ -168,7 +169,7 @@ class ElasticStep:
         return replicate(value, self.devices.sharding.mesh)
 
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
-        # Whole parameters live as long as this function: the update finds their memory free.
+        # Gathered parameters are freed when this function returns, before the update.
         params = self._ready(state)
         sums = self._gradient(params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:

@@ -1,15 +1,15 @@
-"""Held-out loss, the same on every mesh."""
+"""Loss on held-out data, bit-identical on every mesh."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
@@ -19,20 +19,20 @@ from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.loss.gradient import LossFn
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.staged.staged_sum import StagesOf
-from lm_trainer.step.staged.stages import Ready, StagedForward, Stages
+from lm_trainer.step.staged.stages import Ready, StageCall, StagedForward, Stages
 from lm_trainer.step.staged.whole_model import whole_losses
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 
 class Evaluator:
-    """Computes mean losses over batches, with microbatches like those of training but no gradients and no dropout.
+    """Computes mean losses over batches, with microbatches as in training but without gradients and dropout.
 
     Args:
-        model: the model.
-        loss: called without a key.
-        devices: where.
-        plan: the batches of evaluation.
-        staged: the loss in stages, to compute it stage by stage instead of as a whole.
+        model: model to evaluate.
+        loss: loss function, called without a key.
+        devices: devices that compute the loss.
+        plan: how the batches are divided into microbatches.
+        staged: the loss in stages, to compute it stage by stage; None computes it in one program.
     """
 
     def __init__(
@@ -50,52 +50,53 @@ class Evaluator:
 
     @property
     def batch_size(self) -> int:
-        """Rows in a global batch of evaluation; it does not depend on the devices."""
+        """Rows in a global batch of evaluation, independent of the devices."""
         return self._plan.batch_size
 
     @property
     def local_rows(self) -> Sequence[int]:
-        """The rows of a global batch that this process needs."""
+        """Rows of a global batch this process needs."""
         return self._devices.local_rows(self._plan)
 
     def __call__(self, params: Params, batches: Iterable[Batch]) -> dict[str, float]:
-        """The weighted means over all tokens of all batches; arguments as for `sums`, results as of `means`."""
+        """Weighted means over all tokens of all batches, as returned by `means`; arguments as for `sums`."""
         return means(self.sums(params, batches))
 
     def sums(
         self, params: Params, batches: Iterable[Batch], counts: Callable[[Batch], dict[str, float]] = lambda _: {}
     ) -> dict[str, float]:
-        """The weighted sums over all tokens of all batches; empty without any batch.
+        """Weighted sums over all tokens of all batches; empty if there are no batches.
 
         Args:
             params: all parameters.
             batches: this process's rows of each global batch.
-            counts: what the host counts in its rows of a batch, to be among the sums.
+            counts: counts things in this process's rows of a batch on the host; the counts are added to the sums.
 
         Returns:
-            `loss` in nats, `weight`, and what else the loss function reports.
+            `loss` in nats, `weight`, the counts, and the metrics the loss function reports.
         """
         ready: Ready | None = None
         parts: dict[str, list[jax.Array | float]] = {}
         shares = self._devices.shares(self._plan)
-        most = len(self._devices.groups) * shares.most * (self._plan.count // shares.count)
+        max_microbatches = len(self._devices.groups) * shares.most * (self._plan.count // shares.count)
         for batch in batches:
             self._compile(batch)
             ready = ready or self._sums.ready(params)
             for name, count in counts(batch).items():
                 parts.setdefault(name, []).append(count)
-            found = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
-            for name in found[0]:
-                # Processes may have unequal numbers of microbatches, but exchange arrays of one length.
-                parts.setdefault(name, []).extend([sums[name] for sums in found] + [0.0] * (most - len(found)))
-        # A group of several processes counts in one of them; it is the only group of each.
+            batch_sums = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
+            padding = [0.0] * (max_microbatches - len(batch_sums))
+            for name in batch_sums[0]:
+                # Processes may have different numbers of microbatches, but must exchange arrays of equal length.
+                parts.setdefault(name, []).extend([sums[name] for sums in batch_sums] + padding)
+        # If a group spans several processes, only one of them counts; each of them has no other group.
         counted = np.float32(self._devices.groups[0].is_lead)
-        found = {name: counted * np.asarray(values, np.float64) for name, values in sorted(parts.items())}
+        terms = {name: counted * np.asarray(values, np.float64) for name, values in sorted(parts.items())}
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
-        return {name: math.fsum(gather(values).ravel().tolist()) for name, values in found.items()}
+        return {name: math.fsum(gather(values).ravel().tolist()) for name, values in terms.items()}
 
     def rows(self, params: Params, batches: Iterable[Batch]) -> Iterator[dict[str, np.ndarray]]:
-        """Arrays that the loss function reports instead of sums, put together for the rows of each batch.
+        """Arrays the loss function reports instead of sums, concatenated over the rows of each batch.
 
         Args:
             params: all parameters.
@@ -110,7 +111,7 @@ class Evaluator:
             self._compile(batch)
             ready = ready or self._sums.ready(params)
             placed = self._devices.put(batch, self._plan)
-            # The devices compute the next batch while the host takes this one.
+            # The devices compute the next batch while the host processes this one.
             waiting, done = (len(batch.tokens), list(self._sums(ready, placed))), waiting
             if done is not None:
                 yield _in_order(*done)
@@ -123,14 +124,14 @@ class Evaluator:
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:
-    """The means from the sums of `Evaluator.sums`: `loss` in nats, and what else there is; NaN without any weight."""
+    """Means from the sums of `Evaluator.sums`: `loss` in nats, and the other metrics; NaN if the weight is 0."""
     weight = sums.get("weight", 0.0)
-    found = {name: total / weight if weight else math.nan for name, total in sums.items() if name != "weight"}
-    return found or {"loss": math.nan}
+    metrics = {name: total / weight if weight else math.nan for name, total in sums.items() if name != "weight"}
+    return metrics or {"loss": math.nan}
 
 
-def _in_order(rows: int, found: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
-    ordered = [sums for _, sums in sorted(found, key=lambda each: int(each[0]))]
+def _in_order(rows: int, results: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
+    ordered = [sums for _, sums in sorted(results, key=lambda result: int(result[0]))]
     names = [name for name, x in ordered[0].items() if x.ndim]
     return {name: np.concatenate([np.asarray(sums[name]) for sums in ordered])[:rows] for name in names}
 
@@ -147,25 +148,27 @@ class _Sums:
         return self._programs is not None
 
     def compile(self, batch: Batch) -> None:
-        """Compiles for the shapes of a microbatch."""
+        """Compiles for microbatches with the shapes of `batch`."""
         stages = Stages(self._stages_of(batch), self._shapes, (), self._devices)
         self._programs = StagedForward.compile(stages, batch), stages.compile_losses(batch)
 
     def ready(self, params: Params) -> Ready:
-        """The parameters as `__call__` takes them, once it is compiled."""
+        """Prepares the parameters for `__call__`; call it after compiling."""
         assert self._programs is not None
         return self._programs[0].stages.ready(params)
 
     def __call__(self, ready: Ready, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        """The number of each microbatch, and what the loss function reports of it."""
+        """Yields the index of each microbatch, and the values the loss function reports for it."""
         assert self._programs is not None
         (forward, losses), stages = self._programs, self._programs[0].stages
         for group in microbatch_groups(batch, self._devices, 0):
-            streams, at = forward(ready, group), stages.order[-1]
-            gathered = stages.gather(ready, at)
+            streams, call = forward(ready, group), stages.order[-1]
+            gathered = stages.gather(ready, call)
 
-            def one(microbatch: Microbatch, stream: Any, params: Any = gathered, at: Any = at) -> Any:
+            def one(
+                microbatch: Microbatch, stream: PyTree, params: list[Params] = gathered, call: StageCall = call
+            ) -> tuple[jax.Array, dict[str, jax.Array]]:
                 i, rows, step, index = microbatch
-                return index, losses(i, params[i], stream, rows, at.numbers[i], step, index)
+                return index, losses(i, params[i], stream, rows, call.numbers[i], step, index)
 
             yield from group.microbatches.map(one, streams)

@@ -1,20 +1,21 @@
-"""One optimizer step as one program over the whole mesh, in which XLA orders the additions as it likes.
+"""One optimizer step as a single program over the whole mesh, in which XLA chooses the order of additions.
 
-What the field usually does, and so the measure of what elastic determinism costs. Bits depend on the devices.
+This is the usual approach, and the baseline for the cost of elastic determinism. Bits depend on the devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.collectives import batch_in_parts
@@ -40,18 +41,18 @@ class FastStep:
     """The `Step` of `determinism: fast`.
 
     Args:
-        model: what is trained.
-        loss: of rows; it sees those of all devices at once.
-        rule: how gradients become weights.
-        sharding: where everything lies.
-        plans: the batches. What they say of microbatches matters only with `accumulate`.
-        key: for dropout.
-        accumulate: each device computes its microbatches one after the other, instead of all its rows at once.
+        model: model to train.
+        loss: loss of rows; it sees the rows of all devices at once.
+        rule: update rule.
+        sharding: shardings of the state.
+        plans: how batches are divided into microbatches, which matters only with `accumulate`.
+        key: random key for dropout.
+        accumulate: each device computes its microbatches one after another, instead of all its rows at once.
     """
 
     loops = False
 
-    def __init__(  # noqa: PLR0913 - what a step consists of
+    def __init__(  # noqa: PLR0913 - the parts of a step
         self,
         model: ModelDef,
         loss: LossFn,
@@ -75,10 +76,10 @@ class FastStep:
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
         self._apply = make_update(rule.optimizer, rule.tx)
         state = (*sharding.trained, self._everywhere)
-        # Parameters and optimizer state are consumed: the new ones lie in their memory.
+        # Parameters and optimizer state are donated: the new state reuses their memory.
         step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
         self._step = Program("step", step, "new state", grows=True, repeatable=False)
-        # To look at a gradient or an estimate is rare, so each is a program of its own.
+        # A gradient or an estimate is rarely observed, so each is a separate program.
         self._sums = Program("gradient", self._jitted_sums(self._gradient, stream=0), "gradients", grows=True)
         self._curvature = None
         if rule.curvature is not None:
@@ -88,25 +89,25 @@ class FastStep:
         self._average = Program("average", average, "new state", elementwise=True)
         self._programs: dict[tuple[int, bool], Program] = {}
 
-    def _jitted_sums(self, function: MicrobatchFn, *, stream: int) -> Any:
+    def _jitted_sums(self, function: MicrobatchFn, *, stream: int) -> jax.stages.Wrapped:
         def sums(params: Params, batch: Batch, step: jax.Array) -> Sums:
             return self._over_batch(function, params, batch, step, stream)
 
-        shardings: Any = (self._everywhere, dict(self._sharding.trained.params))
+        shardings: PyTree = (self._everywhere, dict(self._sharding.trained.params))
         return jax.jit(sums, out_shardings=Sums(*shardings))
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
-        """As `compile`, which returns the program as well; in a rehearsal nothing is compiled."""
+        """As `compile`, without returning the program; skipped in a rehearsal."""
         if current_rehearsal() is None:
             self.compile(batch, step)
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable:
-        """Compiles the step for rows like those of `batch` (any number of rows) and the batch size of `step`.
+        """Compiles the step for rows of the same shape as in `batch` and the batch size of `step`.
 
-        With `observed` also the gradient by itself.
+        With `observed`, also compiles the program of the gradient.
         """
         plan, state = self.plans.at(step), self._abstract_state()
-        rows = self._whole(batch, plan)
+        rows = self._global_shapes(batch, plan)
         if observed:
             self._sums.jitted.lower({**state.frozen, **state.params}, rows, self._scalar(np.int32(0))).compile()
         program = self._program((state.params, state.opt_state, state.frozen), rows, plan, None)
@@ -117,13 +118,20 @@ class FastStep:
         averaged = self._rule.averaging is not None
         return abstract_state(self._model.shapes, self._rule.tx, self._sharding, averaged=averaged)
 
-    def _whole(self, batch: Batch, plan: MicrobatchPlan) -> Batch:
-        """The shapes of a global batch of `plan` with rows like those of `batch`."""
+    def _global_shapes(self, batch: Batch, plan: MicrobatchPlan) -> Batch:
+        """Shapes of a global batch of `plan` with rows of the same shape as in `batch`."""
         rows = NamedSharding(self._sharding.mesh, PartitionSpec(BATCH_AXES))
-        shape: Any = lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
-        return jax.tree.map(shape, batch)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows), batch
+        )
 
-    def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Program:
+    def _program(
+        self,
+        state: tuple[Params, optax.OptState, Params],
+        batch: Batch,
+        plan: MicrobatchPlan,
+        curvature: Params | None,
+    ) -> Program:
         if current_rehearsal() is not None:
             return self._step
         kind = plan.batch_size, curvature is not None
@@ -133,94 +141,95 @@ class FastStep:
         return self._programs[kind]
 
     def compiled(self, step: int) -> bool:
-        """Returns true if this step needs no compilation."""
+        """True if this step needs no compilation."""
         return (self.plans.at(step).batch_size, False) in self._programs
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
-        """The rows of the global batch of `step` that this process needs."""
+        """Rows of the global batch of `step` that this process needs."""
         return self.devices.local_rows(self.plans.at(step))
 
     def put(self, batch: Batch, step: int = 0) -> Batch:
-        """This process's rows of the global batch of `step` as part of one array cut over the devices."""
+        """Puts this process's rows of the global batch of `step` into arrays sharded over the devices."""
         plan, mesh = self.plans.at(step), self._sharding.mesh
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
-        whole = plan.rows * plan.count
-        if (rehearsed := put_on(self._whole(batch, plan), rows, "batch")) is not None:
+        global_rows = plan.rows * plan.count
+        if (rehearsed := put_on(self._global_shapes(batch, plan), rows, "batch")) is not None:
             return rehearsed
         return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])), local
+            lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x), (global_rows, *np.shape(x)[1:])),
+            local,
         )
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
-        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        """Sums of loss, weights, gradients and reported metrics over the global batch."""
         return wait_on_cpu(self._sums({**state.frozen, **state.params}, batch, self._scalar(np.int32(state.step))))
 
     def __call__(
         self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
-        """One step on a batch placed by `put`."""
+        """Runs one step on a batch placed by `put`."""
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}
             curvature = wait_on_cpu(self._curvature(everything, batch, self._scalar(np.int32(state.step)))).tree
         # Before the step, which consumes the parameters.
-        seen = None if observer is None else (observer.before(state), self.gradient(state, batch))
+        observed = None if observer is None else (observer.before(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
         program = self._program(arrays, batch, self.plans.at(state.step), curvature)
         step, rate = self._scalar(np.int32(state.step)), self._scalar(np.float32(learning_rate))
         params, opt_state, metrics = wait_on_cpu(program(*arrays, batch, step, rate, curvature))
         averaged = state.averaged
         if averaged is not None and self._rule.averaging is not None:
-            moved = self._scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
-            averaged = self._average(averaged, params, moved)
+            average_rate = self._scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
+            averaged = self._average(averaged, params, average_rate)
         done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
-        if observer is not None and seen is not None:
-            before, sums = seen
-            observer.after(before, sums.tree, sums.scalars["weight"], done)
+        if observer is not None and observed is not None:
+            values, sums = observed
+            observer.after(values, sums.tree, sums.scalars["weight"], done)
         return done, metrics
 
     def _scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self._sharding.mesh)
 
-    def _whole_step(  # noqa: PLR0913 - what a step reads
+    def _whole_step(  # noqa: PLR0913 - the inputs of a step
         self,
         params: Params,
-        opt_state: Any,
+        opt_state: optax.OptState,
         frozen: Params,
         batch: Batch,
         step: jax.Array,
         learning_rate: jax.Array,
-        curvature: Any,
-    ) -> tuple[Params, Any, Metrics]:
+        curvature: Params | None,
+    ) -> tuple[Params, optax.OptState, Metrics]:
         scalars, grads = self._over_batch(self._gradient, {**frozen, **params}, batch, step)
         squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values())
-        given: Mapping[str, Any] = {**scalars, "squares": squares, "learning_rate": learning_rate}
-        return self._apply(params, opt_state, grads, curvature, given)
+        inputs = {**scalars, "squares": squares, "learning_rate": learning_rate}
+        return self._apply(params, opt_state, grads, curvature, inputs)
 
     def _over_batch(
         self, function: MicrobatchFn, params: Params, batch: Batch, step: jax.Array, stream: int = 0
     ) -> Sums:
-        """The sums of `function` over the batch; `stream` tells apart the random numbers of different functions."""
+        """Sums of `function` over the batch; `stream` separates the random numbers of different functions."""
         mesh = self._sharding.mesh
         key = jax.random.wrap_key_data(self._key_data)
         key = jax.random.fold_in(jax.random.fold_in(key, stream) if stream else key, step)
-        # All rows at once: it only matters which parameters are read.
-        given = self._gather.whole_where_unread(function, params, batch, key)
+        # Traced for all rows at once: only which parameters are read matters.
+        gathered = self._gather.gather_unread(function, params, batch, key)
 
         def one(rows: Batch, index: jax.Array | int) -> Sums:
             with batch_in_parts(self._shards), self._gather.reading():
-                scalars, tree = function(given, rows, jax.random.fold_in(key, index))
+                scalars, tree = function(gathered, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
-            # As they are stored, so that XLA may reduce-scatter gradients and no device needs to hold them whole.
+            # In storage sharding, so XLA may reduce-scatter gradients and no device holds them unsharded.
             return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})
 
         chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
         if chunks == 1:
             return one(batch, 0)
 
-        def cut(x: Any) -> jax.Array:
-            # Each device's own rows are cut, so that no row changes its device.
+        def split(x: jax.Array) -> jax.Array:
+            # Each device splits its own rows, so no row moves to another device.
             parts = jnp.moveaxis(x.reshape(self._shards, chunks, -1, *x.shape[1:]), 1, 0)
             parts = parts.reshape(chunks, -1, *x.shape[1:])
             return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
@@ -228,12 +237,12 @@ class FastStep:
         def add(total: Sums, item: tuple[Batch, jax.Array]) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, total, one(*item)), None
 
-        items = (jax.tree.map(cut, batch), jnp.arange(chunks))
+        items = (jax.tree.map(split, batch), jnp.arange(chunks))
         zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, batch, 0))
         return jax.lax.scan(add, zero, items)[0]
 
     def _rows_at_once(self, rows: int) -> int:
-        """Rows of a batch of `rows` that each device computes together."""
+        """Rows that each device computes at once, of a batch of `rows` rows."""
         if not self._accumulate:
             return rows // self._shards
         return next(plan.rows for plan in self.plans.values if plan.rows * plan.count == rows)

@@ -1,5 +1,6 @@
-"""Parameters that lie in pieces until a layer reads them: fully sharded data parallelism (Zhao et al. 2023, arXiv
-2304.11277), in a program over the whole mesh.
+"""Parameters that stay sharded until a layer reads them, in a program over the whole mesh.
+
+This is fully sharded data parallelism (Zhao et al. 2023, arXiv 2304.11277).
 """
 
 from __future__ import annotations
@@ -7,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from jax.custom_derivatives import linear_call
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.read import read_by
 from lm_trainer.parallel.mesh import BATCH_AXES, spec_axes
 from lm_trainer.step.state.model_def import ModelDef, Params
@@ -23,34 +24,34 @@ _LAYERS = "layers"
 
 
 class GatherWhereRead:
-    """Gathers parameters over the batch axes where a computation reads them, in the dtype in which it does.
+    """Gathers parameters over the batch axes where a computation reads them, in the dtype it reads.
 
-    Their gradients are added up over the devices in that dtype, each of which gets the piece that it stores. Gathered
-    at the start instead is what nobody reads by `nn.read`, as a model of one's own may; layers that a pipeline reads
-    again for each row; and layers that are whole on one device each.
+    Gradients are reduce-scattered in that dtype to the shards that store them. Parameters are gathered at the start
+    instead if they are not read by `nn.read` (possible in a user's model), if a pipeline would gather their layers once
+    for each row, or if each device stores whole layers.
 
-    The gradient of a table whose rows are looked up, and which is cut along its columns, is made in pieces: XLA sends
-    the gradients of the rows that were looked up, by an all-to-all, to the devices of their columns. From each device
-    that is N x D numbers for its N tokens, where a sum of gradients of the table would be V x D.
+    The gradient of an embedding table that is sharded along its columns is computed in shards: an all-to-all sends the
+    gradients of the looked-up rows to the devices of their columns. Each device with N tokens sends N x D numbers,
+    instead of V x D for a sum of gradients of the table.
 
     Args:
-        model: whose parameters they are.
-        sharding: where they lie.
+        model: model of the parameters.
+        sharding: shardings of the parameters.
     """
 
     def __init__(self, model: ModelDef, sharding: StateSharding):
         self._mesh, self._params = sharding.mesh, sharding.params
-        self._cut = {name for name, param in self._params.items() if self._pieces(param.storage) > 1}
+        sharded = {name for name, param in self._params.items() if self._pieces(param.storage) > 1}
         layers = {name for name, axes in model.axes.items() if axes[:1] == (_LAYERS,)}
-        again = layers if self._mesh.shape["pipeline"] > 1 else set()
-        self._late = {n for n in self._cut - again if n not in layers or self._pieces(self._params[n].storage[:1]) == 1}
+        reread = layers if self._mesh.shape["pipeline"] > 1 else set()
+        self._late = {n for n in sharded - reread if n not in layers or self._pieces(self._params[n].storage[:1]) == 1}
         self._read: set[str] = set()
 
-    def _pieces(self, spec: Any) -> int:
+    def _pieces(self, spec: PartitionSpec) -> int:
         return math.prod(self._mesh.shape[axis] for entry in spec for axis in spec_axes(entry) if axis in BATCH_AXES)
 
-    def whole_where_unread(self, function: Callable[..., Any], params: Params, *others: Any) -> Params:
-        """The parameters as `function(params, *others)`, traced under `reading`, is to be given them."""
+    def gather_unread(self, function: Callable[..., PyTree], params: Params, *others: PyTree) -> Params:
+        """Gathers the parameters that `function(params, *others)`, traced under `reading`, does not gather itself."""
         if self._late:
             with self.reading():
                 jax.eval_shape(function, params, *others)
@@ -63,7 +64,7 @@ class GatherWhereRead:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Says, while a computation is traced, that its parameters are to be gathered where it reads them."""
+        """While a computation is traced, gathers its parameters where it reads them."""
         if not self._late:
             yield
             return
@@ -78,25 +79,25 @@ class GatherWhereRead:
         return _gathered(values, dtype, *(self._sharding(spec, values.ndim) for spec in (param.storage, param.compute)))
 
     def _sharding(self, spec: PartitionSpec, count: int) -> NamedSharding:
-        """Sharding of the last `count` dimensions: one layer's slice lacks the first one of a stack."""
+        """Sharding of the last `count` dimensions: the slice of one layer lacks the first dimension of a stack."""
         entries = [spec_axes(entry) for entry in spec[len(spec) - count :]]
         inside = jax.sharding.get_abstract_mesh()
         if not inside.manual_axes:
             return NamedSharding(self._mesh, PartitionSpec(*entries))
-        # Inside of a `shard_map` only the other axes are there to be cut over.
+        # Inside `shard_map` only the other axes can be used.
         free = [tuple(axis for axis in axes if axis not in inside.manual_axes) for axes in entries]
         return NamedSharding(inside, PartitionSpec(*free))
 
 
-def _gathered(x: jax.Array, dtype: Any, storage: NamedSharding, compute: NamedSharding) -> jax.Array:
+def _gathered(x: jax.Array, dtype: DTypeLike, storage: NamedSharding, compute: NamedSharding) -> jax.Array:
     constrained, stored_dtype = jax.lax.with_sharding_constraint, x.dtype
 
-    def gather(_: Any, x: jax.Array) -> jax.Array:
-        # Cast in pieces, so that the narrower values travel.
+    def gather(_: tuple[()], x: jax.Array) -> jax.Array:
+        # Cast while sharded, so the narrower values are sent.
         return constrained(constrained(constrained(x, storage).astype(dtype), storage), compute)
 
-    def reduce_scatter(_: Any, cotangent: jax.Array) -> jax.Array:
-        # The transpose of a constraint to `compute` would be the same one, and the sum whole on every device.
+    def reduce_scatter(_: tuple[()], cotangent: jax.Array) -> jax.Array:
+        # The transpose of the constraint to `compute` would be the same constraint: an unsharded sum on every device.
         return constrained(constrained(cotangent, storage).astype(stored_dtype), storage)
 
     return linear_call(gather, reduce_scatter, (), x)

@@ -1,4 +1,4 @@
-"""A step that is rehearsed: what it calls, and what a device holds meanwhile, without running anything."""
+"""A rehearsed step: the programs it calls and the memory a device holds, without running anything."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lm_trainer.parallel.rehearsal import local_devices, rehearsing
 from lm_trainer.step.base import Step
 from lm_trainer.step.dispatch.memory import PhaseBytes, taken_memory
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.dispatch.recorder import Enough, Key, Measure, Recorder
+from lm_trainer.step.dispatch.recorder import Key, Measure, MemoryLimitExceeded, Recorder
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
-MOST = 256
-"""Microbatches of a device that are rehearsed."""
+MAX_MICROBATCHES = 256
+"""Maximum number of microbatches of a device that are rehearsed."""
 
 
 @dataclass(frozen=True)
@@ -31,51 +31,51 @@ class StepRecord:
     """The programs of a step on one device."""
 
     phases: tuple[PhaseBytes, ...]
-    """The memory while each program runs, where that is most, in the order of first runs."""
+    """Peak memory of each program, in the order of first runs."""
     runs: Mapping[Key, int]
     """Runs of each program."""
 
 
 @dataclass(frozen=True)
 class RehearsedStep:
-    """The step of a run, to be rehearsed."""
+    """The step of a run, for a rehearsal."""
 
     step: Step
-    """Built under `on_one_shard`, for nothing else."""
+    """Built under `on_one_shard`, only for the rehearsal."""
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """The shapes of all parameters."""
+    """Shapes of all parameters."""
     tx: optax.GradientTransformation
     sharding: StateSharding
     averaged: bool
     """True if the state has an average of the parameters."""
     interval: int
-    """Steps from one estimate of curvature to the next."""
+    """Steps from one curvature estimate to the next."""
 
     def record(self, row: Batch, platform: str, measure: Measure, limit: int | None = None) -> StepRecord:
-        """Rehearses the step that takes most memory, on the device that has most to do.
+        """Rehearses the step that takes the most memory, on the device with the most microbatches.
 
         Args:
             row: a batch of one row.
-            platform: on which the step is to run; how many programs a device runs at once depends on it.
-            measure: tells what a program returns and takes.
-            limit: bytes of a device, above which the rest of the step does not matter.
+            platform: platform of the step, which determines how many programs a device runs at once.
+            measure: measures the results and memory of a program.
+            limit: memory of a device in bytes; the rehearsal stops once the step exceeds it.
         """
         number = self._largest_step()
         plan = full_plan = self.step.plans.at(number)
         halvings = 0
-        # What is left can be halved twice more.
-        while self.step.loops and self.step.devices.shares(plan).most > MOST and plan.count % 8 == 0:
+        # The remaining count must be divisible by 4, for two more halvings below.
+        while self.step.loops and self.step.devices.shares(plan).most > MAX_MICROBATCHES and plan.count % 8 == 0:
             plan, halvings = halved(plan), halvings + 1
         if not halvings:
             return self._record(number, plan, row, platform, measure, limit)
         quarter = halved(halved(plan))
-        # The first one makes the numbers that a step makes once.
+        # The first record is dropped: its step also creates the arrays that are made only once.
         plans = [quarter, quarter, halved(plan), plan]
         records = [self._record(number, fewer, row, platform, measure, None) for fewer in plans]
         record = _extrapolated(records[1:], halvings)
         if all(size >= 0 for phase in record.phases for size in phase.parts.values()):
             return record
-        # Where a device holds most at another point with more microbatches, nothing follows from fewer of them.
+        # If the peak moves to another point of the step with more microbatches, it cannot be extrapolated.
         return self._record(number, full_plan, row, platform, measure, limit)
 
     def _record(
@@ -86,7 +86,7 @@ class RehearsedStep:
         side_by_side = programs_at_once(platform, shards, mesh.size // shards)
         at_once = min(side_by_side, step.devices.shares(plan).most)
         recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once, limit)
-        with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(Enough):
+        with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(MemoryLimitExceeded):
             arrays = abstract_state(self.shapes, self.tx, self.sharding, averaged=self.averaged)
             state = recorder.hold(arrays._replace(step=None), "state")._replace(step=number)
             step.prepare(row, number)
@@ -96,7 +96,7 @@ class RehearsedStep:
         return StepRecord(recorder.phases, recorder.runs)
 
     def _largest_step(self) -> int:
-        """The number of a step with the batch that takes most memory, with an estimate of curvature if it can be."""
+        """Number of a step with the batch that takes the most memory, with a curvature estimate if possible."""
         plans = self.step.plans
         largest = max(plans.values, key=taken_memory)
         start = plans.start_of(largest)
@@ -106,28 +106,28 @@ class RehearsedStep:
 
 @contextlib.contextmanager
 def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
-    """Has every batch of a step divided so."""
-    before, step.plans = step.plans, Piecewise.make([(0, plan)])
+    """Divides every batch of a step by `plan`."""
+    original, step.plans = step.plans, Piecewise.make([(0, plan)])
     try:
         yield
     finally:
-        step.plans = before
+        step.plans = original
 
 
 def halved(plan: MicrobatchPlan) -> MicrobatchPlan:
-    """Half the microbatches, of as many rows."""
+    """A plan with half as many microbatches of the same size."""
     return replace(plan, batch_size=plan.rows * (plan.count // 2), count=plan.count // 2)
 
 
 def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
-    """The record of a step with 2^doublings times the microbatches of the last of three, each of which has twice those
-    of the one before.
+    """Extrapolates to a step with 2^doublings times the microbatches of the last record.
 
-    Rows and activations grow with the number of microbatches, and partial sums with its logarithm. Where a program
-    takes most at another of its runs with more microbatches, its phase is an estimate.
+    The three records have n, 2n and 4n microbatches. Rows and activations grow linearly with the number of
+    microbatches, partial sums with its logarithm. If a program reaches its peak in another of its runs when there are
+    more microbatches, its phase is an estimate.
     """
 
-    def at(one: int, two: int, four: int) -> int:
+    def extrapolate(one: int, two: int, four: int) -> int:
         # one = a + b n + c log2(n), where n is the number of microbatches of the first.
         linear = (four - two) - (two - one)
         logarithmic = (two - one) - linear
@@ -137,10 +137,12 @@ def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
 
     def extrapolated(name: str, parts: Mapping[str, int]) -> PhaseBytes:
         one, two = first.get(name, parts), second.get(name, parts)
-        return PhaseBytes(name, {part: at(one.get(part, 0), two.get(part, 0), size) for part, size in parts.items()})
+        return PhaseBytes(
+            name, {part: extrapolate(one.get(part, 0), two.get(part, 0), size) for part, size in parts.items()}
+        )
 
     phases = [extrapolated(phase.name, phase.parts) for phase in records[2].phases]
     one, two, four = (record.runs for record in records)
-    # A program of its own for each number of microbatches runs as often for any.
-    runs = {key: at(one[key], two[key], n) if key in one and key in two else n for key, n in four.items()}
+    # A program specific to one number of microbatches runs equally often for any number.
+    runs = {key: extrapolate(one[key], two[key], n) if key in one and key in two else n for key, n in four.items()}
     return StepRecord(tuple(phases), runs)

@@ -158,6 +158,6 @@ def test_process_0_compiles_for_gpus_before_the_others(
     seen: list[str] = []
     monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(compile_per_device, "wait_for_all", lambda _: seen.append(WAITS))
-    gpus = [[SimpleNamespace(platform="gpu", process_index=owner)] for owner in owners]
+    gpus: Any = [[SimpleNamespace(platform="gpu", process_index=owner)] for owner in owners]
     compile_on_each(lambda _: cast(Any, seen.append(COMPILES)), gpus, by_all_processes=by_all_processes)
     assert seen == done

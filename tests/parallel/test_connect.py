@@ -29,8 +29,8 @@ def nobody_comes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """JAX waits for as long as the test takes."""
     over = threading.Event()
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: over.wait())
-    monkeypatch.setattr(connect, "PATIENCE", 0.1)
-    monkeypatch.setattr(connect, "LONGEST", 0.3)
+    monkeypatch.setattr(connect, "NOTICE_AFTER", 0.1)
+    monkeypatch.setattr(connect, "CONNECT_TIMEOUT", 0.3)
     yield
     over.set()
 
@@ -120,7 +120,7 @@ def test_a_connected_process_hears_stop_signals(number: signal.Signals, tmp_path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_waits_for_others_can_be_stopped(number: signal.Signals, tmp_path: Path) -> None:
     program = (
-        "from lm_trainer.parallel import connect; connect.PATIENCE = 0.5; "
+        "from lm_trainer.parallel import connect; connect.NOTICE_AFTER = 0.5; "
         "import runpy; runpy.run_module('cli', run_name='__main__')"
     )
     settings = ("coordinator_address=127.0.0.1:0", "num_processes=2", "process_id=0")

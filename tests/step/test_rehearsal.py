@@ -93,7 +93,7 @@ def test_a_run_calls_what_the_rehearsal_did(optimizer: str, trainer: dict[str, A
 def test_many_microbatches_are_as_some_are(trainer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     many = {**trainer, "train_batch_size": 512, "elastic_shards": 512}
     every = rehearsed(2, "adam", many)
-    monkeypatch.setattr(rehearse, "MOST", 128)
+    monkeypatch.setattr(rehearse, "MAX_MICROBATCHES", 128)
     some = rehearsed(2, "adam", many)
     peak, same = (max(record.phases, key=lambda phase: phase.bytes) for record in (every, some))
     # A step makes a few numbers once, and the rehearsals of one step share them.

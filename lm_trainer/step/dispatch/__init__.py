@@ -1,1 +1,1 @@
-"""Groups of devices, the programs that they run, and the microbatches that go through them."""
+"""Groups of devices, the programs they run, and their microbatches."""

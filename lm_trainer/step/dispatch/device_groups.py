@@ -1,11 +1,10 @@
-"""Groups of devices that compute one microbatch together, and the way of rows and parameters to them."""
+"""Groups of devices that compute one microbatch together, and the transfer of rows and parameters to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_on
 from lm_trainer.parallel.sharded_array import by_device
@@ -26,29 +26,29 @@ from lm_trainer.step.state.state_sharding import StateSharding
 
 @dataclass(frozen=True)
 class ModelParallelGroup:
-    """The devices that compute one microbatch together: those along the axes that are not batch axes."""
+    """The devices that compute one microbatch together: devices along the axes that are not batch axes."""
 
     index: int
-    """Position among all batch shards of the mesh."""
+    """Index among all batch shards of the mesh."""
     mesh: Mesh
-    """The same axes as the whole mesh, with the batch axes of size 1."""
+    """Mesh of the group, with the axes of the full mesh; the batch axes have size 1."""
 
-    def sharding(self, *spec: Any) -> NamedSharding:
+    def sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
         """A sharding over this group's devices."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     @cached_property
-    def local_devices(self) -> list[Any]:
-        """Those of its devices that belong to this process."""
+    def local_devices(self) -> list[Device]:
+        """The devices of the group that belong to this process."""
         return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
 
     @property
     def is_lead(self) -> bool:
-        """True in one of the processes whose devices it has."""
+        """True in one of the processes that own the devices of the group."""
         return self.mesh.devices.flat[0].process_index == jax.process_index()
 
-    def put(self, values: Any) -> Any:
-        """Arrays of the host, whole on each device of the group; all of its processes have the same ones."""
+    def put(self, values: PyTree) -> PyTree:
+        """Replicates host arrays on the devices of the group; all processes of the group must pass equal arrays."""
         if (rehearsed := put_on(values, self.sharding(), "batch")) is not None:
             return rehearsed
         if len(self.local_devices) == self.mesh.size:
@@ -66,12 +66,12 @@ def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
     """The batch shards that devices of this process belong to, in the order of the batch.
 
     Raises:
-        UserError: when a process would have a part of one group and a part of another.
+        UserError: a process would have parts of several groups.
     """
-    # The batch axes come first in a mesh, so that each row holds the devices of one batch shard.
+    # The batch axes come first in a mesh, so each row holds the devices of one batch shard.
     rows = mesh.devices.reshape(batch_shards(mesh), -1)
     holders = [{device.process_index for device in devices} for devices in rows]
-    # Two groups that wait for one another in two processes, in another order in each, would wait for ever.
+    # Two processes that share two groups could wait for them in a different order, and so deadlock.
     shared = [other for one in holders if len(one) > 1 for other in holders if other is not one and one & other]
     if shared:
         sizes = " x ".join(
@@ -81,9 +81,9 @@ def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
             f"{sizes} is a group of {rows.shape[1]} devices, which processes of {len(mesh.local_devices)} devices "
             f"cannot hold: make it a divisor or a multiple of that, or start another number of processes"
         )
-    groups, own = [], {*local_devices(mesh)}
+    groups, local = [], {*local_devices(mesh)}
     for index, devices in enumerate(rows):
-        if own.intersection(devices):
+        if local.intersection(devices):
             grid = devices.reshape((1,) * len(BATCH_AXES) + mesh.devices.shape[len(BATCH_AXES) :])
             groups.append(ModelParallelGroup(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
     return groups
@@ -95,79 +95,80 @@ class PlacedBatch:
 
     plan: MicrobatchPlan
     microbatches: list[list[Batch]]
-    """For each local group its microbatches, in order."""
+    """Microbatches of each local group, in order."""
     indices: list[list[jax.Array]]
-    """The number of each of them among those of the global batch, an int32 scalar on its group."""
+    """Index of each microbatch in the global batch, an int32 scalar on its group."""
 
 
 class DeviceGroups:
-    """The groups of devices that compute microbatches, and the way of rows and parameters to them.
+    """The groups of devices that compute microbatches; sends rows and parameters to them.
 
     Args:
-        sharding: of the state.
-        together: the most microbatches of a group that are neighbours in the batch; None: all of them. With fewer, a
-            group computes some after others, and the sums of these are added over all groups before the next.
+        sharding: shardings of the state.
+        together: the maximum number of microbatches that a group computes with parameters gathered once; None means
+            all of its microbatches. With a smaller number the batch is divided into several microbatch groups, whose
+            sums are added over all devices one after another.
     """
 
     def __init__(self, sharding: StateSharding, together: int | None = None):
         self.sharding, self._together = sharding, together
         self.groups = local_groups(sharding.mesh)
 
-    def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
-        """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
+    def shard(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., PyTree]:
+        """Distributes `function` over the devices of a group; `names` are the parameters in the tree it returns."""
         return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
 
     def shares(self, plan: MicrobatchPlan) -> Shares:
-        """The division of the microbatches of a turn among all groups; raises as `MicrobatchPlan.shares`."""
+        """Division of a microbatch group among all device groups; raises as `MicrobatchPlan.shares`."""
         return plan.shares(self.sharding.mesh, self._together)
 
     def numbers(self, plan: MicrobatchPlan) -> list[list[int]]:
-        """For each local group, the numbers of its microbatches in the global batch, in the order of computation."""
+        """For each local group, the indices of its microbatches in the global batch, in computation order."""
         shares = self.shares(plan)
         firsts = range(0, plan.count, shares.count)
         return [[first + n for first in firsts for n in shares.terms(group.index)] for group in self.groups]
 
     def local_rows(self, plan: MicrobatchPlan) -> Sequence[int]:
-        """The rows of the global batch that this process needs, in order; a range where they are neighbours."""
+        """Rows of the global batch this process needs, in order; a range if they are contiguous."""
         every = (n * plan.rows + row for n in self._local(plan) for row in range(plan.rows))
         rows = [row for row in every if row < plan.batch_size]
-        # Data of one's own may take a slice of them.
-        whole = range(rows[0], rows[-1] + 1) if rows else range(0)
-        return whole if len(whole) == len(rows) else rows
+        # A user's own data source may then slice its rows.
+        span = range(rows[0], rows[-1] + 1) if rows else range(0)
+        return span if len(span) == len(rows) else rows
 
     def _local(self, plan: MicrobatchPlan) -> list[int]:
-        """The numbers of the microbatches of all local groups, in order."""
+        """Indices of the microbatches of all local groups, in order."""
         return sorted(number for numbers in self.numbers(plan) for number in numbers)
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
-        """Cuts this process's rows and sends them to their devices."""
-        starts = {number: place * plan.rows for place, number in enumerate(self._local(plan))}
+        """Splits this process's rows into microbatches and sends them to their devices."""
+        starts = {number: position * plan.rows for position, number in enumerate(self._local(plan))}
         batch = pad_rows(batch, len(starts) * plan.rows)
         placed, indices = [], []
         for group, numbers in zip(self.groups, self.numbers(plan), strict=True):
-            cuts = [_rows(batch, starts[number], plan.rows) for number in numbers]
-            # All at once: later microbatches are on their way while the first is computed.
-            # One transfer for both; a scalar given to a program from the host would be another for each microbatch.
-            rows, at = group.put((cuts, [np.int32(number) for number in numbers]))
+            splits = [_rows(batch, starts[number], plan.rows) for number in numbers]
+            # All at once: later microbatches are transferred while the first is computed. Rows and indices share one
+            # transfer; passing a host scalar to a program would cost another transfer for each microbatch.
+            rows, group_indices = group.put((splits, [np.int32(number) for number in numbers]))
             placed.append(rows)
-            indices.append(at)
+            indices.append(group_indices)
         return PlacedBatch(plan, placed, indices)
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
-    """The shardings of all parameters during computation; None where they rest so, and nothing is gathered."""
-    compute = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
-    there = all(same_sharding(compute[name], storage) for name, storage in sharding.storage.items())
-    return None if there else compute
+    """Shardings of all parameters during computation; None if they equal storage, so no gather is needed."""
+    compute = {name: NamedSharding(sharding.mesh, param.compute) for name, param in sharding.params.items()}
+    in_place = all(same_sharding(compute[name], storage) for name, storage in sharding.storage.items())
+    return None if in_place else compute
 
 
 def same_sharding(one: NamedSharding, other: NamedSharding) -> bool:
-    """Tells whether every device has the same part of an array by both."""
+    """True if both shardings give every device the same part of an array."""
     return one.is_equivalent_to(other, max(len(one.spec), len(other.spec)))
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
-    """Fills up with rows that are no part of any document and have no weight."""
+    """Pads a batch with rows that belong to no document and have no weight."""
     missing = rows - len(batch.tokens)
     if not missing:
         return batch
@@ -181,20 +182,20 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
 
 
 def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Params]:
-    """The parts of global arrays that lie on each group, as arrays of that group.
+    """The parts of global arrays on each group, as arrays of that group.
 
-    The arrays must not be cut over the batch axes; their data are not copied.
+    The arrays must not be sharded over the batch axes; their data are not copied.
     """
-    found: list[Params] = [{} for _ in groups]
+    by_group: list[Params] = [{} for _ in groups]
     for name, array in arrays.items():
-        # Asked for once for all groups: it makes an object of every shard.
+        # Called once for all groups, because it creates an object for every shard.
         shards = by_device(array)
-        for here, group in zip(found, groups, strict=True):
-            here[name] = _on_group(array, shards, group)
-    return found
+        for params, group in zip(by_group, groups, strict=True):
+            params[name] = _on_group(array, shards, group)
+    return by_group
 
 
-def _on_group(array: jax.Array, shards: Mapping[Any, jax.Array], group: ModelParallelGroup) -> jax.Array:
+def _on_group(array: jax.Array, shards: Mapping[Device, jax.Array], group: ModelParallelGroup) -> jax.Array:
     if group.mesh.size == 1:
         return shards[group.mesh.devices.flat[0]]
     spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
@@ -203,12 +204,12 @@ def _on_group(array: jax.Array, shards: Mapping[Any, jax.Array], group: ModelPar
 
 
 def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """One array [1, ...] from each local group becomes the global array [batch shards, ...], without a copy.
+    """Joins one array [1, ...] from each local group to the global array [batch shards, ...], without a copy.
 
     Args:
-        parts: in the order of the local groups.
-        spec: how the remaining dimensions are cut.
-        mesh: the whole mesh.
+        parts: arrays in the order of the local groups.
+        spec: partition spec of the remaining dimensions.
+        mesh: full mesh.
     """
     shape = (batch_shards(mesh), *parts[0].shape[1:])
     shards = [shard.data for part in parts for shard in part.addressable_shards]

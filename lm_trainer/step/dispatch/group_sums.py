@@ -1,14 +1,15 @@
-"""Sums that groups of devices have computed: how they lie there, and their addition in a fixed order."""
+"""Sums computed by groups of devices: their shardings, and their addition in a fixed order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.ordered_sum import add_parts, sum_over_shards, sum_parts_over_shards
 from lm_trainer.parallel.sharding import ParamSharding
@@ -16,27 +17,31 @@ from lm_trainer.parallel.tree_sum import Shares, tree_sum
 from lm_trainer.step.dispatch.device_groups import ModelParallelGroup, stack_groups
 from lm_trainer.step.loss.gradient import Sums
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 Layouts = Mapping[str, ParamSharding]
-"""By the names of the tree of the sums."""
+"""Shardings of the tree of the sums, by parameter name."""
 
 
-def sums_on_group(group: ModelParallelGroup, layouts: Layouts) -> Any:
-    """The shardings of a microbatch's sums, with an axis in front, on its group: those of the parameters there."""
+def sums_on_group(group: ModelParallelGroup, layouts: Layouts) -> PyTree:
+    """Shardings of the sums of a microbatch on its group: the shardings of the parameters, with a leading axis."""
     tree = {name: group.sharding(None, *layout.compute) for name, layout in layouts.items()}
     return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
 
 
 def stack_sums(parts: Sequence[Sequence[Sums]], shares: Shares, layouts: Layouts, mesh: Mesh) -> list[Sums]:
-    """The partial sums [1, ...] of each local group as [batch shards, ...] over all groups, without a copy.
+    """Joins the partial sums [1, ...] of the local groups to [batch shards, ...] over all groups, without a copy.
 
     Args:
-        parts: for each local group its partial sums.
-        shares: of all groups.
-        layouts: of the tree.
-        mesh: the device mesh.
+        parts: partial sums of each local group.
+        shares: division of the microbatches among all groups.
+        layouts: shardings of the tree.
+        mesh: device mesh.
 
     Returns:
-        The first ones of all groups, the second ones and so on; a group that has no more gives its first one again.
+        The first partial sums of all groups, then the second ones and so on. A group with fewer partial sums repeats
+        its first one.
     """
     slots = range(shares.most_parts)
     return [_stack([sums[slot if slot < len(sums) else 0] for sums in parts], layouts, mesh) for slot in slots]
@@ -52,18 +57,18 @@ def _stack(parts: Sequence[Sums], layouts: Layouts, mesh: Mesh) -> Sums:
 def stacked_shapes(
     shapes: Mapping[str, jax.ShapeDtypeStruct], layouts: Layouts, mesh: Mesh, scalars: Sequence[str]
 ) -> Sums:
-    """The shapes of one of those that `stack_sums` returns.
+    """Shapes of one of the results of `stack_sums`.
 
     Args:
-        shapes: of the tree, without the axis over groups.
-        layouts: of the tree.
-        mesh: the device mesh.
+        shapes: shapes of the tree, without the axis over groups.
+        layouts: shardings of the tree.
+        mesh: device mesh.
         scalars: names of the float32 scalars.
     """
 
-    def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
+    def stacked(shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> jax.Array:
         sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec))
-        return jax.ShapeDtypeStruct((batch_shards(mesh), *shape), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((batch_shards(mesh), *shape), dtype, sharding=sharding)  # pyright: ignore[reportReturnType]
 
     return Sums(
         {name: stacked((), jnp.float32, PartitionSpec()) for name in scalars},
@@ -72,15 +77,19 @@ def stacked_shapes(
 
 
 def add_over_groups(
-    stacked: Sequence[Sums], shares: Shares, layouts: Layouts, mesh: Mesh, dtypes: Mapping[str, Any] | None = None
+    stacked: Sequence[Sums],
+    shares: Shares,
+    layouts: Layouts,
+    mesh: Mesh,
+    dtypes: Mapping[str, DTypeLike] | None = None,
 ) -> Sums:
-    """Adds what `stack_sums` returned: scalars on every device, the tree as `sum_over_shards` leaves it.
+    """Adds the results of `stack_sums`: scalars on every device, the tree sharded as by `sum_over_shards`.
 
     Args:
-        stacked: the sums.
-        shares: of the groups.
-        layouts: of the tree.
-        mesh: the device mesh.
+        stacked: results of `stack_sums`.
+        shares: division of the microbatches among the groups.
+        layouts: shardings of the tree.
+        mesh: device mesh.
         dtypes: as for `sum_over_shards`.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -1,14 +1,14 @@
-"""The compiled programs of plans, and what they say of programs that are not compiled."""
+"""The compiled programs of plans, and estimates for programs that are not compiled."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.rehearsal import Description
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import ProgramBytes
@@ -17,27 +17,27 @@ from lm_trainer.step.dispatch.recorder import Key, Measure, Measured, measure_co
 
 
 class MeasuredPrograms:
-    """Programs that are compiled once, however many plans ask for them.
+    """Programs that are each compiled only once for any number of plans.
 
     Args:
-        compiled: programs of a microbatch that are compiled already, by name.
+        compiled: already compiled programs of a microbatch, by name.
     """
 
     def __init__(self, compiled: Mapping[str, Executable] = MappingProxyType({})) -> None:
         self._compiled = compiled
         self._by_key = dict[Key, Measured]()
         self._by_rows = dict[int, dict[str, Measured]]()
-        self._others = dict[Key, Measured]()
+        self._others = dict[Hashable, Measured]()
         self._temporary = dict[str, int]()
         self.texts = dict[Key, str]()
         """The texts of the compiled programs."""
 
     @contextmanager
     def of_rows(self, rows: int) -> Iterator[Measure]:
-        """Compiles what is not known yet, for a step with microbatches of so many rows."""
+        """Compiles unknown programs, for a step with microbatches of `rows` rows."""
         growing = dict[str, Measured]()
 
-        def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+        def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
             if key not in self._by_key:
                 if program.grows:
                     program = replace(program, executable=self._compiled.get(program.name))
@@ -55,16 +55,16 @@ class MeasuredPrograms:
         self._by_rows[rows] = growing
 
     def between(self, rows: int) -> Measure:
-        """Interpolates programs for microbatches of so many rows between the two nearest sizes, or takes the only one.
+        """Interpolates programs for microbatches of `rows` rows between the two nearest sizes (or uses the only one).
 
-        Everything is linear in the rows: sizes of axes, and memory nearly so. Of other programs, which add what
-        microbatches return, those of any size will do; what is new is traced.
+        Sizes of axes are linear in the number of rows, and memory nearly so. Programs that only add the results of
+        microbatches are taken from any size. Unknown programs are traced.
         """
         sizes = sorted(self._by_rows, key=lambda size: abs(math.log(size / rows)))
         a, b = sizes[0], sizes[min(1, len(sizes) - 1)]
         near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a) if b != a else 0.0
 
-        def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+        def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
             if program.grows:
                 return _between(near[program.name], far[program.name], share)
             if (measured := self._by_key.get(key) or self._others.get(key[:2])) is not None:

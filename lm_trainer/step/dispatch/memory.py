@@ -1,15 +1,15 @@
-"""The bytes that one device holds in each phase of a training step, from shapes and from XLA's memory analysis."""
+"""Memory a device holds in each phase of a training step, from shapes and from XLA's memory analysis."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.state.train_state import TrainState
@@ -22,36 +22,36 @@ class ProgramBytes:
     arguments: int
     outputs: int
     aliased: int
-    """Outputs that lie where donated arguments were."""
+    """Outputs in the memory of donated arguments."""
     temporary: int
-    """Held only while it runs."""
+    """Held only while the program runs."""
 
     @classmethod
     def of(cls, program: Executable) -> ProgramBytes:
-        """XLA's memory analysis.
+        """Reads XLA's memory analysis.
 
         Raises:
-            UserError: when the backend has none.
+            UserError: the backend has no memory analysis.
         """
-        found = program.memory()
-        if found is None:
+        analysis = program.memory()
+        if analysis is None:
             raise UserError(f"XLA does not say how much memory a program takes on {jax.default_backend()}")
         return cls(
-            arguments=found.argument_size_in_bytes,
-            outputs=found.output_size_in_bytes,
-            aliased=found.alias_size_in_bytes,
-            temporary=found.temp_size_in_bytes,
+            arguments=analysis.argument_size_in_bytes,
+            outputs=analysis.output_size_in_bytes,
+            aliased=analysis.alias_size_in_bytes,
+            temporary=analysis.temp_size_in_bytes,
         )
 
     @property
     def new(self) -> int:
-        """Outputs in memory of their own."""
+        """Outputs in newly allocated memory."""
         return self.outputs - self.aliased
 
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """The memory that a device holds during one phase of a step."""
+    """Memory a device holds during one phase of a step."""
 
     name: str
     parts: Mapping[str, int]
@@ -59,21 +59,21 @@ class PhaseBytes:
 
     @property
     def bytes(self) -> int:
-        """All parts together."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
 
-def bytes_per_device(tree: Any) -> int:
-    """Bytes of arrays, or of shapes with shardings, on one of their devices; every device holds as many."""
+def bytes_per_device(tree: PyTree) -> int:
+    """Bytes of arrays (or of shapes with shardings) on each of their devices."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def state_bytes(state: TrainState) -> dict[str, int]:
-    """The state of a run on each device between steps: name -> bytes, without what the run does not have.
+    """Memory of the state on each device between steps: name -> bytes, without empty parts.
 
     Args:
-        state: arrays, or shapes with shardings, as `abstract_state` gives them.
+        state: arrays, or shapes with shardings as returned by `abstract_state`.
     """
     parts = {
         "parameters": state.params,
@@ -81,10 +81,10 @@ def state_bytes(state: TrainState) -> dict[str, int]:
         "averaged weights": state.averaged,
         "frozen parameters": state.frozen,
     }
-    found = {name: bytes_per_device(tree) for name, tree in parts.items()}
-    return {name: size for name, size in found.items() if size}
+    sizes = {name: bytes_per_device(tree) for name, tree in parts.items()}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def taken_memory(plan: MicrobatchPlan) -> tuple[int, int]:
-    """Orders the batches of a run by the memory they take: either their rows rise, or the number of microbatches."""
+    """Key that orders the batches of a run by memory: either the rows or the number of microbatches increase."""
     return plan.rows, plan.count

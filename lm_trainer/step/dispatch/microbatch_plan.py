@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """The division of a global batch into microbatches; it never depends on the devices."""
+    """The division of a global batch into microbatches, independent of the devices."""
 
     batch_size: int
     """Rows of the global batch."""
     count: int
     """Microbatches in a step, V."""
     rows: int
-    """Rows in a microbatch; those past the end of the batch are padding that counts for nothing."""
+    """Rows in a microbatch. Rows past the end of the batch are padding and have no weight."""
 
     @classmethod
     def make(cls, batch_size: int, rows: int, elastic_shards: int, *, pad: bool = False) -> MicrobatchPlan:
-        """Cuts `batch_size` rows into microbatches of `rows`, or, with -1, into `elastic_shards` microbatches.
+        """Divides `batch_size` rows into microbatches of `rows` rows or, if `rows` is -1, into `elastic_shards`.
 
         Args:
             batch_size: rows of the global batch.
-            rows: of a microbatch, or -1.
-            elastic_shards: the most devices along the batch axes.
-            pad: fill up a batch that cannot be cut so, to a multiple of `elastic_shards` microbatches.
+            rows: rows of a microbatch, or -1.
+            elastic_shards: maximum number of devices along the batch axes.
+            pad: pad a batch that is not divisible to a multiple of `elastic_shards` microbatches.
 
         Raises:
-            ValueError: when the batch cannot be cut so, and `pad` is false.
+            ValueError: the batch is not divisible, and `pad` is false.
         """
         if pad:
             rows = -(-batch_size // elastic_shards) if rows == -1 else rows
@@ -59,16 +59,16 @@ class MicrobatchPlan:
         return cls(batch_size, batch_size // rows, rows)
 
     def rows_like(self, batch: Batch) -> Batch:
-        """The shapes of a microbatch with rows like those of `batch`, which may have any number of them."""
+        """Shapes of a microbatch with rows of the same shape as in `batch`, which may have any number of rows."""
         import jax
 
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype), batch)
 
     def per_shard(self, mesh: Mesh | AbstractMesh) -> int:
-        """Microbatches of each batch shard of a mesh that shares them equally.
+        """Microbatches of each batch shard of a mesh whose shards have equal numbers of microbatches.
 
         Raises:
-            UserError: when it cannot.
+            UserError: the microbatches cannot be divided equally.
         """
         shares = self.shares(mesh)
         if self.count % shares.shards:
@@ -79,17 +79,18 @@ class MicrobatchPlan:
         return shares.most
 
     def shares(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> Shares:
-        """The division among the batch shards of a mesh: of all microbatches, or of those that are computed in a turn.
+        """Division of all microbatches, or of one microbatch group, among the batch shards of a mesh.
 
-        The microbatches of a turn are a subtree of the tree over all, so that turns change no bit.
+        The microbatches of a group form a subtree of the tree over all microbatches, so grouping changes no bit.
 
         Args:
-            mesh: of the devices.
-            together: the most that a shard computes in a turn, where turns can be so short: in each of them every shard
-                has one, and the runs of an odd number of microbatches that the tree begins with are not cut.
+            mesh: device mesh.
+            together: maximum number of microbatches of a shard in a microbatch group. Groups may be larger: every shard
+                has at least one microbatch in each group, and the leaves of the tree, runs of an odd number of
+                microbatches, are not split.
 
         Raises:
-            UserError: when there are more shards than microbatches.
+            UserError: there are more shards than microbatches.
         """
         shards = batch_shards(mesh)
         if shards > self.count:
@@ -100,12 +101,13 @@ class MicrobatchPlan:
             )
         if together is None:
             return Shares(self.count, shards)
-        turn = self.count // (self.count & -self.count)
-        while turn < self.count and (turn < shards or 2 * turn <= together * shards):
-            turn *= 2
-        return Shares(turn, shards)
+        group = self.count // (self.count & -self.count)
+        while group < self.count and (group < shards or 2 * group <= together * shards):
+            group *= 2
+        return Shares(group, shards)
 
     def fewer_together(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> list[int]:
-        """The numbers of microbatches of a shard that a turn may have, below what `together` comes to; most first."""
-        now = self.shares(mesh, together).most
-        return sorted({self.shares(mesh, most).most for most in range(1, now)} - {now}, reverse=True)
+        """The possible sizes of a shard's part of a microbatch group, below the size with `together`; largest first."""
+        current = self.shares(mesh, together).most
+        sizes = {self.shares(mesh, limit).most for limit in range(1, current)}
+        return sorted(sizes - {current}, reverse=True)

@@ -1,15 +1,16 @@
-"""The microbatches that the devices of this process compute together, and values of them."""
+"""Microbatches the devices of this process compute together, and values computed from them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 
@@ -21,24 +22,24 @@ class Microbatch(NamedTuple):
     """One microbatch on its device group."""
 
     group: int
-    """Position of the device group among those of this process."""
+    """Index of the device group among the groups of this process."""
     rows: Batch
     step: jax.Array
-    """The number of the step, an int32 scalar."""
+    """Number of the step, an int32 scalar."""
     index: jax.Array
-    """The number of the microbatch among those of the global batch, an int32 scalar."""
+    """Index of the microbatch in the global batch, an int32 scalar."""
 
 
 @dataclass(frozen=True)
 class Microbatches(Generic[T]):
-    """A value for each of several microbatches: for each device group of this process those of its own, in order."""
+    """A value for each of several microbatches, in order for each device group of this process."""
 
     by_group: list[list[T]]
 
-    def map(self, function: Callable[..., R], *others: Microbatches[Any]) -> Microbatches[R]:
-        """`function(value, *values of others)` of each microbatch."""
+    def map(self, function: Callable[..., R], *others: Microbatches[PyTree]) -> Microbatches[R]:
+        """Calls `function(value, *values of others)` for each microbatch."""
         results: list[list[R]] = [[] for _ in self.by_group]
-        # Group after group for each microbatch, so that all devices have work while the host dispatches.
+        # Alternates between the groups, so all devices have work while the host dispatches.
         for j in range(max(map(len, self.by_group))):
             for i, values in enumerate(self.by_group):
                 if j < len(values):
@@ -55,26 +56,31 @@ class Microbatches(Generic[T]):
 
 @dataclass(frozen=True)
 class MicrobatchGroup:
-    """Microbatches that share what is gathered."""
+    """Microbatches that share gathered parameters."""
 
     shares: Shares
-    """Their division among all device groups."""
+    """Division of the microbatches among all device groups."""
     microbatches: Microbatches[Microbatch]
 
 
 def microbatch_groups(batch: PlacedBatch, devices: DeviceGroups, step: int) -> Iterator[MicrobatchGroup]:
-    """The microbatches of a batch, those of a device in the order in which it computes them."""
+    """The microbatches of a batch, in groups that share gathered parameters, in computation order."""
     shares = devices.shares(batch.plan)
     steps = [group.put(np.int32(step)) for group in devices.groups]
     sizes = [len(shares.terms(group.index)) for group in devices.groups]
     for number in range(batch.plan.count // shares.count):
-        cuts = [slice(number * size, (number + 1) * size) for size in sizes]
+        slices = [slice(number * size, (number + 1) * size) for size in sizes]
         yield MicrobatchGroup(
             shares,
             Microbatches(
                 [
-                    [Microbatch(i, rows, steps[i], at) for rows, at in zip(of_rows[cut], of_at[cut], strict=True)]
-                    for i, (cut, of_rows, of_at) in enumerate(zip(cuts, batch.microbatches, batch.indices, strict=True))
+                    [
+                        Microbatch(i, rows, steps[i], index)
+                        for rows, index in zip(of_rows[part], of_indices[part], strict=True)
+                    ]
+                    for i, (part, of_rows, of_indices) in enumerate(
+                        zip(slices, batch.microbatches, batch.indices, strict=True)
+                    )
                 ]
             ),
         )

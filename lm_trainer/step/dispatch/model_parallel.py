@@ -1,83 +1,84 @@
-"""One microbatch cut over several devices: its positions, the experts of its layers, its layers.
+"""One microbatch sharded over several devices: its positions, the experts of its layers, or its layers.
 
-Each device computes its part under `shard_map`; `lm_trainer.parallel.collectives` are called where parts meet.
+Each device computes its part under `shard_map`, and communicates by `lm_trainer.parallel.collectives`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.collectives import all_reduce, device_key, group_sum
 from lm_trainer.parallel.mesh import BATCH_AXES, MODEL_PARALLEL_AXES, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES, check_length, check_rows, model_parallel_axes
+from lm_trainer.step.state.model_def import Params
 
 ROWS_AND_POSITIONS = PartitionSpec(ROW_AXES, "context")
-"""The cut of what a microbatch has for each of its rows and positions."""
+"""Partition spec of arrays with the rows and positions of a microbatch as leading dimensions."""
 
 
 def shard_over_group(
-    function: Callable[[Any, Batch, jax.Array], tuple[dict[str, jax.Array], dict[str, jax.Array]]],
+    function: Callable[[PyTree, Batch, jax.Array], tuple[dict[str, jax.Array], dict[str, jax.Array]]],
     mesh: Mesh,
     param_shardings: Mapping[str, ParamSharding],
     names: Iterable[str],
-) -> Callable[..., Any]:
-    """`function(params, batch, key) -> (scalars, tree)`, computed by all devices that share a microbatch.
+) -> Callable[..., PyTree]:
+    """Distributes `function(params, batch, key) -> (scalars, tree)` over all devices that share a microbatch.
 
-    The function is called with this device's part of the rows and of the parameters. What it returns are sums over
-    that part, which are added over the devices in a fixed order.
+    The function is called with this device's part of the rows and of the parameters. It returns sums over that part,
+    which are added over the devices in a fixed order.
 
     Args:
-        function: what to compute; it comes back as it is where nothing is cut.
-        mesh: of one group, or one with batch axes, over which the result then is XLA's to add.
-        param_shardings: of the parameters.
-        names: the parameters that the tree has.
+        function: function to distribute; returned unchanged if the mesh has no model-parallel axes.
+        mesh: mesh of one group. It may have batch axes; XLA then adds the results over them.
+        param_shardings: shardings of the parameters.
+        names: the parameters in the tree.
     """
     axes, names = model_parallel_axes(mesh.shape), tuple(names)
     if not axes:
         return function
     manual, specs = manual_axes(mesh), manual_specs(param_shardings, mesh)
 
-    def part(params: Any, batch: Batch, key_data: jax.Array) -> Any:
+    def part(params: Params, batch: Batch, key_data: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         scalars, tree = function(params, batch, device_key(jax.random.wrap_key_data(key_data)))
         added = sum_over_group(tree, param_shardings, mesh)
         return {name: group_sum(x) for name, x in scalars.items()}, added
 
-    def whole(params: Any, batch: Batch, key: jax.Array) -> Any:
+    def divided(params: Params, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         rows, length = batch.tokens.shape
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         check_rows(rows // shards, mesh.shape)
         check_length(length, mesh.shape)
-        cut: Any = ROWS_AND_POSITIONS
+        rows_spec = jax.tree.map(lambda _: ROWS_AND_POSITIONS, batch)
         mapped = jax.shard_map(
             part,
             mesh=mesh.abstract_mesh,
-            in_specs=({name: specs[name] for name in params}, jax.tree.map(lambda _: cut, batch), PartitionSpec()),
+            in_specs=({name: specs[name] for name in params}, rows_spec, PartitionSpec()),
             out_specs=(PartitionSpec(), {name: specs[name] for name in names}),
             axis_names=manual,
             check_vma=False,
         )
         return mapped(params, batch, jax.random.key_data(key))
 
-    return whole
+    return divided
 
 
 def manual_axes(mesh: Mesh) -> set[str]:
-    """The axes of a group's mesh over which each device computes its part by itself."""
-    # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
+    """The axes of a group's mesh that are manual under `shard_map`."""
+    # Axes with one device are manual too, so kernels XLA cannot partition need not be partitioned.
     return {axis for axis in mesh.axis_names if axis in MODEL_PARALLEL_AXES or mesh.shape[axis] == 1}
 
 
 def manual_specs(param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> dict[str, PartitionSpec]:
-    """The parts of parameters that a device of a group is given."""
+    """Partition specs over the manual axes of the parameters of a group."""
     manual = manual_axes(mesh)
-    return {name: _only(each.compute, manual) for name, each in param_shardings.items()}
+    return {name: _only(sharding.compute, manual) for name, sharding in param_shardings.items()}
 
 
 def sum_over_group(
@@ -86,9 +87,9 @@ def sum_over_group(
     """Adds gradients over the devices of a group that have the same part of a parameter, in a fixed order.
 
     Args:
-        tree: this device's terms, under `shard_map`.
-        param_shardings: of the parameters.
-        mesh: of the group.
+        tree: terms of this device, under `shard_map`.
+        param_shardings: shardings of the parameters.
+        mesh: mesh of the group.
     """
     axes, specs = model_parallel_axes(mesh.shape), manual_specs(param_shardings, mesh)
     return {
@@ -103,12 +104,12 @@ def _only(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
 
 
 def _missing(spec: PartitionSpec, axes: Iterable[str]) -> tuple[str, ...]:
-    there = {a for entry in spec for a in spec_axes(entry)}
-    return tuple(a for a in axes if a not in there)
+    used = {a for entry in spec for a in spec_axes(entry)}
+    return tuple(a for a in axes if a not in used)
 
 
 def _free_dim(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, axes: Iterable[str]) -> int | None:
-    """A dimension that no axis cuts, and that can be cut over all `axes` while it is summed."""
+    """An unsharded dimension whose size is divisible by the number of devices along all `axes`."""
     pieces = math.prod(mesh.shape[a] for a in axes)
-    cut = [bool(spec_axes(entry)) for entry in param_sharding.compute] + [False] * x.ndim
-    return next((d for d, size in enumerate(x.shape) if not cut[d] and size % pieces == 0), None)
+    sharded = [bool(spec_axes(entry)) for entry in param_sharding.compute] + [False] * x.ndim
+    return next((d for d, size in enumerate(x.shape) if not sharded[d] and size % pieces == 0), None)

@@ -1,4 +1,4 @@
-"""Limits of cutting one microbatch over several devices: which models, rows and lengths the axes of a group take."""
+"""Limits of model parallelism: the models, rows and lengths the axes of a group can shard."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 
 ROW_AXES = ("pipeline", "expert")
-"""The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
+"""The axes of a group that shard only the rows of a microbatch outside the layers they parallelise."""
 
 
 def model_parallel_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that cut a microbatch on a mesh of these sizes."""
+    """The axes that shard a microbatch on a mesh of these sizes."""
     return tuple(axis for axis in MODEL_PARALLEL_AXES if sizes[axis] > 1)
 
 
 def check_length(length: int, sizes: Mapping[str, int]) -> None:
-    """Raises UserError when rows of `length` positions cannot be cut over the context axis."""
+    """Raises UserError if rows of `length` positions cannot be sharded over the context axis."""
     if length % sizes["context"]:
         raise UserError(
             f"rows of {length} positions cannot be cut into context_axis_size={sizes['context']} pieces; choose a "
@@ -28,7 +28,7 @@ def check_length(length: int, sizes: Mapping[str, int]) -> None:
 
 
 def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
-    """Raises UserError when the `rows` of a microbatch cannot be shared by the axes that cut rows."""
+    """Raises UserError if the `rows` of a microbatch cannot be sharded over the row axes."""
     cuts = {f"{axis}_axis_size": sizes[axis] for axis in ROW_AXES if sizes[axis] > 1}
     if rows % math.prod(cuts.values()):
         raise UserError(
@@ -39,12 +39,12 @@ def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
 
 
 def check_model_parallel(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
-    """Finds what the axes of a group cannot do with a model or with the rows of a microbatch; raises as `check_model`.
+    """Checks that the axes of a group can shard a model and the rows of its microbatches; raises as `check_model`.
 
     Args:
-        spec: of the model; None for one that is no `Decoder`.
-        rows: of the microbatches that there are.
-        sizes: of the axes of the mesh.
+        spec: spec of the model; None for a model that is not a `Decoder`.
+        rows: the row counts of the microbatches.
+        sizes: sizes of the mesh axes.
     """
     check_model(spec, sizes)
     for count in rows:
@@ -52,14 +52,14 @@ def check_model_parallel(spec: DecoderSpec | None, rows: Iterable[int], sizes: M
 
 
 def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
-    """Finds what the axes of a group cannot do with a model.
+    """Checks that the axes of a group can shard a model.
 
     Args:
-        spec: of the model; None for one that is no `Decoder`.
-        sizes: of the axes of the mesh.
+        spec: spec of the model; None for a model that is not a `Decoder`.
+        sizes: sizes of the mesh axes.
 
     Raises:
-        UserError: names the axis and what hinders it.
+        UserError: names the axis and the obstacle.
     """
     axes = model_parallel_axes(sizes)
     if not axes:

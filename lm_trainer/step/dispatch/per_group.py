@@ -1,19 +1,19 @@
-"""The computation of one microbatch as an executable of its own, compiled once for each group of devices.
+"""The computation of one microbatch as a separate executable, compiled once for each group of devices.
 
-Inside one big program XLA rewrites the same computation differently for one device than for many, so its bits change
-with the mesh. The computation of a microbatch is compiled alone, for one batch shard's devices, to the same optimised
-program on every mesh; the hash of that program is recorded with the run.
+Inside one large program XLA rewrites the same computation differently for one device than for many, so its bits change
+with the mesh. Compiled separately, for the devices of one batch shard, the computation of a microbatch is the same
+optimised program on every mesh. The hash of that program is recorded with the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 from lm_trainer.parallel.rehearsal import current_rehearsal
@@ -31,17 +31,17 @@ class PerGroupExecutable:
     Args:
         function: for `compile` `function(params, batch, step, index)`, with a Batch of one microbatch; `step` and
             `index` are int32 scalars.
-        groups: where to compile it.
-        results: how what it returns lies on a group; XLA's choice without.
-        donated: the arguments whose memory it may take for its results.
-        program: what it is to a plan, without its function.
+        groups: groups to compile for.
+        results: shardings of the results on a group; None lets XLA choose.
+        donated: positions of the arguments that are donated.
+        program: description of the program in plans, without its function.
     """
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., PyTree],
         groups: Sequence[ModelParallelGroup],
-        results: Callable[[ModelParallelGroup], Any] | None = None,
+        results: Callable[[ModelParallelGroup], PyTree] | None = None,
         *,
         donated: Sequence[int] = (),
         program: Program = _COMPUTATION,
@@ -55,27 +55,27 @@ class PerGroupExecutable:
     def compile(
         self, params: Mapping[str, jax.ShapeDtypeStruct], param_shardings: Mapping[str, ParamSharding], batch: Batch
     ) -> None:
-        """Compiles for all groups at once, for parameters in their `compute` sharding and a microbatch like `batch`."""
+        """Compiles for all groups at once, for parameters in `compute` sharding and a microbatch like `batch`."""
 
-        def on_group(group: ModelParallelGroup) -> tuple[Any, ...]:
-            whole = group.sharding()
+        def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
+            replicated = group.sharding()
             placed = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*param_shardings[name].compute))
                 for name, x in params.items()
             }
-            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
-            scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), batch)
+            scalar = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
             return placed, rows, scalar, scalar
 
         self.compile_for(on_group)
 
-    def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[Any, ...]]) -> None:
-        """Compiles for all groups at once, for arguments of which `arguments` gives shapes and shardings on a group.
+    def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[PyTree, ...]]) -> None:
+        """Compiles for all groups at once; `arguments` returns the shapes with shardings of the arguments on a group.
 
         All processes of a run must call it at the same point.
         """
 
-        def jitted_for(index: int) -> Any:
+        def jitted_for(index: int) -> jax.stages.Wrapped:
             group = self.groups[index]
             results = None if self._results is None or group.mesh.size == 1 else self._results(group)
             return jax.jit(self._function, out_shardings=results, donate_argnums=self._donated)
@@ -91,18 +91,18 @@ class PerGroupExecutable:
 
     @property
     def compiled(self) -> bool:
-        """True once `compile` has been called."""
+        """True after `compile` has been called."""
         return bool(self._programs)
 
     @property
     def program(self) -> Executable:
-        """The program of the first group; the others run the same."""
+        """The program of the first group; the other groups run the same program."""
         executable = self._programs[0].executable
         assert executable is not None, "nothing is compiled in a rehearsal"
         return executable
 
-    def __call__(self, group: int, *args: Any) -> Any:
-        """Enqueues the function on the `group`-th local group and returns at once, where programs may wait in line."""
+    def __call__(self, group: int, *args: PyTree) -> PyTree:
+        """Enqueues the function on the `group`-th local group; returns at once if programs may be queued."""
         if current_rehearsal() is not None:
             return self._programs[group](*args)
         return wait_on_cpu(self._streams(self._programs[group], *args))

@@ -1,4 +1,4 @@
-"""The programs that a step calls."""
+"""The programs a step calls."""
 
 from __future__ import annotations
 
@@ -6,62 +6,66 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.rehearsal import current_rehearsal
 from lm_trainer.step.dispatch.executable import Executable, compile_for_each
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A jitted function that a step calls: on arrays it runs, on abstract ones of a rehearsal it is noted down."""
+    """A jitted function a step calls: it runs on arrays, and is recorded on abstract arrays of a rehearsal."""
 
     name: str
-    """In plans. Programs of one name, called with arguments of the same shapes, are the same."""
+    """Name in plans. Programs with the same name and arguments of the same shapes are the same program."""
     jitted: Any
+    """The `jax.stages.Wrapped` function; None in a description of a program without its function."""
     results: str
-    """Purpose of the arrays that it returns, such as `gradients`."""
+    """Purpose of the arrays it returns, such as `gradients`."""
     grows: bool = False
-    """True if its memory grows with the rows that are computed at once."""
+    """True if its memory grows with the number of rows that are computed at once."""
     elementwise: bool = False
-    """True if every result is computed from the elements at its own place. Compilers of accelerators fuse that and hold
-    nothing in between; XLA for a CPU holds copies of what it is given."""
+    """True if every result is computed from the elements at the same position. Compilers for accelerators fuse such
+    programs and need no temporary memory; XLA for CPUs copies the arguments."""
     overlaps: bool = False
     """True if a device may run several of them at once."""
     queued: bool = False
-    """True if the host may call it long before it runs, so that its results take memory until the host has waited."""
+    """True if the host may call it long before it runs, so its results take memory until the host has waited."""
     repeatable: bool = True
     """As for `Executable.make`."""
     executable: Executable | None = None
-    """The program as it is compiled; without, JAX compiles it when it is called."""
+    """The compiled program; None compiles it when it is called."""
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         """Enqueues the program and returns its results at once."""
         rehearsal = current_rehearsal()
         if rehearsal is not None:
             return rehearsal.run(self, args)
         return (self.jitted if self.executable is None else self.executable.compiled)(*args)
 
-    def compile(self, *args: Any) -> Executable:
-        """The program for arguments like these, which may be shapes."""
+    def compile(self, *args: PyTree) -> Executable:
+        """Compiles the program for these arguments, which may be shapes; returns `executable` if it is set."""
         return self.executable or Executable.make(self.jitted, *args, repeatable=self.repeatable)
 
 
 def on_each(
     program: Program,
-    jitted_for: Callable[[int], Any],
-    arguments: Callable[[int], tuple[Any, ...]],
-    device_sets: Sequence[Sequence[Any]],
-    what: str,
+    jitted_for: Callable[[int], jax.stages.Wrapped],
+    arguments: Callable[[int], tuple[PyTree, ...]],
+    device_sets: Sequence[Sequence[Device]],
+    name: str,
     *,
     by_all_processes: bool = False,
 ) -> list[Program]:
-    """A program for each of several sets of devices, compiled but in a rehearsal.
+    """Creates a program for each of several sets of devices; compiles it unless in a rehearsal.
 
     Args:
-        program: what all of them are.
-        jitted_for: its function for the set of that index.
-        arguments: shapes of what it is called with there.
+        program: description of the program.
+        jitted_for: returns the function for the set with the given index.
+        arguments: returns the shapes of its arguments.
         device_sets: as for `compile_for_each`.
-        what: they compute, for a warning.
+        name: name of the computation for a warning.
         by_all_processes: as for `compile_on_each`.
     """
     if current_rehearsal() is not None:
@@ -70,5 +74,5 @@ def on_each(
     def one(index: int) -> Executable:
         return Executable.make(jitted_for(index), *arguments(index))
 
-    executables = compile_for_each(one, device_sets, what, by_all_processes=by_all_processes)
+    executables = compile_for_each(one, device_sets, name, by_all_processes=by_all_processes)
     return [replace(program, executable=executable) for executable in executables]

@@ -1,47 +1,48 @@
-"""The programs of a step in the order in which it calls them, and the memory of a device meanwhile."""
+"""The programs of a step in the order of their calls, and the memory a device holds meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, abstract
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device
 from lm_trainer.step.dispatch.program import Program
 
-Key = tuple[Any, ...]
-"""Name of a program, and the shapes that it is called with."""
+Key = tuple[str, *tuple[Hashable, ...]]
+"""Name of a program, and the structure and shapes of its arguments."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A program for arguments of some shapes."""
+    """A program for arguments of certain shapes."""
 
     bytes: ProgramBytes
-    structure: Any
+    structure: Hashable
     """Tree structure of its results."""
     results: Sequence[Description]
     consumed: Sequence[int]
-    """Positions of the arguments that it consumes, among the arrays in all of them."""
+    """Positions of donated arrays among the leaves of all arguments."""
 
 
 class Measure(Protocol):
-    """Finds out what a program returns and takes."""
+    """Measures the results and memory of programs."""
 
-    def __call__(self, program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+    def __call__(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
         """Measures a program with arguments of these shapes."""
         ...
 
 
 @dataclass
 class _Call:
-    """A program with arguments of some shapes."""
+    """Calls of a program with arguments of certain shapes."""
 
     measured: Measured
     sizes: list[int]
@@ -49,21 +50,21 @@ class _Call:
     runs: int = 0
 
 
-class Enough(Exception):
-    """Ends a rehearsal in which the device holds more than it has."""
+class MemoryLimitExceeded(Exception):
+    """Ends a rehearsal in which the device exceeds its memory."""
 
 
 class Recorder:
-    """A rehearsal that notes down which programs are called, and what the device holds while they run.
+    """A rehearsal that records the programs that are called, and the memory of the device while they run.
 
     Args:
-        measure: tells what a program returns and takes; asked once for each program and shapes.
-        devices: of this process that take part; the memory is that of the first.
-        at_once: programs that a device may run at the same time, of those that overlap.
-        limit: bytes of the device, above which `Enough` is raised.
+        measure: measures the results and memory of a program; called once for each program and shapes.
+        devices: participating devices of this process; the memory of the first one is recorded.
+        at_once: number of overlapping programs a device runs at the same time.
+        limit: memory of the device in bytes; `MemoryLimitExceeded` is raised when it is exceeded.
     """
 
-    def __init__(self, measure: Measure, devices: Sequence[Any], at_once: int = 1, limit: int | None = None):
+    def __init__(self, measure: Measure, devices: Sequence[Device], at_once: int = 1, limit: int | None = None):
         self.memory, self.devices, self._limit = Memory(devices[0]), devices, limit
         self._measure, self._at_once = measure, at_once
         self._calls: dict[Key, _Call] = {}
@@ -71,7 +72,7 @@ class Recorder:
 
     @property
     def phases(self) -> tuple[PhaseBytes, ...]:
-        """The memory of the device while each program runs, where that is most; in the order of their first runs."""
+        """Peak memory of the device while each program runs; in the order of their first runs."""
         return tuple(self._peaks.values())
 
     @property
@@ -79,12 +80,12 @@ class Recorder:
         """Runs of each program on the device."""
         return {key: call.runs for key, call in self._calls.items()}
 
-    def hold(self, tree: Any, purpose: str) -> Any:
-        """Abstract arrays like these shapes with shardings, which are held from now on."""
+    def hold(self, tree: PyTree, purpose: str) -> PyTree:
+        """Creates abstract arrays from shapes with shardings; they are held from now on."""
         return jax.tree.map(lambda x: abstract(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree)
 
-    def run(self, program: Program, args: tuple[Any, ...]) -> Any:
-        """Notes a run of a program down, and returns its results."""
+    def run(self, program: Program, args: tuple[PyTree, ...]) -> PyTree:
+        """Records a run of a program, and returns its results."""
         leaves, structure = jax.tree.flatten(args)
         key = (program.name, structure, tuple(x.about if isinstance(x, AbstractArray) else x for x in leaves))
         call = self._calls.get(key)
@@ -94,7 +95,7 @@ class Recorder:
         memory.calls += 1
         call.runs += 1
         self._note(program, measured.bytes)
-        # Without what a function is compiled for, which is no argument of its program.
+        # Static arguments are not arguments of the compiled program.
         arguments = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
         buffers = [x.buffer if isinstance(x, AbstractArray) else None for x in arguments]
         for position in measured.consumed:
@@ -109,27 +110,27 @@ class Recorder:
         ]
         return jax.tree.unflatten(measured.structure, results)
 
-    def _measured(self, program: Program, key: Key, args: tuple[Any, ...]) -> _Call:
+    def _measured(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
         shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
         measured = self._measure(program, key, shapes)
         return _Call(measured, [about.bytes_on(self.memory.device) for about in measured.results])
 
-    def _note(self, program: Program, taken: ProgramBytes) -> None:
-        """Notes what the device holds while a program runs, before its results take the place of what it consumes."""
+    def _note(self, program: Program, sizes: ProgramBytes) -> None:
+        """Records the memory of the device while a program runs, before its results replace donated arguments."""
         at_once = self._at_once if program.overlaps else 1
-        total = self.memory.total + at_once * (taken.new + taken.temporary)
+        total = self.memory.total + at_once * (sizes.new + sizes.temporary)
         peak = self._peaks.get(program.name)
         if peak is not None and peak.bytes >= total:
             return
         parts = {purpose: size for purpose, size in self.memory.held.items() if size}
-        parts[program.results] = parts.get(program.results, 0) + at_once * taken.new
-        self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * taken.temporary})
+        parts[program.results] = parts.get(program.results, 0) + at_once * sizes.new
+        self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * sizes.temporary})
         if self._limit is not None and total > self._limit:
-            raise Enough
+            raise MemoryLimitExceeded
 
 
-def measure_compiled(program: Program, args: tuple[Any, ...]) -> tuple[Measured, Executable]:
-    """Compiles a program and asks XLA for its memory; returns the `Executable` as well.
+def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measured, Executable]:
+    """Compiles a program and reads XLA's memory analysis; also returns the `Executable`.
 
     Raises:
         UserError: as `ProgramBytes.of`.
@@ -137,26 +138,26 @@ def measure_compiled(program: Program, args: tuple[Any, ...]) -> tuple[Measured,
     executable = program.compile(*args)
     shapes, structure = jax.tree.flatten(executable.traced.out_info)
     shardings = jax.tree.leaves(executable.compiled.output_shardings)
-    results = [Description(x.shape, x.dtype, lies) for x, lies in zip(shapes, shardings, strict=True)]
+    results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(executable.traced.args_info)) if info.donated]
     return Measured(ProgramBytes.of(executable), structure, results, consumed), executable
 
 
-def measure_traced(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
-    """Measures a program by its trace; a result without a sharding gets that of an argument of the same shape."""
+def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+    """Measures a program by its trace; a result without sharding gets the sharding of an argument of the same shape."""
     del key
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)
     arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
     alike = {x.shape: x.sharding for x in arguments}
-    lies: list[Any] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
-    results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, lies, strict=True)]
+    shardings: list[Sharding] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
+    results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     outputs = bytes_per_device([about.struct for about in results])
-    taken = bytes_per_device([arguments[i] for i in consumed])
-    figures = ProgramBytes(bytes_per_device(arguments), outputs, min(taken, outputs), 0)
+    donated = bytes_per_device([arguments[i] for i in consumed])
+    figures = ProgramBytes(bytes_per_device(arguments), outputs, min(donated, outputs), 0)
     return Measured(figures, structure, results, consumed)
 
 
-def _everywhere(sharding: Any) -> Any:
+def _everywhere(sharding: PyTree) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

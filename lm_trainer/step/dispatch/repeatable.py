@@ -1,4 +1,4 @@
-"""Programs that compute the same bits each time: what a compiler has to be told to leave out kernels that do not."""
+"""Compilation to programs that compute the same bits in every run, by excluding nondeterministic kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import jax
 from jaxlib.mlir import ir
 
 _OPTIONS: dict[str, dict[str, str | bool]] = {"gpu": {"xla_gpu_exclude_nondeterministic_ops": True}}
-"""Platform -> options of its compiler. On GPUs the gradients of an embedding and of cuDNN's attention would be added by
-whichever thread comes first. On the others there is no such kernel."""
+"""Platform -> compiler options. On GPUs the gradients of embeddings and of cuDNN attention would be added by atomics in
+an order that varies between runs. The other platforms have no such kernels."""
 _ATTENTION, _BACKWARD = "__cudnn$fmha", "Backward"
 
 
 def compile_repeatable(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
-    """Compiles a program, for devices of that platform, to one that repeats its bits."""
+    """Compiles a program for devices of the given platform, so it computes the same bits in every run."""
     options = _OPTIONS.get(platform)
     if options:
         ask_for_fixed_order(lowered)
@@ -22,11 +22,11 @@ def compile_repeatable(lowered: jax.stages.Lowered, platform: str) -> jax.stages
 
 
 def ask_for_fixed_order(lowered: jax.stages.Lowered) -> None:
-    """Has the backward passes of cuDNN's attention in a program that is not compiled yet add in a fixed order.
+    """Makes the backward passes of cuDNN attention in a lowered program add in a fixed order.
 
-    The compiler's option alone asks for that in the first of several equal passes. XLA then looks for the kernels of
-    the others under another name than it has kept them by, and the program fails when it runs: with jaxlib 0.11.2 on an
-    H100 by `IndexError: absl::container_internal::raw_hash_map<>::at`.
+    The compiler option does so only for the first of several equal passes. XLA then looks up the kernels of the other
+    passes under a different name than it stored them, and the program fails when it runs: with jaxlib 0.11.2 on an H100
+    by `IndexError: absl::container_internal::raw_hash_map<>::at`.
     """
 
     def visit(operation: ir.Operation) -> ir.WalkResult:
@@ -38,7 +38,7 @@ def ask_for_fixed_order(lowered: jax.stages.Lowered) -> None:
 
     module = lowered.compiler_ir("stablehlo")
     assert isinstance(module, ir.Module)
-    # What is compiled is this module, and not a copy of it.
+    # This module is the one that is compiled, not a copy of it.
     module.operation.walk(visit)
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.log import RESERVED
-from lm_trainer.step.loss.logged import with_logged
+from lm_trainer.step.loss.logged import Losses, with_logged
 from lm_trainer.step.state.model_def import ModelDef, Params
 
-LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
-"""`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights, metrics)`, all float32 scalars; metrics
-are sums as well, and reported divided by the sum of the weights. The key is for dropout; None switches it off."""
+LossFn = Callable[[PyTree, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+"""`loss(model, batch, key) -> (sum of weighted losses, sum of weights, metrics)`, all float32 scalars. Metrics are sums
+too, and are reported divided by the sum of weights. The key is for dropout; None disables it."""
 
 
-CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
+CurvatureFn = Callable[[PyTree, Batch, jax.Array], PyTree]
 """`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
 
 
@@ -28,7 +29,7 @@ STEP_SCALARS = ("loss", "weight")
 
 
 class Sums(NamedTuple):
-    """Sums over microbatches, which add up to those over the global batch."""
+    """Sums over microbatches, which add up to the sums over the global batch."""
 
     scalars: dict[str, jax.Array]
     """float32."""
@@ -37,62 +38,62 @@ class Sums(NamedTuple):
 
 
 MicrobatchFn = Callable[[Params, Batch, jax.Array], Sums]
-"""`function(params, microbatch, key) -> Sums`; the key is the microbatch's own."""
+"""`function(params, microbatch, key) -> Sums`; the key is specific to the microbatch."""
 
 
 def loss_of_params(
     model: ModelDef, loss: LossFn
 ) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
-    """The loss as a function of all parameters, with what is logged inside model and loss among its metrics.
+    """Turns the loss into a function of all parameters that also returns logged values as metrics.
 
-    It raises as `checked_loss`.
+    The function raises as `checked_loss`.
     """
 
-    def losses(params: Params, batch: Batch, key: jax.Array | None) -> Any:
+    def losses(params: Params, batch: Batch, key: jax.Array | None) -> Losses:
         return checked_loss(loss(model.merge(params), batch, key))
 
     return with_logged(losses)
 
 
-def checked_loss(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """The result of a `LossFn`, with metrics in a dict of their own.
+def checked_loss(result: object) -> Losses:
+    """Checks the result of a `LossFn`, and copies its metrics to a new dict.
 
     Raises:
-        UserError: for another result, and for a metric by the name of a scalar of the step's own.
+        UserError: the result has another form, or a metric has a name that is reserved for the step.
     """
     total, weight, metrics = _sums(result)
-    if taken := sorted(RESERVED & metrics.keys()):
-        raise UserError(f"the loss returns a metric {taken[0]!r}, a name of the step's own; choose another")
+    if reserved := sorted(RESERVED & metrics.keys()):
+        raise UserError(f"the loss returns a metric {reserved[0]!r}, a name of the step's own; choose another")
     return total, weight, metrics
 
 
-def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def _sums(result: PyTree) -> Losses:
     if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
         if all(jnp.shape(x) == () for x in result[:2]):
             return result[0], result[1], dict(result[2])
         shapes = " and ".join(str(jnp.shape(x)) for x in result[:2])
-        given = f"the first two have the shapes {shapes}, and are to be scalars: sum them over all positions"
+        problem = f"the first two have the shapes {shapes}, and are to be scalars: sum them over all positions"
     else:
-        given = f"it returned {_described(result)}"
+        problem = f"it returned {_described(result)}"
     raise UserError(
         f"the loss must return (sum of the weighted losses, sum of the weights, dict of further sums, which may be "
-        f"empty); {given}"
+        f"empty); {problem}"
     )
 
 
-def _described(result: Any) -> str:
+def _described(result: object) -> str:
     if isinstance(result, tuple | list):
         return f"{len(result)} values, as {type(result).__name__}"
     return "one value; a mean becomes two sums" if isinstance(result, jax.Array) else type(result).__name__
 
 
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
-    """The sums that the loss reports, and the gradient of its first for the parameters `trainable`."""
+    """The sums the loss reports, and the gradient of the summed loss for the parameters `trainable`."""
     losses = loss_of_params(model, loss)
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
-        def objective(chosen: Params) -> tuple[jax.Array, Any]:
-            total, weight, metrics = losses({**params, **chosen}, batch, key)
+        def objective(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+            total, weight, metrics = losses({**params, **trained}, batch, key)
             return total, {"loss": total, "weight": weight, **metrics}
 
         (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)({name: params[name] for name in trainable})
@@ -102,7 +103,7 @@ def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str])
 
 
 def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
-    """The optimizer's estimate for the parameters `trainable`, as sums."""
+    """The optimizer's curvature estimate for the parameters `trainable`, as sums."""
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
         sums = curvature(model.merge(params), batch, key)

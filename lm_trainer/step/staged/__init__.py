@@ -1,1 +1,1 @@
-"""A loss in stages: how microbatches go through them, and how their gradients are summed."""
+"""A loss computed in stages: their functions, and how gradients are summed over microbatches."""

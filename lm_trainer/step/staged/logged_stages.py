@@ -1,84 +1,89 @@
-"""Values that are logged inside the stages of a loss: they go along with the stream to where the loss is."""
+"""Values logged inside the stages of a loss, passed along with the stream to the stage that computes the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lm_trainer.nn.log import Entry
-from lm_trainer.step.loss.logged import Found, check_logged_names, logged_metrics
+from lm_trainer.step.loss.logged import LoggedValues, check_logged_names, logged_metrics
 
 Logged = dict[str, jax.Array]
-"""The values of each call of `log` before the loss, float32 [times that it runs], in the order of execution."""
+"""Values of each call of `log` before the last stage, float32 [times it runs], in execution order."""
 
 _Shapes = Mapping[Entry, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
 class LoggedStages:
-    """The calls of `log` before the loss."""
+    """The calls of `log` before the last stage."""
 
     starts: Mapping[Entry, np.ndarray]
-    """For each layer, the place of its first value; int32 [layers]."""
+    """Index of the first value of each layer; int32 [layers]."""
     counts: Mapping[Entry, int]
-    """Values in all."""
+    """Total number of values."""
 
     @classmethod
-    def make(cls, enter: _Shapes, places: Sequence[_Shapes], num_layers: int) -> LoggedStages:
-        """Finds the place of each value.
+    def make(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
+        """Computes the index of each value.
 
         Args:
-            enter: shapes of what is logged before the first layer.
-            places: those of a layer, at each place of the period.
+            embed: shapes of the values logged before the first layer.
+            layers: shapes of the values logged by each kind of layer.
             num_layers: number of layers.
         """
-        entries = dict.fromkeys(entry for found in (enter, *places) for entry in found)
+        entries = dict.fromkeys(entry for shapes in (embed, *layers) for entry in shapes)
         starts, counts = {}, {}
         for entry in entries:
-            times = [_times(places[layer % len(places)], entry) for layer in range(num_layers)]
-            *begins, counts[entry] = np.cumsum([_times(enter, entry), *times]).tolist()
+            times = [_times(layers[layer % len(layers)], entry) for layer in range(num_layers)]
+            *begins, counts[entry] = np.cumsum([_times(embed, entry), *times]).tolist()
             starts[entry] = np.array(begins, np.int32)
         return cls(starts, counts)
 
-    def start(self, found: Found) -> Logged:
-        """The values of what comes before the layers, with room for theirs."""
+    def start(self, values: LoggedValues) -> Logged:
+        """Puts the values logged before the layers into arrays with room for the values of the layers."""
         rooms = {entry: jnp.zeros(count, jnp.float32) for entry, count in self.counts.items()}
-        filled = {entry: rooms[entry].at[: len(values)].set(values) for entry, values in found.items()}
+        filled = {entry: rooms[entry].at[: len(x)].set(x) for entry, x in values.items()}
         return {_key(entry): room for entry, room in {**rooms, **filled}.items()}
 
-    def add(self, logged: Logged, number: jax.Array, found: Found) -> Logged:
-        """`logged` with the values of a layer."""
+    def add(self, logged: Logged, number: jax.Array, values: LoggedValues) -> Logged:
+        """Adds the values of layer `number` to `logged`."""
         put = {
             _key(entry): jax.lax.dynamic_update_slice(
-                logged[_key(entry)], values, (jnp.asarray(self.starts[entry])[number],)
+                logged[_key(entry)], x, (jnp.asarray(self.starts[entry])[number],)
             )
-            for entry, values in found.items()
+            for entry, x in values.items()
         }
         return {**logged, **put}
 
     def metrics(
-        self, logged: Logged, found: Found, weight: jax.Array, metrics: Mapping[str, jax.Array]
+        self, logged: Logged, head: LoggedValues, weight: jax.Array, metrics: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
-        """The metrics of a loss, in which `found` is logged, with everything that is logged among them.
+        """Adds all logged values to the metrics of a loss.
+
+        Args:
+            logged: values logged before the last stage.
+            head: values logged in the last stage.
+            weight: sum of the weights of the microbatch.
+            metrics: metrics the loss returns.
 
         Raises:
-            UserError: for names that are not unique.
+            UserError: names are not unique.
         """
-        values: dict[Entry, list[Any]] = {entry: [logged[_key(entry)]] for entry in self.counts}
-        for entry, more in found.items():
+        values: dict[Entry, list[jax.Array]] = {entry: [logged[_key(entry)]] for entry in self.counts}
+        for entry, more in head.items():
             values.setdefault(entry, []).append(more)
-        joined = {entry: jnp.concatenate(each) for entry, each in values.items()}
+        joined = {entry: jnp.concatenate(parts) for entry, parts in values.items()}
         check_logged_names(joined, metrics)
         return {**metrics, **logged_metrics(joined, weight)}
 
 
-def _times(found: _Shapes, entry: Entry) -> int:
-    return found[entry].shape[0] if entry in found else 0
+def _times(shapes: _Shapes, entry: Entry) -> int:
+    return shapes[entry].shape[0] if entry in shapes else 0
 
 
 def _key(entry: Entry) -> str:

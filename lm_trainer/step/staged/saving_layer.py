@@ -1,15 +1,15 @@
-"""A layer whose forward pass hands values on to its derivative, which then does not compute them again."""
+"""A layer whose forward pass saves residuals, so its backward pass does not recompute them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import Stream
 from lm_trainer.step.loss.gradient import Sums
 
@@ -18,28 +18,29 @@ Params = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class SavingLayer:
-    """A layer in two programs.
+    """A layer compiled to two programs, forward and backward.
 
-    Both trace the derivative of the layer. Of the values that JAX keeps for it, `forward` returns those that follow
-    from the stream or from random numbers; in `gradient` they take the place of its own, which nobody then computes.
-    The others follow from parameters and batch, such as weights in another shape or a mask: `gradient` makes them anew,
-    since the microbatches and layers would each hold a copy.
+    Both trace `jax.vjp` of the layer. Of the residuals JAX saves, `forward` returns the ones that depend on the
+    stream or on random numbers; `gradient` takes them instead of computing its own, which then become dead code. The
+    other residuals depend only on parameters and batch, such as reshaped weights or a mask. `gradient` recomputes them,
+    since otherwise every microbatch and layer would hold a copy.
     """
 
     layer: Callable[..., Stream]
-    """`layer(params, stream, batch, number, step, index)`: the stream after it."""
+    """`layer(params, stream, batch, number, step, index)`: the output of the layer."""
     trainable: Collection[str]
-    """The parameters that have a gradient."""
+    """Parameters that have a gradient."""
 
     def forward(
         self, params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
     ) -> tuple[Stream, list[jax.Array]]:
-        """The stream after the layer, and the values that `gradient` takes."""
+        """The output of the layer, and the residuals for `gradient`."""
         arguments = (params, stream, batch, number, step, index)
-        after, derivative = self._differentiated(*arguments)
-        return after, [x for x, kept in zip(jax.tree.leaves(derivative), self._kept(*arguments), strict=True) if kept]
+        output, vjp = self._differentiated(*arguments)
+        saved = zip(jax.tree.leaves(vjp), self._is_saved(*arguments), strict=True)
+        return output, [x for x, is_saved in saved if is_saved]
 
-    def gradient(  # noqa: PLR0913 - the layer's own, and the derivative
+    def gradient(  # noqa: PLR0913 - the arguments of the layer, residuals and derivative
         self,
         params: Params,
         stream: Stream,
@@ -50,36 +51,37 @@ class SavingLayer:
         step: jax.Array,
         index: jax.Array,
     ) -> tuple[Stream, Sums]:
-        """The derivative of the loss for what enters the layer, and the gradient for its parameters.
+        """The derivative of the loss for the input of the layer, and the gradient for its parameters.
 
         Args:
             params: as for `forward`.
             stream: as for `forward`.
-            handed_on: the values that `forward` returned.
+            handed_on: residuals returned by `forward`.
             batch: as for `forward`.
             number: as for `forward`.
-            d_stream: the derivative for what leaves the layer.
+            d_stream: derivative of the loss for the output of the layer.
             step: as for `forward`.
             index: as for `forward`.
         """
-        arguments, given = (params, stream, batch, number, step, index), iter(handed_on)
+        arguments, residuals = (params, stream, batch, number, step, index), iter(handed_on)
         leaves, structure = jax.tree.flatten(self._differentiated(*arguments)[1])
-        leaves = [next(given) if kept else x for x, kept in zip(leaves, self._kept(*arguments), strict=True)]
-        grads, before = jax.tree.unflatten(structure, leaves)(d_stream)
-        return before, Sums({}, {name: x[None] for name, x in grads.items()})
+        saved = zip(leaves, self._is_saved(*arguments), strict=True)
+        leaves = [next(residuals) if is_saved else x for x, is_saved in saved]
+        grads, d_input = jax.tree.unflatten(structure, leaves)(d_stream)
+        return d_input, Sums({}, {name: x[None] for name, x in grads.items()})
 
-    def _differentiated(self, params: Params, stream: Stream, *others: Any) -> tuple[Stream, Any]:
-        """The results of `jax.vjp`, whose derivative is a tree of the values that it keeps."""
+    def _differentiated(self, params: Params, stream: Stream, *others: PyTree) -> tuple[Stream, PyTree]:
+        """The results of `jax.vjp`; its second result is a tree of residuals."""
 
-        def function(chosen: Params, stream: Stream) -> Stream:
-            return self.layer({**params, **chosen}, stream, *others)
+        def function(trained: Params, stream: Stream) -> Stream:
+            return self.layer({**params, **trained}, stream, *others)
 
         return jax.vjp(function, {name: x for name, x in params.items() if name in self.trainable}, stream)
 
-    def _kept(self, params: Params, stream: Stream, batch: Batch, *scalars: Any) -> list[bool]:
-        """Tells which of the values are to be handed on, in the order of the derivative's leaves."""
+    def _is_saved(self, params: Params, stream: Stream, batch: Batch, *scalars: jax.Array) -> list[bool]:
+        """For each residual of `jax.vjp`, whether `forward` returns it."""
 
-        def values(stream: Stream, scalars: Any, params: Params, batch: Batch) -> list[Any]:
+        def values(stream: Stream, scalars: PyTree, params: Params, batch: Batch) -> list[jax.Array]:
             return jax.tree.leaves(self._differentiated(params, stream, batch, *scalars)[1])
 
         jaxpr = jax.make_jaxpr(values)(stream, scalars, params, batch).jaxpr
@@ -88,5 +90,5 @@ class SavingLayer:
             # The others are literals, such as the 1 of x + 1.
             if any(isinstance(var, Var) and var in varying for var in equation.invars):
                 varying |= set(equation.outvars)
-        handed_on = varying - set(jaxpr.invars)
-        return [isinstance(var, Var) and var in handed_on for var in jaxpr.outvars]
+        saved = varying - set(jaxpr.invars)
+        return [isinstance(var, Var) and var in saved for var in jaxpr.outvars]

@@ -1,4 +1,4 @@
-"""The parameters of one stage of a loss on their way to the devices, and the way of their gradients back.
+"""Gathers the parameters of one stage of a loss, and reduces its gradients over the devices.
 
 A stage is the embedding, a layer, the head, or the whole model: see `lm_trainer.step.staged.stage_functions`.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
@@ -27,30 +27,30 @@ from lm_trainer.step.state.model_def import Params
 
 @dataclass(frozen=True)
 class StageLabels:
-    """The names that a plan has for the programs of a stage, and for the arrays that they return."""
+    """Names in a plan: of the programs of a stage, and of the arrays they return."""
 
     name: str
     """The name of the stage."""
     sums: str
-    """Sums over the batch: `gradients`, or `estimates` of curvature."""
+    """Name of the sums over the batch: `gradients`, or `estimates` of curvature."""
     prefix: str = ""
-    """A prefix of programs of several stages, which tells an estimate from the gradient."""
+    """Prefix of the programs if there are several stages; distinguishes a curvature estimate from the gradient."""
     alone: bool = False
-    """True where the stage is the only one."""
+    """True if the stage is the only one."""
 
     @property
     def forward(self) -> str:
-        """The program of the stage itself, for a microbatch."""
+        """The forward program for a microbatch."""
         return self.name if self.alone else f"{self.prefix}{self.name}"
 
     @property
     def gradient(self) -> str:
-        """The program of its derivative."""
+        """The backward program for a microbatch."""
         return self.forward if self.alone else f"{self.forward} gradient"
 
     @property
     def gradients(self) -> str:
-        """The results of the derivative for a microbatch."""
+        """The results of the backward program."""
         return self.sums if self.alone else "gradients of a layer"
 
     @property
@@ -75,17 +75,18 @@ class StageLabels:
 
 
 class Stage:
-    """The parameters that a stage reads: at rest, where they are computed with, and their gradients.
+    """The parameters a stage reads: gathers them for computation, and reduces their gradients to storage.
 
-    Its programs run on all devices. They only move and cast, or add in a fixed order, so that their bits do not depend
-    on the devices.
+    Its programs run on all devices. They only move and cast arrays or add them in a fixed order, so their bits do not
+    depend on the devices.
 
     Args:
-        devices: that compute.
-        functions: of the stage. Of layers, the first axis of a parameter is that over layers, of which a stage has one.
-        shapes: name -> shape of each parameter at rest.
-        trainable: the parameters that have a gradient.
-        labels: of its programs.
+        devices: devices that compute the stage.
+        functions: functions of the stage. The parameters of layers are stacked along their first axis; a stage uses one
+            layer of them.
+        shapes: name -> shape of each parameter in storage.
+        trainable: parameters that have a gradient.
+        labels: labels of its programs.
     """
 
     def __init__(
@@ -100,56 +101,58 @@ class Stage:
         self.devices, self.functions, self.dtypes, self.layered = devices, functions, dict(dtypes), layered
         self.trained = [name for name in dtypes if name in trainable]
         sharding, self._mesh = devices.sharding, devices.sharding.mesh
-        self._rest = {name: sharding.params[name] for name in dtypes}
-        self.layouts = {n: _of_one(x) for n, x in self._rest.items()} if layered else self._rest
+        stored = {name: sharding.params[name] for name in dtypes}
+        self.layouts = {n: _of_one(x) for n, x in stored.items()} if layered else stored
         self._trained_layouts = {name: self.layouts[name] for name in self.trained}
         self._shapes, self.labels = {name: shapes[name] for name in dtypes}, labels
         self._stored = {name: NamedSharding(self._mesh, self.layouts[name].storage) for name in dtypes}
-        everywhere = self._everywhere = NamedSharding(self._mesh, PartitionSpec())
-        self._at_rest = {name: NamedSharding(self._mesh, self._rest[name].storage) for name in dtypes}
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        storage = {name: NamedSharding(self._mesh, stored[name].storage) for name in dtypes}
         computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in dtypes}
-        # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
-        there = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
-        there = there and all(same_sharding(computed[name], self._at_rest[name]) for name in dtypes)
+        # With axes of size 1, storage and compute shardings agree, and no copy is made.
+        in_place = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
+        in_place = in_place and all(same_sharding(computed[name], storage[name]) for name in dtypes)
         self._gather = None
-        if not there:
+        if not in_place:
             gather = jax.jit(self._gathered, out_shardings=computed)
             self._gather = Program(labels.gather, gather, labels.gathered, queued=layered)
-        at_rest = {name: self._at_rest[name] for name in self.trained}
+        at_rest = {name: storage[name] for name in self.trained}
         self._zeros = Program(labels.zeros, jax.jit(self._no_gradients, out_shardings=at_rest), labels.sums)
-        # The gradients of all layers stay where they are, and get another layer.
+        # The gradients of all layers are updated in place, one layer at a time.
         reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
         self._reduce_layer = Program(labels.reduce, reduce_layer, labels.sums)
-        summed: Any = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
-        # With one shard there is nothing to add, and what comes out lies where it was.
-        alone = (0,) if batch_shards(self._mesh) == 1 else ()
-        reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=alone)
+        summed: PyTree = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
+        # With one shard no addition is needed, and the results reuse the memory of the arguments.
+        donated = (0,) if batch_shards(self._mesh) == 1 else ()
+        reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=donated)
         self._reduce = Program(labels.reduce, reduce, labels.sums)
 
     def gather(self, params: Params, row: jax.Array) -> list[Params]:
-        """The parameters of this stage as each local group computes with them.
+        """The parameters of this stage, gathered for computation on each local group.
 
         Args:
-            params: all of the model.
-            row: the layer among those of its place, an int32 scalar on all devices.
+            params: all parameters of the model.
+            row: index of the layer in the stacked parameters, an int32 scalar on all devices.
         """
         read = {name: params[name] for name in self.dtypes}
         gathered = read if self._gather is None else wait_on_cpu(self._gather(read, row))
         return on_groups(gathered, self.devices.groups)
 
     def reduce(self, sums: list[list[Sums]], shares: Shares) -> Sums:
-        """Adds the partial sums of the local groups and of those of other processes, of which there are `shares`.
+        """Adds the partial sums of all device groups in all processes; the gradients get storage sharding.
 
-        The gradients lie as their parameters.
+        Args:
+            sums: partial sums of each local group.
+            shares: division of the microbatches among the groups.
         """
         return wait_on_cpu(self._reduce(self._stack(sums, shares), shares))
 
     def no_gradients(self) -> Params:
-        """Zeros in the place of the gradients of all layers."""
+        """Zeros in the shape of the gradients of all layers."""
         return self._zeros()
 
     def reduce_layer(self, grads: Params, sums: list[list[Sums]], shares: Shares, row: jax.Array) -> Params:
-        """As `reduce`, into the row of one layer of `grads`, which are consumed."""
+        """As `reduce`, and writes the result to one layer (`row`) of `grads`, which are consumed."""
         return wait_on_cpu(self._reduce_layer(grads, self._stack(sums, shares), shares, row))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -158,11 +161,11 @@ class Stage:
 
     def on(self, group: ModelParallelGroup) -> dict[str, jax.ShapeDtypeStruct]:
         """`shapes` with their shardings on a group."""
-        lies = {name: group.sharding(*self.layouts[name].compute) for name in self.dtypes}
-        return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies[n]) for n, x in self.shapes().items()}
+        shardings = {name: group.sharding(*self.layouts[name].compute) for name in self.dtypes}
+        return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in self.shapes().items()}
 
-    def sums_on(self, group: ModelParallelGroup) -> Any:
-        """The shardings of a microbatch's sums, with an axis in front, on a group."""
+    def sums_on(self, group: ModelParallelGroup) -> PyTree:
+        """Shardings on a group of the sums of a microbatch, which have a leading axis."""
         return sums_on_group(group, self._trained_layouts)
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -172,7 +175,7 @@ class Stage:
     def _gathered(self, params: Params, row: jax.Array) -> Params:
         if self.layered:
             params = {n: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False) for n, x in params.items()}
-        # Cast where they rest, so that the narrower values travel.
+        # Cast while sharded, so the narrower values are sent.
         cast = {name: x.astype(self.dtypes[name]) for name, x in params.items()}
         return {name: jax.lax.with_sharding_constraint(x, self._stored[name]) for name, x in cast.items()}
 
@@ -193,13 +196,13 @@ class Stage:
 
 
 def _of_one(sharding: ParamSharding) -> ParamSharding:
-    """The sharding of one layer of a parameter whose layers are stacked."""
+    """The sharding of one layer of a parameter with stacked layers."""
     dim = sharding.scatter_dim
     return replace(
         sharding,
         storage=PartitionSpec(*sharding.storage[1:]),
         compute=PartitionSpec(*sharding.compute[1:]),
-        # Where the axis over layers was to be cut, a layer is added up as a vector.
+        # If the layer axis was the one to scatter, one layer is summed as a vector.
         scatter_dim=dim - 1 if dim else None,
         norm_grid=sharding.norm_grid[1:],
     )

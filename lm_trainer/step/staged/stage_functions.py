@@ -1,45 +1,49 @@
-"""The functions of a stage of a loss, for one microbatch: what a step compiles.
+"""The functions of one stage of a loss on one microbatch, which a step compiles.
 
-A loss is a list of stages: the embedding, layers and the head, or one stage, the whole model.
+A loss is a list of stages: either the embedding, the layers and the head, or one stage with the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.step.loss.gradient import Sums
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
 
 @dataclass(frozen=True)
 class StageFunctions:
-    """One stage, or several layers that share their functions, each a stage.
+    """One stage, or several layers that share the same functions; each layer is then a stage.
 
-    The functions take the parameters that the stage reads, of a layer without the axis over layers. `step`, `index` (of
-    the microbatch) and `number` (of the layer) are int32 scalars. A stage that has no number, no stream before it or no
-    derivative after it is given None.
+    The functions take the parameters the stage reads, for a layer without the layer axis. `step`, `index` (of the
+    microbatch) and `number` (of the layer) are int32 scalars. Arguments a stage does not have (the number of a
+    layer, the input of the first stage, the derivative of the last) are None.
     """
 
     name: str
-    reads: Mapping[str, Any]
-    """Name of each parameter that it reads -> the dtype in which it is given."""
-    forward: Callable[..., tuple[Any, Any]] | None = None
-    """`forward(params, stream, batch, number, step, index)`: the stream after the stage, and values that are handed on
-    to `gradient`; None of the last one."""
-    gradient: Callable[..., tuple[Any, Sums]] | None = None
+    reads: Mapping[str, DTypeLike]
+    """Name of each parameter the stage reads -> dtype in which it is passed."""
+    forward: Callable[..., tuple[PyTree, PyTree]] | None = None
+    """`forward(params, stream, batch, number, step, index)`: the output of the stage, and residuals for `gradient`;
+    None for the last stage."""
+    gradient: Callable[..., tuple[PyTree, Sums]] | None = None
     """`gradient(params, stream, handed_on, batch, number, d_stream, step, index)`: the derivative of the loss for the
-    stream before the stage, and the sums with the gradients. These have an axis in front, that of the batch shards once
-    the groups' results are put together. The last stage has the loss and what it reports among the sums. None
-    in evaluation."""
+    input of the stage, and the sums with the gradients. They have a leading axis, over which the results of the batch
+    shards are stacked. `handed_on` are the residuals. The sums of the last stage contain the loss and the metrics that
+    it reports. None in evaluation."""
     losses: Callable[..., dict[str, jax.Array]] | None = None
-    """With the arguments of `forward`: the sums that the loss reports; None of all but the last one."""
+    """The sums the loss reports, with the arguments of `forward`; None except for the last stage."""
     layers: range | None = None
-    """The numbers of the layers; None for what is no layer."""
+    """Numbers of the layers; None if the stage is not a layer."""
     divided: bool = False
-    """True where the functions themselves divide the microbatch among the devices of a group."""
+    """True if the functions themselves divide the microbatch among the devices of a group."""

@@ -1,27 +1,27 @@
-"""A function of every microbatch computed stage by stage, and added up in an order that no mesh changes.
+"""Sums of a function over all microbatches, computed stage by stage and added in an order no mesh changes.
 
-A device holds the parameters of one stage at a time, gathered over the batch axes by a program of their own. Each stage
-of each microbatch is an executable of its own (`PerGroupExecutable`), the same one for every microbatch and mesh, and
-for every layer. The gradients of a stage are added over the microbatches of a device by the fixed tree, then over
-devices, and are stored cut before the next stage is computed:
+A device holds the parameters of one stage at a time, gathered over the batch axes by a separate program. Each stage of
+each microbatch runs its own executable (`PerGroupExecutable`), which is the same for every microbatch, mesh and layer.
+The gradients of a stage are added by the fixed tree, first over the microbatches of a device, then over devices, and
+are stored sharded before the next stage is computed:
 
-    forward     for each stage but the last:  gather; each microbatch: stream = stage(stream)     kept: what enters it
+    forward     for each stage but the last:  gather; each microbatch: stream = stage(stream)     saved: its input
     backward    for each stage, reversed:     gather; each microbatch: gradients; add; reduce over devices
 
-With one stage, the whole model, that is the gradient of each microbatch by one program. With an embedding, layers and a
-head it takes the memory of FSDP.
+With a single stage (the whole model) one program computes the gradient of each microbatch. Split into embedding, layers
+and head, it needs as much memory as FSDP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.tree_sum import TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
@@ -32,39 +32,39 @@ from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions
-from lm_trainer.step.staged.stages import Passed, Queue, Ready, StageAt, StagedForward, Stages
+from lm_trainer.step.staged.stages import Queue, Ready, SavedForBackward, StageCall, StagedForward, Stages
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 StagesOf = Callable[[Batch], Sequence[StageFunctions]]
-"""From the shapes of a microbatch to the stages of a loss, in their order."""
+"""From the shapes of a microbatch to the stages of a loss, in execution order."""
 
 
 class _Programs:
     """The executables of a microbatch.
 
     Args:
-        stages: of the loss.
-        batch: the shapes of the microbatch.
+        stages: stages of the loss.
+        batch: shapes of the microbatch.
     """
 
     def __init__(self, stages: Stages, batch: Batch):
         self.stages, self.forward = stages, StagedForward.compile(stages, batch)
-        # The derivative for what enters the first stage is nobody's: it is for the parameters alone.
-        needed = [kind.trained or place > 0 for place, kind in enumerate(stages.kinds)]
-        self.gradients = [stages.compile_gradient(place, batch) if need else None for place, need in enumerate(needed)]
+        # The derivative for the input of the first stage is never needed, only the gradient for its parameters.
+        needed = [kind.trained or index > 0 for index, kind in enumerate(stages.kinds)]
+        self.gradients = [stages.compile_gradient(index, batch) if need else None for index, need in enumerate(needed)]
 
     def named(self) -> dict[str, PerGroupExecutable]:
-        """All of them."""
+        """All programs by name."""
         names, kinds = [kind.functions.name for kind in self.stages.kinds], range(len(self.stages.kinds))
         if len(kinds) == 1:
             return {names[0]: self.gradients[0]}  # pyright: ignore[reportReturnType] - something is trained
-        # The order is that in which runs have recorded them.
+        # Runs have recorded the programs in this order.
         first, *layers, last = kinds
-        forward = {names[place]: self.forward.programs[place] for place in (first, *layers)}
+        forward = {names[index]: self.forward.programs[index] for index in (first, *layers)}
         return forward | {
-            f"{names[place]} gradient": program
-            for place in (*layers, last, first)
-            if (program := self.gradients[place]) is not None
+            f"{names[index]} gradient": program
+            for index in (*layers, last, first)
+            if (program := self.gradients[index]) is not None
         }
 
 
@@ -72,12 +72,12 @@ class StagedSum:
     """Computes the gradient of every microbatch stage by stage and adds the results by one fixed tree.
 
     Args:
-        stages_of: the loss.
-        model: whose parameters they read.
-        trainable: the parameters that have a gradient.
-        devices: where.
-        sums: what a plan calls the sums.
-        prefix: of the programs of several stages in a plan.
+        stages_of: stages of the loss.
+        model: model whose parameters they read.
+        trainable: parameters that have a gradient.
+        devices: devices that compute the sums.
+        sums: name of the sums in a plan.
+        prefix: prefix of the programs in a plan, if there are several stages.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StagedSum:
         add_groups = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._add_groups = Program("add turns", add_groups, sums, elementwise=True)
         storage = devices.sharding.storage
-        zeros: Any = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        zeros: Callable[[jax.ShapeDtypeStruct], jax.Array] = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
         self._zeros = {
             name: Program(
                 f"zeros of {name}", jax.jit(partial(zeros, self._shapes[name]), out_shardings=storage[name]), sums
@@ -107,7 +107,7 @@ class StagedSum:
         }
 
     def prepare(self, batch: Batch, plan: MicrobatchPlan) -> None:
-        """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
+        """Compiles for microbatches of `plan` with rows of the same shape as in `batch`, unless already compiled."""
         if plan.rows not in self._programs:
             rows = plan.rows_like(batch)
             self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
@@ -120,7 +120,7 @@ class StagedSum:
             return next(iter(by_name.values())).program
         counts = {kind.functions.name: len(kind.functions.layers or (0,)) for kind in stages.kinds}
         times = {name: counts[name.removesuffix(" gradient")] for name in by_name}
-        return Executables({name: each.program for name, each in by_name.items()}, times)
+        return Executables({name: executable.program for name, executable in by_name.items()}, times)
 
     def _stages_for(self, rows: Batch) -> Stages:
         if self._stages is None:
@@ -130,7 +130,7 @@ class StagedSum:
 
     @cached_property
     def _terms(self) -> str:
-        """The name that a plan has for the sums of the microbatches of a device."""
+        """Name in a plan of the sums over the microbatches of a device."""
         assert self._stages is not None
         return self._stages.last.labels.gradients
 
@@ -140,7 +140,7 @@ class StagedSum:
 
     @cached_property
     def _add(self) -> Program:
-        """The sum takes the memory of its first term, which has values as wide as the sum."""
+        """Donates its first argument, which has the dtypes of the sum."""
         return Program("add", jax.jit(self._added, donate_argnums=0), self._terms, elementwise=True)
 
     @cached_property
@@ -149,25 +149,27 @@ class StagedSum:
         return Program("cast", cast, self._terms, elementwise=True)
 
     def ready(self, params: Params) -> Ready:
-        """All parameters as `__call__` takes them, once it is compiled."""
+        """Prepares the parameters for `__call__`; call it after compiling."""
         assert self._stages is not None
         return self._stages.ready(params)
 
     def compiled(self, plan: MicrobatchPlan) -> bool:
-        """Returns true if microbatches of `plan` need no compilation."""
+        """True if microbatches of `plan` need no compilation."""
         return plan.rows in self._programs
 
     def __call__(self, ready: Ready, batch: PlacedBatch, step: int) -> Sums:
-        """The sums over the global batch: scalars on every device, the gradients as the state in storage.
+        """Computes the sums over the global batch: scalars on every device, gradients in storage sharding.
 
         Args:
             ready: all parameters.
-            batch: placed by the same devices.
-            step: its number.
+            batch: a batch placed on the same devices.
+            step: number of the step.
         """
         programs = self._programs[batch.plan.rows]
         groups = [*microbatch_groups(batch, self.devices, step)]
-        total = TreeSum[Any](len(groups), lambda a, b: wait_on_cpu(self._add_groups(a, b)))
+        total = TreeSum[tuple[dict[str, jax.Array], list[Params]]](
+            len(groups), lambda a, b: wait_on_cpu(self._add_groups(a, b))
+        )
         for group in groups:
             total.push(self._of_group(programs, ready, group))
         scalars, grads = total.result()
@@ -176,51 +178,51 @@ class StagedSum:
     def _of_group(
         self, programs: _Programs, ready: Ready, group: MicrobatchGroup
     ) -> tuple[dict[str, jax.Array], list[Params]]:
-        """The sums over the microbatches of a group: scalars, and the gradients of each kind of stage in storage."""
-        stages, kept, queue = programs.stages, list[Microbatches[Passed]](), Queue()
-        kept.append(programs.forward(ready, group, kept).map(lambda stream: Passed(stream, ())))
+        """Sums over the microbatches of a group: scalars, and the gradients of each kind of stage in storage."""
+        stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
+        saved.append(programs.forward(ready, group, saved).map(lambda stream: SavedForBackward(stream, ())))
         derivatives = group.microbatches.map(lambda _: None)
         scalars: dict[str, jax.Array] = {}
         grads: list[Params | None] = [None] * len(stages.kinds)
-        for at in reversed(stages.order):
-            kind = stages.kinds[at.place]
-            derivatives, sums = self._backward(programs, ready, group, at, kept.pop(), derivatives)
+        for call in reversed(stages.order):
+            kind = stages.kinds[call.kind]
+            derivatives, sums = self._backward(programs, ready, group, call, saved.pop(), derivatives)
             if kind.layered:
-                before = grads[at.place]
-                before = kind.no_gradients() if before is None else before
-                grads[at.place] = kind.reduce_layer(before, sums, group.shares, at.row)
+                layer_grads = grads[call.kind]
+                layer_grads = kind.no_gradients() if layer_grads is None else layer_grads
+                grads[call.kind] = kind.reduce_layer(layer_grads, sums, group.shares, call.row)
                 queue.push(derivatives)
             elif sums:
-                reported, grads[at.place] = kind.reduce(sums, group.shares)
+                reported, grads[call.kind] = kind.reduce(sums, group.shares)
                 scalars = scalars or reported
-        return scalars, [found or {} for found in grads]
+        return scalars, [kind_grads or {} for kind_grads in grads]
 
-    # A function of its own, with which what it gathered goes.
+    # A separate function, so the gathered parameters are freed when it returns.
     def _backward(
         self,
         programs: _Programs,
         ready: Ready,
         group: MicrobatchGroup,
-        at: StageAt,
-        passed: Microbatches[Passed],
-        derivatives: Microbatches[Any],
-    ) -> tuple[Microbatches[Any], list[list[Sums]]]:
-        """The derivatives for what enters a stage, and for each device group the sums of its gradients."""
-        run, shares = programs.gradients[at.place], group.shares
+        call: StageCall,
+        saved: Microbatches[SavedForBackward],
+        derivatives: Microbatches[PyTree],
+    ) -> tuple[Microbatches[PyTree], list[list[Sums]]]:
+        """Computes the derivatives for the inputs of a stage, and the sums of its gradients for each device group."""
+        run, shares = programs.gradients[call.kind], group.shares
         if run is None:
             return derivatives, []
-        gathered = programs.stages.gather(ready, at)
+        gathered = programs.stages.gather(ready, call)
         trees = [TreeSum[Sums](shares.count, self._add_to, shares.terms(g.index).start) for g in self.devices.groups]
 
-        def one(microbatch: Microbatch, before: Passed, derivative: Any) -> Any:
+        def one(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
-            derivative, sums = run(i, gathered[i], *before, rows, at.numbers[i], derivative, step, index)
+            derivative, sums = run(i, gathered[i], *inputs, rows, call.numbers[i], derivative, step, index)
             trees[i].push(sums)
             return derivative
 
-        derivatives = group.microbatches.map(one, passed, derivatives)
+        derivatives = group.microbatches.map(one, saved, derivatives)
         parts = [[part for _, part in tree.parts()] for tree in trees]
-        # Devices exchange arrays of one dtype: where some have added microbatches up, all give such sums.
+        # Devices exchange arrays of one dtype: if some of them have added microbatches, all cast to the dtype of sums.
         if shares.most > 1 and not shares.even:
             parts = [[self._wide(part) for part in of_group] for of_group in parts]
         return derivatives, parts
@@ -245,15 +247,15 @@ class StagedSum:
         return {name: x.astype(self._shapes[name].dtype) for name, x in tree.items()}
 
     def _joined(self, grads: Sequence[Params]) -> Params:
-        """The gradients of all parameters; of one that two stages read, that of the later stage comes first."""
+        """Joins the gradients of all stages; if two stages read a parameter, the later stage is the first term."""
         first, *layers, last = grads if len(grads) > 1 else ({}, *grads)
         joined = dict(last)
-        for found in (*layers, first):
-            twice = {name: x for name, x in found.items() if name in joined}
+        for stage_grads in (*layers, first):
+            twice = {name: x for name, x in stage_grads.items() if name in joined}
             if twice:
-                both = wait_on_cpu(self._add_groups({name: joined[name] for name in twice}, twice))
-                joined |= {**found, **both}
+                sums = wait_on_cpu(self._add_groups({name: joined[name] for name in twice}, twice))
+                joined |= {**stage_grads, **sums}
             else:
-                joined |= found
-        # A parameter that no stage reads has no part in the loss.
+                joined |= stage_grads
+        # A parameter that no stage reads does not affect the loss.
         return {name: joined[name] if name in joined else self._zeros[name]() for name in self._zeros}

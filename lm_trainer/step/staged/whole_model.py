@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.loss.gradient import LossFn, MicrobatchFn, Sums, loss_of_params
 from lm_trainer.step.staged.stage_functions import StageFunctions
@@ -22,26 +22,33 @@ def whole_model(
     devices: DeviceGroups,
     key: jax.Array,
 ) -> Callable[[Batch], list[StageFunctions]]:
-    """One stage that computes a function of a microbatch.
+    """A loss of one stage that computes a function of a microbatch.
 
     Args:
-        name: of the stage.
-        function: the sums of a microbatch.
-        model: whose parameters it reads.
-        trainable: those that the tree of the sums has.
-        devices: that share a microbatch.
-        key: folded with the step and the number of the microbatch.
+        name: name of the stage.
+        function: computes the sums of a microbatch.
+        model: model whose parameters it reads.
+        trainable: parameters in the tree of the sums.
+        devices: devices that share a microbatch.
+        key: random key; step and microbatch index are folded in.
     """
-    key_data, divided = jax.random.key_data(key), devices.cut(function, trainable)
+    key_data, divided = jax.random.key_data(key), devices.shard(function, trainable)
 
-    # XLA names instructions after this function and its arguments, so the names are part of the program's hash, which
-    # runs have recorded: by other names the program would look like another one to `lmt verify`.
-    def lane(  # noqa: PLR0913 - as every gradient of a stage
-        params: Params, stream: None, handed_on: Any, batch: Batch, number: None, d_stream: None, step: Any, lane: Any
+    # XLA names instructions after this function and its arguments, so these names are part of the program hash that
+    # runs record. Renaming them would make `lmt verify` report a different program.
+    def lane(  # noqa: PLR0913 - the signature of every stage gradient
+        params: Params,
+        stream: None,
+        handed_on: PyTree,
+        batch: Batch,
+        number: None,
+        d_stream: None,
+        step: jax.Array,
+        lane: jax.Array,
     ) -> tuple[None, Sums]:
         del stream, handed_on, number, d_stream
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
-        # The leading axis is that of the batch shards once the groups' results are put together.
+        # Leading axis: the results of the batch shards are stacked along it.
         return None, jax.tree.map(lambda x: x[None], Sums(*divided(params, batch, key)))
 
     dtypes = {name: x.dtype for name, x in model.shapes.items()}
@@ -49,7 +56,7 @@ def whole_model(
 
 
 def whole_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callable[[Batch], list[StageFunctions]]:
-    """One stage for evaluation, in which nothing is differentiated, and nothing dropped."""
+    """A loss of one stage for evaluation, without derivatives and dropout."""
     losses = loss_of_params(model, loss)
 
     def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
@@ -57,13 +64,13 @@ def whole_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callab
         total, weight, metrics = losses(params, batch, None)
         return Sums({"loss": total, "weight": weight, **metrics}, {})
 
-    divided = devices.cut(sums, ())
+    divided = devices.shard(sums, ())
 
     def of_microbatch(
         params: Params, stream: None, batch: Batch, number: None, step: jax.Array, index: jax.Array
     ) -> dict[str, jax.Array]:
         del stream, number, step, index
-        # The key is not used: nothing is dropped in evaluation.
+        # The key is unused: evaluation has no dropout.
         return divided(params, batch, jax.random.key(0))[0]
 
     dtypes = {name: x.dtype for name, x in model.shapes.items()}

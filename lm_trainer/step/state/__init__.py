@@ -1,1 +1,1 @@
-"""The state of training, and where its arrays rest."""
+"""The state of training, and the sharding of its arrays in storage."""

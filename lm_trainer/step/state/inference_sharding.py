@@ -1,29 +1,29 @@
-"""Parameters outside of training, cut over devices of which none need hold them whole."""
+"""Parameters outside training, sharded over devices so that no device needs to hold all of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.step.state.model_def import ModelDef
 
 _AXIS = "devices"
-# As tensor parallelism cuts them (Shoeybi et al. 2019, arXiv 1909.08053, section 3): no layer need be gathered.
-_CUT = ("experts", "heads", "kv_heads", "mlp", "vocab", "embed")
+# Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053, section 3): no layer needs to be gathered.
+_SHARDED_AXES = ("experts", "heads", "kv_heads", "mlp", "vocab", "embed")
 
 
-def inference_shardings(model: ModelDef, devices: Sequence[Any]) -> dict[str, NamedSharding]:
-    """Cuts each parameter over all devices along one dimension that they divide; vectors of a layer stay whole.
+def inference_shardings(model: ModelDef, devices: Sequence[Device]) -> dict[str, NamedSharding]:
+    """Shards each parameter over all devices along one divisible dimension; vectors of a layer are replicated.
 
     Args:
-        model: whose parameters they are.
-        devices: of this process.
+        model: model of the parameters.
+        devices: devices of this process.
     """
     mesh = Mesh(np.array(devices), (_AXIS,))
 
@@ -32,21 +32,23 @@ def inference_shardings(model: ModelDef, devices: Sequence[Any]) -> dict[str, Na
         vector = math.prod(shape) == max(shape, default=1) * (shape[0] if axes and axes[0] == "layers" else 1)
         if vector or not free or mesh.size == 1:
             return NamedSharding(mesh, PartitionSpec())
-        rank = {axis: at for at, axis in enumerate(_CUT)}
-        chosen = min(free, key=lambda dim: (rank.get(str(axes[dim]), len(_CUT)), -shape[dim]))
+        rank = {axis: index for index, axis in enumerate(_SHARDED_AXES)}
+        chosen = min(free, key=lambda dim: (rank.get(str(axes[dim]), len(_SHARDED_AXES)), -shape[dim]))
         return NamedSharding(mesh, PartitionSpec(*(_AXIS if dim == chosen else None for dim in range(len(shape)))))
 
     return {name: sharding(x.shape, model.axes[name]) for name, x in model.shapes.items()}
 
 
-def shard_for_inference(model: ModelDef, params: Any, devices: Sequence[Any] | None = None) -> dict[str, jax.Array]:
-    """Parameters by name as `spread` cuts them; arrays that lie on devices already stay where they are.
+def shard_for_inference(
+    model: ModelDef, params: PyTree, devices: Sequence[Device] | None = None
+) -> dict[str, jax.Array]:
+    """Puts parameters on devices, sharded by `inference_shardings`; JAX arrays stay where they are.
 
     Args:
-        model: whose parameters they are.
+        model: model of the parameters.
         params: nested dicts of arrays.
-        devices: of this process; None: all of them.
+        devices: devices of this process; None means all.
     """
     shardings = inference_shardings(model, devices or jax.local_devices())
-    named: Mapping[str, Any] = named_leaves(params)
+    named: Mapping[str, np.ndarray | jax.Array] = named_leaves(params)
     return {name: x if isinstance(x, jax.Array) else jax.device_put(x, shardings[name]) for name, x in named.items()}

@@ -1,58 +1,58 @@
-"""A model without its numbers: the shapes, names and logical axes of its parameters."""
+"""A model without values: the shapes, names and logical axes of its parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.norm import norms_of
 from lm_trainer.nn.read import PARAM_NAME
 from lm_trainer.optim import Param
 
 Params = dict[str, jax.Array]
-"""Dotted name -> array; every place that handles parameters outside a model uses this form."""
+"""Dotted name -> array; used for parameters everywhere outside a model."""
 
 
 LoadFn = Callable[[Mapping[str, jax.ShapeDtypeStruct], Mapping[str, NamedSharding]], Params]
-"""From the shapes and shardings of all parameters to those that it has values for."""
+"""From the shapes and shardings of all parameters to values for some of them."""
 
 
 @dataclass(frozen=True)
 class ModelDef:
-    """A model without its numbers: what is needed to put parameters back into a module."""
+    """A model without values: everything needed to put parameters back into a module."""
 
     graphdef: nnx.GraphDef
-    abstract: Any
-    """Nested dict of `ShapeDtypeStruct`, as `nnx.to_pure_dict` gives it."""
+    abstract: PyTree
+    """Nested dict of `ShapeDtypeStruct`, as returned by `nnx.to_pure_dict`."""
     axes: Mapping[str, tuple[str | None, ...]]
-    """Dotted parameter name -> logical axis of each dimension; None for one that is never cut."""
+    """Dotted parameter name -> logical axis of each dimension; None for a dimension that is never sharded."""
     norms: Mapping[str, str]
-    """Dotted name of a norm's parameter -> the class of the norm."""
+    """Dotted name of the parameter of a norm -> class of the norm."""
     build: Callable[[], nnx.Module]
     trainable: frozenset[str]
-    """The parameters that are trained; the others stay as they are."""
+    """Trained parameters; the others are frozen."""
     load: LoadFn | None = None
-    """Reads the values to start from straight to where they lie; None: `build` makes them."""
+    """Reads initial values directly to their devices; None uses the values made by `build`."""
     constants: frozenset[str] = frozenset()
-    """Parameters that are not trained, and that checkpoints hold all the same."""
+    """Frozen parameters that are saved in checkpoints."""
 
     @classmethod
     def trace(cls, build: Callable[[], nnx.Module], is_trainable: Callable[[str], bool] = lambda _: True) -> ModelDef:
-        """Builds the model abstractly: no memory, no device.
+        """Builds the model abstractly, without memory and devices.
 
         Args:
-            build: makes the model.
-            is_trainable: by the dotted name of a parameter.
+            build: creates the model.
+            is_trainable: decides by the dotted name of a parameter whether it is trained.
 
         Raises:
-            UserError: when no parameter is trained, or one has logical axes that do not fit its shape.
+            UserError: no parameter is trained, or the logical axes of a parameter do not fit its shape.
         """
         module = nnx.eval_shape(build)
         for path, variable in nnx.iter_graph(module):
@@ -62,9 +62,9 @@ class ModelDef:
         axes = {}
         for path, variable in nnx.to_flat_state(state):
             name = ".".join(map(str, path))
-            whole = (None,) * len(variable.shape)
-            axes[name] = tuple(variable.get_metadata().get("logical_axes", whole))
-            if len(axes[name]) != len(whole):
+            unsharded = (None,) * len(variable.shape)
+            axes[name] = tuple(variable.get_metadata().get("logical_axes", unsharded))
+            if len(axes[name]) != len(unsharded):
                 raise UserError(f"{name}: shape {variable.shape} but logical_axes {axes[name]}")
         trainable = frozenset(filter(is_trainable, axes))
         if not trainable:
@@ -77,32 +77,32 @@ class ModelDef:
         return named_leaves(self.abstract)
 
     def optimizer_params(self) -> dict[str, Param]:
-        """Dotted name -> each parameter that is trained, as an optimizer sees it."""
+        """Dotted name -> each trained parameter, as an optimizer sees it."""
         return {
             name: Param(name, x.shape, self.axes[name], self.norms.get(name))
             for name, x in self.shapes.items()
             if name in self.trainable
         }
 
-    def nested(self, params: Mapping[str, Any]) -> Any:
-        """The nested dict that `nnx.merge` takes."""
+    def nested(self, params: Mapping[str, PyTree]) -> PyTree:
+        """The nested dict for `nnx.merge`."""
         return from_named_leaves(self.abstract, dict(params))
 
-    def named(self, nested: Any) -> dict[str, Any]:
+    def named(self, nested: PyTree) -> dict[str, PyTree]:
         """The inverse of `nested`."""
         return named_leaves(nested)
 
-    def merge(self, params: Mapping[str, Any]) -> Any:
+    def merge(self, params: Mapping[str, PyTree]) -> PyTree:
         """The module with these parameters."""
         return nnx.merge(self.graphdef, self.nested(params))
 
-    def merge_some(self, params: Mapping[str, Any]) -> Any:
-        """The module with these parameters, and shapes alone in the places of the others, which nothing may read.
+    def merge_some(self, params: Mapping[str, PyTree]) -> PyTree:
+        """The module with these parameters; the others are only shapes, and must not be read.
 
-        A parameter may have another shape than in the model, as one layer of several that are stacked.
+        A parameter may have another shape than in the model, such as one layer of stacked layers.
         """
         return nnx.merge(self.graphdef, self.nested({**self.shapes, **params}))
 
     def init(self) -> Params:
-        """Fresh parameters, all of them. Call it under `jax.jit`: run eagerly, initialisers differ by an ulp."""
+        """All parameters with initial values. Call it under `jax.jit`: eager initialisers differ by an ulp."""
         return named_leaves(nnx.to_pure_dict(nnx.state(self.build(), nnx.Param)))

@@ -1,1 +1,1 @@
-"""From summed gradients to new weights."""
+"""Updates: from summed gradients to new weights."""

@@ -1,20 +1,22 @@
-"""Norms and histograms of gradients, parameters, updates and optimizer state, every so many steps.
+"""Norms and histograms of gradients, parameters, updates and optimizer state, at regular intervals.
 
-They are computed by a program of their own, beside the step: watching changes no bit of what is trained.
+They are computed by a separate program next to the step, so watching does not change a bit of the trained model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.histogram import histogram
+from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.tree import leaf_name
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.ordered_sum import squares_by_layer
@@ -25,23 +27,34 @@ from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.watch import Target, WatchConfig
 
 
+class _Inputs(TypedDict):
+    """The arrays from which targets are measured; None if no target needs them."""
+
+    before: PyTree
+    """Parameters before the step."""
+    grads: PyTree
+    """Gradients, summed over the batch."""
+    params: PyTree
+    opt_state: PyTree
+
+
 class Watched(NamedTuple):
-    """Norms and histograms of one step, as trackers take them."""
+    """Norms and histograms of one step, in the form for trackers."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     scalars: dict[str, float]
     histograms: dict[str, tuple[np.ndarray, np.ndarray]]
     """name -> (counts, edges)."""
 
 
 class Watcher:
-    """Looks at a step from outside: `before` and `after` it, and `report` when its values are wanted.
+    """Observes steps: call `before` and `after` each step, and `report` to get the values.
 
     Args:
-        config: what to look at.
-        sharding: where the state lies.
-        axes: the logical axes of every parameter.
+        config: quantities to watch.
+        sharding: shardings of the state.
+        axes: logical axes of every parameter.
     """
 
     def __init__(self, config: WatchConfig, sharding: StateSharding, axes: Mapping[str, tuple[str | None, ...]]):
@@ -49,48 +62,48 @@ class Watcher:
         self._layered = {name for name, names in axes.items() if names[:1] == ("layers",)}
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
         self._measure = jax.jit(self._values, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
-        self._pending: list[tuple[int, Any]] = []
+        self._pending: list[tuple[int, PyTree]] = []
 
     def due(self, step: int) -> bool:
-        """Returns true if the step after which `step` steps are done is to be looked at."""
+        """True if the step that ends with `step` steps done is to be watched."""
         return self._config.enabled and step % self._config.interval == 0
 
     def due_between(self, step: int, last: int) -> bool:
-        """Returns true if a step after `step` and up to `last` is to be looked at."""
+        """True if a step after `step` and up to `last` is to be watched."""
         return self._config.enabled and (step // self._config.interval + 1) * self._config.interval <= last
 
     def compile(self, state: TrainState) -> None:
-        """Compiles for states like this one, so that no step that is looked at takes longer for it."""
+        """Compiles for states like this one, so watched steps take no longer than necessary."""
         if "updates" in self._config.watch_targets:
             self._copy.lower(state.params).compile()
-        # Gradients and copies have the shapes of the parameters, and lie as they do.
-        before = state.params if "updates" in self._config.watch_targets else None
-        self._measure.lower(self._given(before, state.params, state)).compile()
+        # Gradients and copies have the shapes and shardings of the parameters.
+        copies = state.params if "updates" in self._config.watch_targets else None
+        self._measure.lower(self._inputs(copies, state.params, state)).compile()
 
     def before(self, state: TrainState) -> Params | None:
-        """A copy of what is needed of the state before the step, which the step consumes."""
+        """Copies the parameters if the targets need their values before the step, which consumes the state."""
         return self._copy(state.params) if "updates" in self._config.watch_targets else None
 
     def after(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
         """Enqueues the computation and returns at once.
 
         Args:
-            before: what `before` returned.
-            grads: sums over the batch, in storage.
-            weight: what to divide them by.
-            state: the state after the step.
+            before: result of `before`.
+            grads: gradients, summed over the batch, in storage sharding.
+            weight: the number to divide `grads` by.
+            state: state after the step.
         """
-        values = wait_on_cpu(self._measure(self._given(before, grads, state)))
+        values = wait_on_cpu(self._measure(self._inputs(before, grads, state)))
         self._pending.append((state.step, (weight, values)))
 
     def report(self, until: int | None = None) -> list[Watched]:
-        """Reports the steps looked at since the last report, up to step `until`; waits until they are computed."""
+        """Reports the steps watched since the last report, up to step `until`; waits until they are computed."""
         due = [(step, values) for step, values in self._pending if until is None or step <= until]
         self._pending = self._pending[len(due) :]
         return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in due]
 
-    def _given(self, before: Params | None, grads: Params, state: TrainState) -> dict[str, Any]:
-        """The arrays that the targets are measured from."""
+    def _inputs(self, before: Params | None, grads: Params, state: TrainState) -> _Inputs:
+        """The arrays from which the targets are measured."""
         targets = self._config.watch_targets
         return {
             "before": before,
@@ -99,36 +112,38 @@ class Watcher:
             "opt_state": state.opt_state if "opt_state" in targets else None,
         }
 
-    def _values(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """By target: `squares` [1 or layers], `counts` and `edges` by name; those of `grads` are of the sums."""
+    def _values(self, given: _Inputs) -> dict[str, dict[str, PyTree]]:
+        """By target: `squares` [1 or layers], `counts` and `edges` by name. Values of `grads` refer to the sums."""
         return {target: self._measured(*self._leaves(target, given)) for target in self._config.watch_targets}
 
-    def _leaves(
-        self, target: Target, given: Mapping[str, Any]
-    ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
-        """The arrays of a target, their shardings, and the names of those with one index for each layer in front."""
-        params = given["params"]
+    def _leaves(self, target: Target, inputs: _Inputs) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
+        """The arrays of a target, their shardings, and the names of the arrays with a leading axis over layers."""
+        params = inputs["params"]
         if target == "opt_state":
-            return self._moments(given["opt_state"], params)
-        arrays = given["grads"] if target == "grads" else params
+            return self._moments(inputs["opt_state"], params)
+        arrays = inputs["grads"] if target == "grads" else params
         if target == "updates":
-            arrays = {n: x.astype(jnp.float32) - given["before"][n].astype(jnp.float32) for n, x in arrays.items()}
+            arrays = {n: x.astype(jnp.float32) - inputs["before"][n].astype(jnp.float32) for n, x in arrays.items()}
         return arrays, {name: self._layouts[name] for name in arrays}, self._layered & arrays.keys()
 
-    def _moments(self, opt_state: Any, params: Params) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
+    def _moments(
+        self, opt_state: optax.OptState, params: Params
+    ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
         arrays, param_shardings, layered = {}, {}, set()
         for name, param, x in _moments(opt_state, params):
             arrays[name] = x
-            whole = PartitionSpec(*(None,) * x.ndim)
-            same = x.shape == params[param].shape
-            param_shardings[name] = self._layouts[param] if same else ParamSharding(whole, whole, None, 1)
+            replicated = PartitionSpec(*(None,) * x.ndim)
+            like_param = x.shape == params[param].shape
+            param_shardings[name] = (
+                self._layouts[param] if like_param else ParamSharding(replicated, replicated, None, 1)
+            )
             if param in self._layered and x.shape[0] == params[param].shape[0]:
                 layered.add(name)
         return arrays, param_shardings, layered
 
     def _measured(
         self, arrays: Params, param_shardings: Mapping[str, ParamSharding], layered: Collection[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, PyTree]:
         config, result = self._config, {}
         if config.include_norms or config.include_per_parameter_norms:
             split = layered if config.split_scan_layers else ()
@@ -136,57 +151,59 @@ class Watcher:
         if config.include_histograms:
             groups = {name: x if name in layered else x[None] for name, x in arrays.items()}
             shared = not config.split_scan_layers
-            both = {name: histogram(x, shared_edges=shared) for name, x in groups.items()}
-            result["counts"] = {name: counts for name, (counts, _) in both.items()}
-            result["edges"] = {name: edges for name, (_, edges) in both.items()}
+            histograms = {name: histogram(x, shared_edges=shared) for name, x in groups.items()}
+            result["counts"] = {name: counts for name, (counts, _) in histograms.items()}
+            result["edges"] = {name: edges for name, (_, edges) in histograms.items()}
         return result
 
-    def _watched(self, step: int, values: tuple[Any, Any]) -> Watched:
+    def _watched(self, step: int, values: tuple[PyTree, PyTree]) -> Watched:
         weight, targets = values
         scalars, histograms = {}, {}
-        for target, seen in targets.items():
-            # The gradient of a batch in which nothing has a weight is 0, as the step takes it.
+        for target, measured in targets.items():
+            # If all weights of a batch are 0, the gradient is 0, as in the step.
             scale = 1 / (float(weight) or math.inf) if target == "grads" else 1.0
-            squares = seen.get("squares", {})
+            squares = measured.get("squares", {})
             if self._config.include_norms:
-                # Rounded once, so that the order of the parameters does not matter.
-                total = math.fsum(float(x) for each in squares.values() for x in each)
+                # Rounded once, so the order of the parameters does not matter.
+                total = math.fsum(float(x) for layers in squares.values() for x in layers)
                 scalars[f"{target}/norm/total"] = math.sqrt(total) * scale
             if self._config.include_per_parameter_norms:
-                norms = {name: np.sqrt(each.astype(np.float64)) * scale for name, each in squares.items()}
+                norms = {name: np.sqrt(layers.astype(np.float64)) * scale for name, layers in squares.items()}
                 scalars |= {f"{target}/norm/{name}": float(x) for name, x in _split(norms)}
-            counts = seen.get("counts", {})
+            counts = measured.get("counts", {})
             if not self._config.split_scan_layers:
-                counts = {name: each.sum(0, keepdims=True, dtype=np.int64) for name, each in counts.items()}
-            edges = dict(_split({name: seen["edges"][name][: len(each)] for name, each in counts.items()}))
-            for name, each in _split(counts):
+                counts = {name: layers.sum(0, keepdims=True, dtype=np.int64) for name, layers in counts.items()}
+            edges = dict(_split({name: measured["edges"][name][: len(layers)] for name, layers in counts.items()}))
+            for name, layer in _split(counts):
                 histograms[f"{target}/histogram/{name}"] = (
-                    each.astype(np.int64),
+                    layer.astype(np.int64),
                     edges[name].astype(np.float64) * scale,
                 )
         return Watched(step, scalars, histograms)
 
 
-def _moments(opt_state: Any, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
-    """The optimizer's arrays for each parameter, as (name, parameter, array). A name is `mu/blocks.0.mlp.up.weight` or,
-    where two parts of the optimizer have such an array, `0.mu/blocks.0.mlp.up.weight`.
+def _moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
+    """The optimizer's arrays for each parameter, as (name, parameter, array).
+
+    A name is `mu/blocks.0.mlp.up.weight` or, if two parts of the optimizer have such an array,
+    `0.mu/blocks.0.mlp.up.weight`.
     """
-    found = []
+    moments: list[tuple[str, str, str, jax.Array]] = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-        at = next((i for i, key in enumerate(path) if getattr(key, "key", None) in params), None)
-        if at is not None and x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
-            found.append((leaf_name(path[:at]), path[at].key, leaf_name(path[at:]), x))
-    short = {(prefix.rsplit(".", 1)[-1], leaf) for prefix, _, leaf, _ in found}
-    for prefix, param, leaf, x in found:
-        kind = prefix.rsplit(".", 1)[-1] if len(short) == len(found) else prefix
+        index = next((i for i, key in enumerate(path) if getattr(key, "key", None) in params), None)
+        if index is not None and x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
+            moments.append((leaf_name(path[:index]), path[index].key, leaf_name(path[index:]), x))
+    short = {(prefix.rsplit(".", 1)[-1], leaf) for prefix, _, leaf, _ in moments}
+    for prefix, param, leaf, x in moments:
+        kind = prefix.rsplit(".", 1)[-1] if len(short) == len(moments) else prefix
         yield f"{kind}/{leaf}", param, x
 
 
 def _split(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """The entries along the first dimension, named by their index where there are several."""
-    for name, each in arrays.items():
-        for i, x in enumerate(each):
-            yield (f"{name}/{i}" if len(each) > 1 else name), x
+    """The entries along the first dimension, with their index in the name if there are several."""
+    for name, stack in arrays.items():
+        for i, x in enumerate(stack):
+            yield (f"{name}/{i}" if len(stack) > 1 else name), x
 
 
 def _to_host(x: jax.Array) -> np.ndarray:

@@ -1,0 +1,47 @@
+"""Types of JAX objects for annotations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PyTree = Any
+"""A nested container of arrays (or of shapes, shardings, dtypes) whose structure is open, as `jax.tree` handles it."""
+
+
+class Device(Protocol):
+    """A `jax.Device`, whose own class type checkers do not know."""
+
+    @property
+    def id(self) -> int:
+        """Unique among the devices of a platform in all processes."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """Model name, such as `TPU v5e`."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """Index of the process that the device belongs to."""
+        ...
+
+    @property
+    def client(self) -> object:
+        """The runtime of the device's platform."""
+        ...
+
+    @property
+    def coords(self) -> Sequence[int]:
+        """Position of a TPU chip in its slice; other devices have none."""
+        ...
+
+    def __hash__(self) -> int: ...
