@@ -42,7 +42,7 @@ def _is_bare(path: Path) -> bool:
 
 
 def _search_directories() -> list[Path]:
-    """The directories to search, in order; that of the source tree only if this is one."""
+    """The directories to search, in order; the source tree only if this is one."""
     source = Path(__file__).resolve().parents[1]
     # Next to this package: `configs` in the source tree, `_configs` when installed.
     owned = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")

@@ -52,7 +52,7 @@ def dedup(
     """Count exact and near duplicates among the documents of the training text, across all of its data sets.
 
     Keeps the first document of each group. --output writes the others to a list for data.exclude, so that training
-    skips them without tokenising again. Near duplicates are found by MinHash (extra `dedup`).
+    skips them, and caches are reused. Near duplicates are found by MinHash (extra `dedup`).
 
     For example:
 

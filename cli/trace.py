@@ -60,7 +60,7 @@ class DataTrace:
         for span in longest_spans(self._data, tokens):
             traced = self._tracer.trace(span.cache, Match(span.first, 0, span.first + span.stop - span.start))
             text = self._data.tokenizer.decode(list(tokens[span.start : span.stop]))
-            steps = [each._asdict() for each in traced.trained_at]
+            steps = [training._asdict() for training in traced.trained_at]
             spans.append(
                 {"text": text, "tokens": span.stop - span.start, "where": traced.where}
                 | {"character": traced.character, "trained_at": steps}
