@@ -59,11 +59,11 @@ def verify(
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (
+        append_result,
         choose_segments,
         environment_changes,
         find_segments,
         verify_segments,
-        write_down,
     )
     from lm_trainer.trackers.jsonl import encode
 
@@ -83,7 +83,7 @@ def verify(
             done.append(segment)
             if not as_json:
                 _show(segment)
-    if not write_down(record, done, seed) and not as_json:
+    if not append_result(record, done, seed) and not as_json:
         clean.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
     differs = done[-1].difference
     if as_json:

@@ -1,4 +1,4 @@
-"""The tasks that a model is asked."""
+"""Configuration of evaluation tasks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lm_trainer.core.config import Config, LocalPath
 
 
 class TaskConfig(BaseModel):
-    """A task of lm-evaluation-harness, with settings of its own."""
+    """A task of lm-evaluation-harness, with additional settings."""
 
-    # What the harness knows of a task differs from version to version, and is checked there.
+    # The settings of a task depend on the harness version, which checks them.
     model_config = ConfigDict(extra="allow", frozen=True)
 
     task: str
@@ -25,7 +25,7 @@ class TaskConfig(BaseModel):
     """Examples in front of each question; null: as the task says."""
 
     def settings(self) -> dict[str, Any]:
-        """The settings over those of the task."""
+        """The settings that override the task's."""
         return {key: value for key, value in self.model_dump(exclude={"task"}).items() if value is not None}
 
 
@@ -59,14 +59,14 @@ class HarnessConfig(Config):
 
 
 def check_package() -> None:
-    """Raises ValueError where lm-evaluation-harness is not installed."""
+    """Raises ValueError if lm-evaluation-harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError('lm-evaluation-harness is not installed; run: pip install "lm_trainer[eval]"')
 
 
 def quiet_bars() -> None:
-    """Switches the progress bars of the harness off, of which it has one for every step of every task.
+    """Disables the progress bars of the harness, one for every step of every task.
 
-    Call it before the harness is imported: its package for bars reads the environment once.
+    Call it before importing the harness: its progress bar package reads the environment once.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -29,7 +29,7 @@ def bytes_sent(hlo: str) -> dict[str, float]:
     sent: dict[str, float] = {}
     for op, times in _collectives(parse(hlo)):
         kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        devices = 2 if kind == "collective-permute" else _devices(op.rest)
+        devices = 2 if kind == "collective-permute" else _devices(op.attributes)
         sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_size(op.shape, kind, start), devices)
     return sent
 

@@ -142,8 +142,8 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     layer by layer does this, because it cannot store activations as the spec says.
 
     Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to a training step (PaLM: Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B). As usual, a block without stored activations counts its full forward pass, although the
-    compiler omits products whose results no gradient needs. Recomputation inside an attention kernel does not count.
+    arXiv 2204.02311, appendix B). As usual, a block without stored activations counts its full forward pass, although
+    the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel does not count.
     """
     in_encoder = _recomputed_in_encoder(spec, seq_len)
     if every_layer:

@@ -40,7 +40,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: list[str]
     """Names of instructions of the same computation."""
-    rest: str
+    attributes: str
     """The text after the operands: attributes."""
 
     @property
@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
 
     def called(self, *keys: str) -> list[str]:
         """The computations referenced by the attributes `keys`."""
-        return re.findall(rf"(?:{'|'.join(keys)})=\{{?%?([\w.\-]+)", self.rest)
+        return re.findall(rf"(?:{'|'.join(keys)})=\{{?%?([\w.\-]+)", self.attributes)
 
 
 Computation = dict[str, Instruction]
@@ -136,13 +136,13 @@ def _walk(
 
 def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> int:
     """The trip count of a loop; 1 if it cannot be parsed."""
-    if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+    if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     # TPU programs lack it. Loops over layers, microbatches and the like count up from 0 to a constant.
     for name in loop.called("condition"):
         condition = computations[name]
         last = [*condition.values()][-1]
-        if last.opcode == "compare" and "direction=LT" in last.rest:
+        if last.opcode == "compare" and "direction=LT" in last.attributes:
             counter, bound = (condition[operand] for operand in last.operands)
             if bound.opcode != "constant":
                 return 1
@@ -155,7 +155,7 @@ def _step(loop: Instruction, counter: Instruction, computations: Mapping[str, Co
 
     It is 2 if XLA unrolled a loop once, for example a loop that overlaps a product with the exchange of its pieces.
     """
-    (name,), index_match = loop.called("body"), re.search(r"index=(\d+)", counter.rest)
+    (name,), index_match = loop.called("body"), re.search(r"index=(\d+)", counter.attributes)
     body = computations[name]
     result = [*body.values()][-1]
     if index_match is None or result.opcode != "tuple":

@@ -101,19 +101,19 @@ def _operation(op: Instruction, computation: Computation, program: Program, part
     flops = _flops(op, computation) + sum(count for count, _ in products)
     # XLA names a fusion after its last operation; a fusion with a matrix product is named after the product here.
     product = max(products, key=lambda product_entry: product_entry[0], default=(0.0, op))
-    named = product[1] if product[0] and "op_name=" in product[1].rest else op
+    named = product[1] if product[0] and "op_name=" in product[1].attributes else op
     inside = [program.computations[name] for name in op.called("calls")]
     moved = _fused_bytes(op, inside[0]) if inside else _bytes_of(op, computation)
     shape = re.sub(r"\{[^}]*\}", "", op.shape)
-    return Operation(f"{_kind(op.name)} {shape}", _part(named.rest, parts), flops, moved)
+    return Operation(f"{_kind(op.name)} {shape}", _part(named.attributes, parts), flops, moved)
 
 
 def _kind(name: str) -> str:
     return re.sub(r"(\.\d+)+$", "", name)
 
 
-def _part(rest: str, parts: Collection[str]) -> str:
-    match = re.search(r'op_name="([^"]*)"', rest)
+def _part(attributes: str, parts: Collection[str]) -> str:
+    match = re.search(r'op_name="([^"]*)"', attributes)
     path = match[1] if match else ""
     part = next((name for name in re.findall(r"\w+", path) if name in parts), _OTHER)
     return f"{part}, {'backward' if 'transpose(' in path else 'forward'}" if path else _OTHER
@@ -122,12 +122,12 @@ def _part(rest: str, parts: Collection[str]) -> str:
 def _flops(op: Instruction, computation: Computation) -> float:
     """FLOPs of a matrix product: 2 x elements of the result x contraction size; 0 for any other instruction."""
     if op.operands and op.operands[0] in computation:
-        if f'"{BLOCK_SCALED_PRODUCT}"' in op.rest:
+        if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
             return 2.0 * math.prod(dimensions(op.shape)) * dimensions(computation[op.operands[0]].shape)[-1]
         if op.opcode == "convolution":
             return _convolution_flops(op, *(dimensions(computation[name].shape) for name in op.operands[:2]))
         # The attribute's spelling depends on the XLA version.
-        summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.rest)
+        summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes)
         if summed is not None:
             left = dimensions(computation[op.operands[0]].shape)
             axes = [int(axis) for axis in summed[1].replace('"', "").split(",") if axis]
@@ -141,14 +141,14 @@ def _convolution_flops(op: Instruction, left: list[int], right: list[int]) -> fl
     Batch dimensions of the product become window positions, each of which overlaps the input at one position; the
     others are padding, without cost.
     """
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attributes)
     if labels is None:
         return 0.0
     inputs, kernel, result = (
         dict(zip(names, x, strict=True))
         for names, x in zip(labels.groups(), (left, right, dimensions(op.shape)), strict=True)
     )
-    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", (re.search(r"window=\{([^}]*)\}", op.rest) or [""])[0]))
+    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", (re.search(r"window=\{([^}]*)\}", op.attributes) or [""])[0]))
     flops = 2.0 * result["b"] * result["f"] * kernel["i"]
     for dim in (label for label in result if label.isdigit()):
         of = {key: value.split("x")[int(dim)] for key, value in window.items()}
