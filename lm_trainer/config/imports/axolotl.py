@@ -1,4 +1,4 @@
-"""axolotl: one flat YAML file of a fine-tuning."""
+"""axolotl: one flat YAML file for fine-tuning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
     DEVICES,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
     Lost,
@@ -29,33 +29,38 @@ def _datasets(value: Any, values: Values) -> dict[str, Any]:
     del values
     if not isinstance(value, list) or len(value) != 1:
         raise NoEqualError("several data sets; write each below data.configs, with data.train_weights")
-    one = value[0]
-    kind = str(one.get("type", ""))
-    found: dict[str, Any] = {}
-    if str(one.get("path", "")).endswith((".json", ".jsonl", ".parquet")) or one.get("ds_type"):
-        found["data.train_urls"] = [str(one["path"])]
+    data_set = value[0]
+    kind = str(data_set.get("type", ""))
+    settings: dict[str, Any] = {}
+    if str(data_set.get("path", "")).endswith((".json", ".jsonl", ".parquet")) or data_set.get("ds_type"):
+        settings["data.train_urls"] = [str(data_set["path"])]
     else:
-        found |= {"data.id": one["path"], "data.splits": [one.get("split", "train")]}
+        settings |= {"data.id": data_set["path"], "data.splits": [data_set.get("split", "train")]}
     if kind == "completion":
-        found["data.text_key"] = one.get("field", "text")
+        settings["data.text_key"] = data_set.get("field", "text")
     elif kind == "chat_template":
-        found["data.format"] = _chat(one)
+        settings["data.format"] = _chat(data_set)
     elif kind.startswith("sharegpt"):
-        found["data.format"] = _chat(
-            {"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value", **one}
+        settings["data.format"] = _chat(
+            {
+                "field_messages": "conversations",
+                "message_field_role": "from",
+                "message_field_content": "value",
+                **data_set,
+            }
         )
     elif kind == "alpaca":
-        found["data.format"] = ALPACA
+        settings["data.format"] = ALPACA
     else:
         raise NoEqualError(f"rows of type {kind!r}; data.format is text, chat, supervised or ids")
-    return found
+    return settings
 
 
 def _chat(data_set: dict[str, Any]) -> dict[str, Any]:
-    """Our format for the conversations of a data set."""
+    """Our data format for the conversations of a data set."""
     mapped = data_set.get("message_property_mappings") or {}
     names = {key: mapped.get(key) or data_set.get(f"message_field_{key}") or key for key in ("role", "content")}
-    roles = {str(other): role for role, others in (data_set.get("roles") or {}).items() for other in others}
+    roles = {str(alias): role for role, aliases in (data_set.get("roles") or {}).items() for alias in aliases}
     return {
         "type": "chat",
         "messages_field": data_set.get("field_messages", "messages"),
@@ -121,20 +126,20 @@ def _epochs(value: Any, values: Values) -> dict[str, Any]:
 def _tracker(value: Any, values: Values) -> dict[str, Any]:
     if not value:
         return {}
-    known = {"entity": values.get("wandb_entity"), "name": values.get("wandb_name")}
-    return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in known.items() if v}}}
+    names = {"entity": values.get("wandb_entity"), "name": values.get("wandb_name")}
+    return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in names.items() if v}}}
 
 
 def _assumed(values: Values) -> dict[str, Any]:
-    """Values that axolotl and the Trainer of transformers below it assume for the keys that a file does not give."""
-    found = {
+    """Defaults of axolotl, and of the underlying transformers Trainer, for missing keys."""
+    defaults = {
         **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
         **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
     }
     if not {"warmup_steps", "warmup_ratio"} & values.keys():
-        known = isinstance(values.get("max_steps"), int)
-        found |= {"warmup_steps": min(3 * values["max_steps"] // 100, 100)} if known else {_WARMUP: 0.03}
-    return found
+        has_steps = isinstance(values.get("max_steps"), int)
+        defaults |= {"warmup_steps": min(3 * values["max_steps"] // 100, 100)} if has_steps else {_WARMUP: 0.03}
+    return defaults
 
 
 _WARMUP = "the warm-up that no key gives"
@@ -204,7 +209,7 @@ AXOLOTL = Dialect(
         "wandb_name": USED,
         "wandb_watch": USED,
         "wandb_log_model": USED,
-        "output_dir": PLACE,
+        "output_dir": OUTPUT_PATHS,
         "deepspeed": DEVICES,
         "fsdp": DEVICES,
         "fsdp_config": DEVICES,
@@ -220,7 +225,7 @@ AXOLOTL = Dialect(
 
 
 def _none(value: Any) -> dict[str, Any]:
-    """No settings where something is off; raises NoEqualError where it is on."""
+    """Returns no settings for a disabled option; raises NoEqualError if it is enabled."""
     if value in (None, False, ""):
         return {}
     raise NoEqualError("not available; bf16 computes in bfloat16, and weights stay in float32")

@@ -8,7 +8,7 @@ from lm_trainer.config.imports.base import (
     ALPACA,
     AUTOMATIC,
     DEVICES,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
     Lost,
@@ -23,7 +23,7 @@ _SIZES = {
     "n_layer": "model.num_layers",
     "n_embd": "model.hidden_dim",
     "n_head": "model.num_heads",
-    "n_query_groups": lambda value, all: _of("llama", "num_kv_heads", value, all, plain=_known(all, "n_head")),
+    "n_query_groups": lambda value, all: _of("llama", "num_kv_heads", value, all, plain=_model_value(all, "n_head")),
     "intermediate_size": "model.intermediate_dim",
     "head_size": lambda value, all: _of("llama", "head_dim", value, all, plain=_head_size(all)),
     "norm_eps": "model.layer_norm_epsilon",
@@ -58,7 +58,7 @@ _NAMED = {
         **{"intermediate_size": 5632, **_LLAMA},
     },
 }
-"""Models that litgpt knows by name, as far as its own examples name them."""
+"""Models by litgpt name, as far as litgpt's examples use them."""
 
 
 def _block(values: Values) -> str:
@@ -66,20 +66,20 @@ def _block(values: Values) -> str:
 
 
 def _tunes(values: Values) -> bool:
-    """True of a file for one of the commands that fine-tune."""
+    """True for a file of a fine-tuning command."""
     return "checkpoint_dir" in values or "lora_r" in values
 
 
-def _known(values: Values, key: str) -> Any:
+def _model_value(values: Values, key: str) -> Any:
     return values.get(f"{_block(values)}.{key}")
 
 
 def _head_size(values: Values) -> int:
-    return int(_known(values, "n_embd")) // int(_known(values, "n_head"))
+    return int(_model_value(values, "n_embd")) // int(_model_value(values, "n_head"))
 
 
 def _type(values: Values) -> str | None:
-    return _FAMILIES.get(str(_known(values, "mlp_class_name")))
+    return _FAMILIES.get(str(_model_value(values, "mlp_class_name")))
 
 
 def _family(value: Any) -> dict[str, Any]:
@@ -89,10 +89,10 @@ def _family(value: Any) -> dict[str, Any]:
 
 
 def _of(kind: str, key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
-    """A key that our model of one type has, and of which the other type knows one value only."""
+    """A key that exists in our models of type `kind`; in the other type, its value is fixed to `plain`."""
     if _type(values) == kind:
         return {f"model.{key}": value}
-    return _plain(value, plain, next(each for each in _FAMILIES.values() if each != kind))
+    return _plain(value, plain, next(family for family in _FAMILIES.values() if family != kind))
 
 
 def _fixed(value: Any, by_type: dict[str, Any], values: Values) -> dict[str, Any]:
@@ -107,14 +107,14 @@ def _plain(value: Any, plain: Any, kind: str) -> dict[str, Any]:
 
 
 def _assumed(values: Values) -> dict[str, Any]:
-    """Values that litgpt assumes for the keys that a file does not give; by its command, which the keys tell."""
+    """Defaults of litgpt for missing keys; they depend on its command, which is recognised by the keys."""
     tunes = _tunes(values)
-    found: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
+    defaults: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:
-        found.pop("train.max_tokens", None)
+        defaults.pop("train.max_tokens", None)
     if "train.learning_rate" not in values:
-        # Torch's own, which litgpt takes where a file names the optimizer alone.
-        found |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
+        # PyTorch's defaults, which litgpt uses if a file only names the optimizer.
+        defaults |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
     block = _block(values)
     named = _NAMED.get(str(values.get("model_name")).rpartition("/")[2])
     if any(key.startswith(f"{block}.") for key in values):
@@ -122,12 +122,12 @@ def _assumed(values: Values) -> dict[str, Any]:
     elif named is not None and not tunes:
         sizes = {**_ASSUMED_SIZES, **named}
     else:
-        return found
-    found |= {f"{block}.{key}": value for key, value in sizes.items()}
-    all_sizes = {**found, **values}
+        return defaults
+    defaults |= {f"{block}.{key}": value for key, value in sizes.items()}
+    all_sizes = {**defaults, **values}
     if f"{block}.intermediate_size" not in all_sizes and _type(all_sizes) == "gpt_neox":
-        found[f"{block}.intermediate_size"] = 4 * int(all_sizes[f"{block}.n_embd"])
-    return found
+        defaults[f"{block}.intermediate_size"] = 4 * int(all_sizes[f"{block}.n_embd"])
+    return defaults
 
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999]}
@@ -153,8 +153,8 @@ def _name(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _sizes(block: str) -> dict[str, Any]:
-    """Rules for the keys of a model's configuration below `block`."""
-    return {f"{block}.{key}": ours for key, ours in _SIZES.items()}
+    """Rules for the model keys below `block`."""
+    return {f"{block}.{key}": rule for key, rule in _SIZES.items()}
 
 
 def _optimizer(value: Any, values: Values) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _epochs(value: Any, values: Values) -> dict[str, Any]:
 
 def _min_lr(value: Any, values: Values) -> dict[str, Any]:
     if _tunes(values):
-        # Fine-tuning there decays to nothing, whatever this key says.
+        # litgpt's fine-tuning always decays to zero, regardless of this key.
         return {"optimizer.min_lr_ratio": 0.0}
     if not (rate := values.get("optimizer.init_args.lr") or values.get("train.learning_rate")):
         raise NoEqualError("a part of the learning rate, which the file does not give")
@@ -199,10 +199,10 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
         raise NoEqualError(
             f"the data module {kind}; name files as data.train_urls, or a data set of the hub as data.id"
         )
-    found: dict[str, Any] = {"data.train_urls": [str(path)]}
+    settings: dict[str, Any] = {"data.train_urls": [str(path)]}
     if kind == "JSON":
-        found["data.format"] = ALPACA
-    return found
+        settings["data.format"] = ALPACA
+    return settings
 
 
 _ARCHITECTURE = Lost("no key of ours is known for it; what else a family may be is its type")
@@ -258,7 +258,7 @@ LITGPT = Dialect(
         "lora_dropout": "adapter.dropout",
         "quantize": Lost("weights are not kept in four or eight bits while they train"),
         "resume": AUTOMATIC,
-        "out_dir": PLACE,
+        "out_dir": OUTPUT_PATHS,
         "devices": DEVICES,
         "num_nodes": DEVICES,
         "logger_name": Lost("TensorBoard is the default; others are trainer.tracker"),

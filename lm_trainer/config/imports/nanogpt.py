@@ -1,4 +1,4 @@
-"""nanoGPT: a Python file whose assignments take the place of those in its train.py."""
+"""nanoGPT: a Python file whose assignments override the defaults in its train.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
     DEVICES,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
     Lost,
@@ -33,7 +33,7 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
             {
                 "data.train_urls": [f"data/{value}/input.txt"],
                 "data.tokenizer": "bytes",
-                # About what its prepare.py holds out: a tenth of a million characters.
+                # About as many as its prepare.py holds out: a tenth of a million characters.
                 "data.num_validation_sequences": max(1, 100_000 // int(values["block_size"])),
             },
         )
@@ -110,7 +110,7 @@ NANOGPT = Dialect(
         "wandb_log": _tracker,
         "wandb_project": USED,
         "wandb_run_name": USED,
-        "out_dir": PLACE,
+        "out_dir": OUTPUT_PATHS,
         "device": DEVICES,
         "backend": DEVICES,
         "compile": COMPILED,

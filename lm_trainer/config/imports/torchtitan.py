@@ -1,4 +1,4 @@
-"""torchtitan: a TOML file with a section for each part, and models by name and flavor."""
+"""torchtitan: a TOML file with sections, and models by name and flavor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
     Lost,
@@ -92,7 +92,7 @@ TORCHTITAN = Dialect(
     "torchtitan",
     frozenset({"model.flavor", "training.local_batch_size", "lr_scheduler.warmup_steps", "job.dump_folder"}),
     {
-        "job.dump_folder": PLACE,
+        "job.dump_folder": OUTPUT_PATHS,
         "job": Lost("nothing here needs it"),
         "profiling": Lost("trainer.profiler records a trace of some steps"),
         "metrics.log_freq": "trainer.steps_per_log",
