@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
+from lm_trainer.config.document import KeyPath
 from lm_trainer.config.value_type import ValueType, tags, value_type_of, value_type_of_field
 
 MAX_DEPTH = 8
@@ -23,7 +24,7 @@ class ConfigNode:
     """A position in a configuration: the allowed values, and the default."""
 
     value_type: ValueType
-    default: Any = None
+    default: object = None
 
     @classmethod
     def root(cls, model: type[BaseModel]) -> ConfigNode:
@@ -41,7 +42,7 @@ class ConfigNode:
             return None
         return next((m for m in block.models if type(self.default) is m), block.models[0])
 
-    def model_for(self, value: Any) -> type[BaseModel] | None:
+    def model_for(self, value: object) -> type[BaseModel] | None:
         """The class that a value selects; None for an unknown `type`, and if no block is allowed."""
         block = self.value_type.choice("model")
         if block is None:
@@ -50,13 +51,13 @@ class ConfigNode:
             return self.default_model()
         return next((m for m in block.models if value["type"] in tags(m)), None)
 
-    def models(self, value: Any, *, every: bool = False) -> tuple[type[BaseModel], ...]:
+    def models(self, value: object, *, every: bool = False) -> tuple[type[BaseModel], ...]:
         """The class that `value` selects, or all classes if it selects none or with `every`."""
         block = self.value_type.choice("model")
         chosen = None if every else self.model_for(value)
         return () if block is None else block.models if chosen is None else (chosen,)
 
-    def step(self, value: Any, key: str | int) -> ConfigNode:
+    def step(self, value: object, key: str | int) -> ConfigNode:
         """The node of `key` in `value`, the value of this node.
 
         Raises:
@@ -64,7 +65,7 @@ class ConfigNode:
         """
         return self._item(key) if isinstance(key, int) else self._key(value, key)
 
-    def step_or_nowhere(self, value: Any, key: str | int) -> ConfigNode:
+    def step_or_nowhere(self, value: object, key: str | int) -> ConfigNode:
         """As `step`, for walks over data that may have undeclared keys."""
         try:
             return self.step(value, key)
@@ -89,7 +90,7 @@ class ConfigNode:
         fixed = 0 <= index < len(items.items)
         return ConfigNode(value_type_of(items.items[index] if fixed else items.inner), default)
 
-    def _key(self, value: Any, key: str) -> ConfigNode:
+    def _key(self, value: object, key: str) -> ConfigNode:
         block, free = self.value_type.choice("model"), self.value_type.choice("mapping")
         if block is not None:
             model = self.model_for(value)
@@ -104,7 +105,7 @@ class ConfigNode:
         raise NoSuchKey("is a list; name an item by its number" if self.value_type.choice("list") else "has no keys")
 
 
-def complete(node: ConfigNode, value: Any) -> Any:
+def complete(node: ConfigNode, value: JsonValue) -> JsonValue:
     """Copies the data of a node, adding missing `type` keys of union blocks, and `{}` for empty blocks.
 
     Later steps can then determine the class of a block from its `type`.
@@ -122,19 +123,26 @@ def complete(node: ConfigNode, value: Any) -> Any:
     return {key: complete(node.step_or_nowhere(value, key), item) for key, item in value.items()}
 
 
-def child(value: Any, key: str | int) -> Any:
+def child(value: object, key: str | int) -> Any:
     """The plain data at `key` in a block or list; None if it is missing."""
     if isinstance(value, dict):
         return value.get(key)
     return value[key] if isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value) else None
 
 
-def all_keys(node: ConfigNode, value: Any = None, *, every: bool = False) -> list[str]:
+def value_at(data: Any, path: KeyPath) -> Any:
+    """The plain data at a path, which must exist."""
+    for key in path:
+        data = data[key]
+    return data
+
+
+def all_keys(node: ConfigNode, value: object = None, *, every: bool = False) -> list[str]:
     """Every dotted key allowed below a node with this value; with `every`, of all classes of a union."""
     return list(dict.fromkeys(_keys(node, value, "", every, MAX_DEPTH)))
 
 
-def _keys(node: ConfigNode, value: Any, prefix: str, every: bool, depth: int) -> Iterator[str]:
+def _keys(node: ConfigNode, value: object, prefix: str, every: bool, depth: int) -> Iterator[str]:
     for model in node.models(value, every=every) if depth else ():
         for key in model.model_fields:
             below = value.get(key) if isinstance(value, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -60,7 +60,7 @@ def differences_from_defaults(config: Config) -> list[Difference]:
     return sorted([*types, *differences(same_types, config)], key=lambda d: order.get(d.key, len(order)))
 
 
-def _types(value: Mapping[str, Any]) -> dict[str, Any]:
+def _types(value: Mapping[str, object]) -> dict[str, object]:
     """Reduces a configuration to the `type` of each of its blocks."""
     return {
         key: _types(item) if isinstance(item, Mapping) else item
@@ -69,7 +69,7 @@ def _types(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))

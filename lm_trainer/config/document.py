@@ -144,7 +144,7 @@ def _misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
     return [option for option, ratio in zip(matches, closeness, strict=True) if ratio > closeness[0] - 0.05]
 
 
-def display(value: Any) -> str:
+def display(value: object) -> str:
     """Formats a value for an error message, on one short line."""
     if value is None:
         return "nothing"

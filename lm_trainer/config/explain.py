@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -61,7 +60,7 @@ class Explainer:
         self.document = document
         self.root = root
 
-    def find(self, path: KeyPath) -> tuple[ConfigNode | None, Any]:
+    def find(self, path: KeyPath) -> tuple[ConfigNode | None, object]:
         """The node at `path` (None if the path is not declared) and its value."""
         node, value = ConfigNode.root(self.root), self.document.data
         for key in path:
@@ -107,7 +106,9 @@ class Explainer:
         # Keeps the order of the file.
         return {below: errors[below] for model_errors in errors_by_model for below in model_errors if below in errors}
 
-    def _as_if(self, model: type[BaseModel], path: KeyPath, block: dict[str, Any]) -> dict[KeyPath, list[ErrorDetails]]:
+    def _as_if(
+        self, model: type[BaseModel], path: KeyPath, block: dict[str, object]
+    ) -> dict[KeyPath, list[ErrorDetails]]:
         """The errors of the block at `path` if its class were `model`."""
         typed = {**block, "type": tags(model)[0]}
         try:
@@ -120,7 +121,7 @@ class Explainer:
         return {}
 
     def _located(
-        self, error: ValidationError, node: ConfigNode, value: Any, path: KeyPath = ()
+        self, error: ValidationError, node: ConfigNode, value: object, path: KeyPath = ()
     ) -> Iterator[tuple[KeyPath, ErrorDetails]]:
         """Yields the errors of `value` at `path`, each with its full path."""
         for detail in error.errors(include_url=False):
@@ -129,7 +130,7 @@ class Explainer:
                 yield below, detail
 
     @staticmethod
-    def _path_of(location: tuple[int | str, ...], node: ConfigNode, value: Any, path: KeyPath) -> KeyPath | None:
+    def _path_of(location: tuple[int | str, ...], node: ConfigNode, value: object, path: KeyPath) -> KeyPath | None:
         """Converts an error location to a path without names of union members; None for a member that was not meant."""
         for index, key in enumerate(location):
             if node.value_type.alternatives:
@@ -270,12 +271,12 @@ class Explainer:
         self.document.problems.append(Problem(origin, f"{dotted(path)}: {message}" if path else message))
 
 
-def _keys(node: ConfigNode | None, value: Any) -> set[str]:
+def _keys(node: ConfigNode | None, value: object) -> set[str]:
     """The keys declared by the class of a block."""
     return {name for model in (node.models(value) if node else ()) for name in model.model_fields}
 
 
-def _fits(value_type: ValueType, value: Any) -> bool:
+def _fits(value_type: ValueType, value: object) -> bool:
     if isinstance(value, dict):
         return value_type.kind in ("model", "mapping")
     if isinstance(value, list | tuple):
@@ -283,7 +284,7 @@ def _fits(value_type: ValueType, value: Any) -> bool:
     return value_type.kind == "scalar"
 
 
-def _quoted(text: Any) -> list[str]:
+def _quoted(text: object) -> list[str]:
     return re.findall(r"'([^']*)'", str(text))
 
 

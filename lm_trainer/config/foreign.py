@@ -5,11 +5,10 @@ Other foreign keys stay, and are rejected as unknown keys with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from lm_trainer.config.config_node import ConfigNode, child
 from lm_trainer.config.document import Document, KeyPath, Origin, dotted
@@ -33,7 +32,7 @@ def lists_of(model: type[BaseModel] | None) -> type[Config]:
     return model if model is not None and issubclass(model, Config) else Config
 
 
-def adopt(node: ConfigNode, data: Any, path: KeyPath, document: Document) -> None:
+def adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> None:
     """Renames foreign keys in the data of a node to our keys, and adds notes to the document.
 
     Args:
@@ -51,8 +50,8 @@ def adopt(node: ConfigNode, data: Any, path: KeyPath, document: Document) -> Non
 
 
 def adopt_override(
-    path: KeyPath, value: Any, document: Document, root: type[BaseModel], shown: str
-) -> tuple[KeyPath, Any] | None:
+    path: KeyPath, value: JsonValue, document: Document, root: type[BaseModel], shown: str
+) -> tuple[KeyPath, JsonValue] | None:
     """Translates the path and value of an override to our keys.
 
     Args:
@@ -84,7 +83,7 @@ def adopt_override(
     return our_path, value
 
 
-def sets_type(path: KeyPath, value: Any, document: Document, root: type[BaseModel]) -> bool:
+def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseModel]) -> bool:
     """True if an override sets the `type` of a block, by that key or by an equivalent foreign one."""
     *parent, key = path
     node, data = ConfigNode.root(root), document.data
@@ -94,7 +93,7 @@ def sets_type(path: KeyPath, value: Any, document: Document, root: type[BaseMode
     return (key if respelt is None else respelt[0]) == "type"
 
 
-def _adopt(node: ConfigNode, data: Any, path: KeyPath, document: Document) -> Iterator[_Adopted]:
+def _adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_Adopted]:
     if isinstance(data, list):
         for index, item in enumerate(data):
             yield from _adopt(node.step_or_nowhere(data, index), item, (*path, index), document)
@@ -129,7 +128,9 @@ def _adopt(node: ConfigNode, data: Any, path: KeyPath, document: Document) -> It
         yield from _adopt(node.step_or_nowhere(data, key), item, (*path, key), document)
 
 
-def _respelt(model: type[BaseModel] | None, key: str | int, value: Any, block: Any) -> tuple[str, Any] | None:
+def _respelt(
+    model: type[BaseModel] | None, key: str | int, value: object, block: Container[str]
+) -> tuple[str, JsonValue] | None:
     """Our key and value for a foreign key with this value; None without such a rule."""
     if not isinstance(key, str) or not isinstance(value, bool | int | str):
         return None
@@ -137,12 +138,12 @@ def _respelt(model: type[BaseModel] | None, key: str | int, value: Any, block: A
     return None if rule is None or rule[0] in block else rule
 
 
-def _former(model: type[BaseModel] | None, key: str | int, value: Any, respelt: tuple[str, Any]) -> str:
+def _former(model: type[BaseModel] | None, key: str | int, value: object, respelt: tuple[str, JsonValue]) -> str:
     """The note on an old spelling of a value of our key; empty for a foreign key."""
     return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in lists_of(model).model_fields else ""
 
 
-def _meaning(model: type[BaseModel] | None, key: str | int, value: Any) -> tuple[str | None, str] | None:
+def _meaning(model: type[BaseModel] | None, key: str | int, value: object) -> tuple[str | None, str] | None:
     """Our key (None if dropped) and a note, for a foreign key that is accepted; else None."""
     lists = lists_of(model)
     if key in lists.model_fields or not isinstance(key, str):

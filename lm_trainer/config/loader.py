@@ -6,12 +6,12 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from lm_trainer.config import overrides as overriding
-from lm_trainer.config.config_node import ConfigNode, complete
+from lm_trainer.config.config_node import ConfigNode, complete, value_at
 from lm_trainer.config.document import Document, KeyPath
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
 from lm_trainer.config.foreign import adopt, lists_of
@@ -28,7 +28,7 @@ class Loaded(Generic[ConfigT]):
     """A validated configuration with the origins of its values."""
 
     config: ConfigT
-    data: dict[str, Any]
+    data: dict[str, JsonValue]
     """The files and the overrides as plain data; every block of a union has its `type`."""
     notes: tuple[str, ...]
     """Notes for the user on unexpected effects of keys and overrides."""
@@ -42,7 +42,7 @@ class Loaded(Generic[ConfigT]):
         for length in range(len(path), 0, -1):
             origin = self._document.values.get(path[:length])
             if origin is not None:
-                value = _get(self.data, path[:length])
+                value = value_at(self.data, path[:length])
                 return "default" if length < len(path) and isinstance(value, dict) else origin.text
         return "default"
 
@@ -94,7 +94,7 @@ def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:
     return None
 
 
-def _check(node: ConfigNode, value: Any, path: KeyPath, document: Document) -> None:
+def _check(node: ConfigNode, value: object, path: KeyPath, document: Document) -> None:
     """Reports values that pydantic would accept: undeclared keys that name a secret, and `true` as a number."""
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -113,12 +113,6 @@ def _check(node: ConfigNode, value: Any, path: KeyPath, document: Document) -> N
         document.unreadable.add(path)
 
 
-def _foreign_keys(model: Any) -> Sequence[str]:
+def _foreign_keys(model: type[BaseModel]) -> Sequence[str]:
     lists = lists_of(model)
     return (*lists.refused_keys, *lists.ignored_keys, *lists.renamed_keys)
-
-
-def _get(data: Any, path: KeyPath) -> Any:
-    for key in path:
-        data = data[key]
-    return data

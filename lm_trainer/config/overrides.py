@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child, complete
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted, suggest
@@ -241,13 +241,13 @@ def _entered(value: Any, key: str | int, node: ConfigNode, override: Override, d
     return value
 
 
-def _same_type(node: ConfigNode | None, old: Any, new: Any) -> bool:
+def _same_type(node: ConfigNode | None, old: object, new: object) -> bool:
     """True if a block's new `type` is the old one, or an alias of it."""
     named = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
     return old == new or (named[0] is not None and named[0] is named[1])
 
 
-def _start_afresh(holder: dict[str, Any], override: Override, document: Document) -> None:
+def _start_afresh(holder: dict[str, object], override: Override, document: Document) -> None:
     """Clears a block whose type changes: its keys belong to the old type."""
     parent = override.path[:-1]
     dropped = [key for key in holder if key != "type"]
@@ -280,7 +280,7 @@ def _is_overridden(path: KeyPath, document: Document) -> bool:
     return path in document.values and document.values[path].is_override
 
 
-def _value(override: Override, node: ConfigNode) -> Any:
+def _value(override: Override, node: ConfigNode) -> JsonValue:
     """The value of an override's text, as interpreted at its node."""
     text = override.text.strip()
     listed = _BRACKETED.fullmatch(text)
@@ -299,7 +299,7 @@ def _value(override: Override, node: ConfigNode) -> Any:
     return value
 
 
-def _plain(override: Override) -> Any:
+def _plain(override: Override) -> JsonValue:
     """The value of an override independent of its node; its text if it is not valid YAML."""
     try:
         return read_text(override.text.strip(), override.path, override.origin)
@@ -311,7 +311,7 @@ def _list_item(text: str) -> str:
     return text.strip().strip("'\"")
 
 
-def _below(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def _below(value: object, path: KeyPath) -> Iterator[KeyPath]:
     """The paths of all values nested in a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:

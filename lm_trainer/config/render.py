@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TypeGuard
 
 from lm_trainer.config.document import KeyPath
 from lm_trainer.config.yaml_syntax import flow
@@ -30,7 +30,7 @@ def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, 
     return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
 
 
-def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+def _block(value: Mapping[str, object] | list[object], path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
     """The lines of a non-empty block or list, each with the path of its leaf, or () without a leaf."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
@@ -49,7 +49,7 @@ def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
             yield from inner[1:]
 
 
-def _is_nested(value: Any) -> bool:
+def _is_nested(value: object) -> TypeGuard[Mapping[str, object] | list[object]]:
     """True if a value is written on separate lines: a block, or a list of blocks."""
     if isinstance(value, Mapping):
         return bool(value)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticUndefined
 
 from lm_trainer.core.config import Config
 
 
-def json_schema(root: type[Config]) -> dict[str, Any]:
+def json_schema(root: type[Config]) -> JsonSchemaValue:
     """Builds a draft 2020-12 schema that accepts blocks without `type`, as the loader does.
 
     It does not describe `!include`: configure the tag in the editor (`yaml.customTags: ["!include mapping"]`).
@@ -27,7 +28,7 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
+def _write_defaults(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
     """Replaces pydantic's defaults by their YAML form, which a serializer may change."""
     for name, info in model.model_fields.items():
         default = info.get_default(call_default_factory=False)
@@ -38,7 +39,7 @@ def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
         shown["default"] = TypeAdapter(written).dump_python(default, mode="json")
 
 
-def _write_foreign_keys(schema: dict[str, Any], model: type[BaseModel]) -> None:
+def _write_foreign_keys(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
     """Adds foreign keys that the loader accepts, marked as deprecated."""
     if not issubclass(model, Config):
         return
@@ -50,7 +51,7 @@ def _write_foreign_keys(schema: dict[str, Any], model: type[BaseModel]) -> None:
         keys[key] = {"deprecated": True, "description": f"No effect: {ignored.reason}.", **values}
 
 
-def _models(annotation: Any, visited: set[type[BaseModel]]) -> set[type[BaseModel]]:
+def _models(annotation: object, visited: set[type[BaseModel]]) -> set[type[BaseModel]]:
     """All configuration classes reachable from an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in visited:
         visited.add(annotation)
@@ -61,7 +62,7 @@ def _models(annotation: Any, visited: set[type[BaseModel]]) -> set[type[BaseMode
     return visited
 
 
-def _loosen(node: Any) -> None:
+def _loosen(node: object) -> None:
     """Relaxes, in place, rules that are too strict for hand-written files."""
     if isinstance(node, list):
         for item in node:

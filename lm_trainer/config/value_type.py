@@ -6,7 +6,7 @@ import collections.abc
 import re
 import types
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel, Discriminator
 from pydantic.fields import FieldInfo
@@ -21,12 +21,12 @@ class ValueType:
     """The kind of value allowed at a node, or several kinds (`alternatives`)."""
 
     kind: Literal["model", "list", "mapping", "scalar", "union"]
-    annotation: Any = None
+    annotation: object = None
     models: tuple[type[BaseModel], ...] = ()
     """The classes of a block; several classes are distinguished by `type`."""
-    inner: Any = None
+    inner: object = None
     """The annotation of a list's items or of a mapping's values."""
-    items: tuple[Any, ...] = ()
+    items: tuple[object, ...] = ()
     """The annotations of a fixed-length list, one per item."""
     has_names: bool = False
     """True if the keys of a mapping are of a name type (`Name`), not arbitrary text."""
@@ -69,7 +69,7 @@ class ValueType:
         """True if only numbers are allowed."""
         return all(value_type.annotation in (int, float) for value_type in self.choices())
 
-    def takes_as_text(self, value: Any) -> bool:
+    def takes_as_text(self, value: object) -> bool:
         """True if text is allowed, but no value like `value`."""
         if isinstance(value, dict | list):
             return all(value_type.annotation is str for value_type in self.choices())
@@ -83,7 +83,7 @@ def value_type_of_field(field: FieldInfo) -> ValueType:
     return _tagged_union(field.annotation) if field.discriminator else value_type_of(field.annotation)
 
 
-def value_type_of(annotation: Any) -> ValueType:
+def value_type_of(annotation: object) -> ValueType:
     """The value type of an annotation."""
     if is_model(annotation):
         return ValueType("model", annotation, (annotation,))
@@ -102,7 +102,7 @@ def value_type_of(annotation: Any) -> ValueType:
     return ValueType("scalar", annotation)
 
 
-def is_model(annotation: Any) -> bool:
+def is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
     """True if an annotation is the class of a block."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
@@ -113,11 +113,11 @@ def tags(model: type[BaseModel]) -> tuple[str, ...]:
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
-def _has_discriminator(metadata: tuple[Any, ...]) -> bool:
+def _has_discriminator(metadata: tuple[object, ...]) -> bool:
     return any(isinstance(m, Discriminator) or getattr(m, "discriminator", None) for m in metadata)
 
 
-def _union(annotation: Any) -> ValueType:
+def _union(annotation: object) -> ValueType:
     """The value type of a union whose members pydantic tries in order."""
     members, nullable = _members(annotation)
     value_types = tuple(map(value_type_of, members))
@@ -125,14 +125,14 @@ def _union(annotation: Any) -> ValueType:
     return replace(one, nullable=one.nullable or nullable)
 
 
-def _tagged_union(annotation: Any) -> ValueType:
+def _tagged_union(annotation: object) -> ValueType:
     """The value type of a union discriminated by `type`; it may have only one member."""
     members, nullable = _members(annotation) if get_origin(annotation) in _UNIONS else ((annotation,), False)
     models = tuple(model for member in members for model in value_type_of(member).models)
     return ValueType("model", annotation, models, nullable=nullable, tagged=True)
 
 
-def _members(union: Any) -> tuple[tuple[Any, ...], bool]:
+def _members(union: object) -> tuple[tuple[object, ...], bool]:
     """The members of a union except None, and True if None is a member."""
     members = tuple(member for member in get_args(union) if member is not type(None))
     return members, len(members) < len(get_args(union))

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
+from pydantic import JsonValue
 
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, nearest
 from lm_trainer.config.yaml_syntax import (
@@ -50,7 +50,7 @@ def read_file(path: Path) -> Document:
     return document
 
 
-def read_text(text: str, path: KeyPath, origin: Origin) -> Any:
+def read_text(text: str, path: KeyPath, origin: Origin) -> JsonValue:
     """Parses the value of an override; included files are relative to the working directory.
 
     Raises:
@@ -108,7 +108,7 @@ class _Builder:
         self.values = 0
         self.open: list[int] = []
 
-    def file(self, path: Path, key_path: KeyPath, including: tuple[Path, ...]) -> Any:
+    def file(self, path: Path, key_path: KeyPath, including: tuple[Path, ...]) -> JsonValue:
         """Reads the file `path` as the value at `key_path`.
 
         Raises:
@@ -133,7 +133,7 @@ class _Builder:
         self.document.problems.append(Problem(origin, message))
         self.document.unreadable.add(key_path)
 
-    def node(self, node: Node, key_path: KeyPath, source: _Source) -> Any:
+    def node(self, node: Node, key_path: KeyPath, source: _Source) -> JsonValue:
         """The plain data of a node; None, and a recorded problem, if it is invalid."""
         origin = source.origin(node)
         self.document.values[key_path] = origin
@@ -154,7 +154,7 @@ class _Builder:
         finally:
             self.open.pop()
 
-    def _value(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> Any:
+    def _value(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
         tag = explicit_tag(node)
         if tag == INCLUDE:
             return self._include(node, key_path, source, origin)
@@ -168,7 +168,7 @@ class _Builder:
         assert isinstance(node, MappingNode)
         return self._mapping(node, key_path, source)
 
-    def _mapping(self, node: MappingNode, key_path: KeyPath, source: _Source) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, key_path: KeyPath, source: _Source) -> dict[str, JsonValue]:
         merged: dict[str, tuple[Node, Node]] = {}
         own_entries: dict[str, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
@@ -229,7 +229,7 @@ class _Builder:
             self.open.pop()
         return entries
 
-    def _include(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> Any:
+    def _include(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
         name = node.value
         if not isinstance(node, ScalarNode) or not name.strip():
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")

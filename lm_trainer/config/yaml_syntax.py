@@ -71,7 +71,7 @@ class _PlainDumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = NodeLoader.yaml_implicit_resolvers
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         # Writes equal values twice: anchors (`&id001`) would confuse readers.
         del data
         return True
@@ -110,7 +110,7 @@ def explicit_tag(node: Node) -> str | None:
     return getattr(node, "explicit_tag", None)
 
 
-def scalar(node: ScalarNode) -> Any:
+def scalar(node: ScalarNode) -> str | int | float | bool | None:
     """Converts a scalar without explicit tag to its value.
 
     Raises:
@@ -131,7 +131,7 @@ def scalar(node: ScalarNode) -> Any:
     return text
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """Writes plain data as YAML on one line; `compose` reads it back as the same data."""
     text = yaml.dump(
         value, Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize

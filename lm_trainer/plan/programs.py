@@ -90,7 +90,7 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """The limit that accounts for upper_bound seconds of a step."""
+        """The limit that accounts for most seconds of a step."""
         limits = ("compute", "memory", "network")
         sums = {limit: sum(p.runs * getattr(p, limit) for p in self.programs) for limit in limits}
         return max(sums, key=lambda limit: sums[limit])

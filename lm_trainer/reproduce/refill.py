@@ -56,8 +56,8 @@ class _Lines:
     def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
         self.add(step, evaluation_metrics(name, means))
 
-    def evaluated_group(self, step: int, name: str, means: Mapping[str, float]) -> None:
-        self.add(step, evaluation_metrics(name, means))
+    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None:
+        self.add(step, evaluation_metrics(name, found))
 
     def flush(self) -> None: ...
 

@@ -76,7 +76,7 @@ def hardest(losses: np.ndarray, batch: Batch, tokenizer: Tokenizer, count: int) 
     ranks = np.where(counts, np.where(np.isfinite(losses), losses, np.inf), -np.inf)
     # Stable: tokens with equal losses keep the order of the batch.
     order = np.argsort(-ranks, axis=None, kind="stable")[: min(count, int(counts.sum()))]
-    tokens = []
+    hard_tokens = []
     for row, position in zip(*np.unravel_index(order, losses.shape), strict=True):
         tokens, targets, segments = (np.asarray(x)[row] for x in (batch.tokens, batch.targets, batch.segments))
         # Packed rows hold several documents; the context is limited to the target's document.
@@ -86,5 +86,5 @@ def hardest(losses: np.ndarray, batch: Batch, tokenizer: Tokenizer, count: int) 
         preceding = tokens[inside & (positions > position - _CONTEXT_BEFORE) & (positions <= position)].tolist()
         following = targets[inside & (positions > position) & (positions <= position + _CONTEXT_AFTER)].tolist()
         texts = [tokenizer.decode(ids) for ids in ([int(targets[position])], preceding, following)]
-        tokens.append(HardToken(int(row), int(position), float(losses[row, position]), *texts))
-    return tokens
+        hard_tokens.append(HardToken(int(row), int(position), float(losses[row, position]), *texts))
+    return hard_tokens

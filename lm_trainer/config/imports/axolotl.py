@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lm_trainer.config.imports.base import (
     ALPACA,
     AUTOMATIC,
@@ -14,24 +12,25 @@ from lm_trainer.config.imports.base import (
     Dialect,
     Lost,
     NoEqualError,
+    Settings,
     Values,
 )
 
 _QUANTIZED = Lost("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
 
 
-def _base(value: Any, values: Values) -> dict[str, Any]:
+def _base(value: object, values: Values) -> Settings:
     del values
     return {"initialize_from_hf": value, "use_hf_model_config": True}
 
 
-def _datasets(value: Any, values: Values) -> dict[str, Any]:
+def _datasets(value: object, values: Values) -> Settings:
     del values
     if not isinstance(value, list) or len(value) != 1:
         raise NoEqualError("several data sets; write each below data.configs, with data.train_weights")
     data_set = value[0]
     kind = str(data_set.get("type", ""))
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if str(data_set.get("path", "")).endswith((".json", ".jsonl", ".parquet")) or data_set.get("ds_type"):
         settings["data.train_urls"] = [str(data_set["path"])]
     else:
@@ -56,7 +55,7 @@ def _datasets(value: Any, values: Values) -> dict[str, Any]:
     return settings
 
 
-def _chat(data_set: dict[str, Any]) -> dict[str, Any]:
+def _chat(data_set: Values) -> Settings:
     """Our data format for the conversations of a data set."""
     mapped = data_set.get("message_property_mappings") or {}
     names = {key: mapped.get(key) or data_set.get(f"message_field_{key}") or key for key in ("role", "content")}
@@ -69,14 +68,14 @@ def _chat(data_set: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adapter(value: Any, values: Values) -> dict[str, Any]:
+def _adapter(value: object, values: Values) -> Settings:
     del values
     if value != "lora":
         raise NoEqualError(f"adapter {value}: there is lora, over weights that are not quantized")
     return {"adapter.type": "lora"}
 
 
-def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+def _optimizer(value: object, values: Values) -> Settings:
     del values
     name = str(value)
     if name.startswith("adamw") or name == "paged_adamw_32bit":
@@ -86,51 +85,51 @@ def _optimizer(value: Any, values: Values) -> dict[str, Any]:
     raise NoEqualError(f"optimizer {name}; AdamW takes its place")
 
 
-def _beta2(value: Any, values: Values) -> dict[str, Any]:
+def _beta2(value: object, values: Values) -> Settings:
     return {"optimizer.beta2": value} if "adamw" in str(values["optimizer"]) else {}
 
 
-def _schedule(value: Any, values: Values) -> dict[str, Any]:
+def _schedule(value: object, values: Values) -> Settings:
     del values
     if value not in ("cosine", "linear", "constant"):
         raise NoEqualError(f"schedule {value}; see optimizer.lr_schedule")
     return {"optimizer.lr_schedule": value}
 
 
-def _batch(value: Any, values: Values) -> dict[str, Any]:
+def _batch(value: int, values: Values) -> Settings:
     return {"trainer.train_batch_size": value * values["gradient_accumulation_steps"]}
 
 
-def _bf16(value: Any, values: Values) -> dict[str, Any]:
+def _bf16(value: object, values: Values) -> Settings:
     del values
     return {"trainer.mp": "p=f32,c=bfloat16"} if value in (True, "auto", "full") else {}
 
 
-def _clip(value: Any, values: Values) -> dict[str, Any]:
+def _clip(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.max_grad_norm": value}
 
 
-def _held_out(value: Any, values: Values) -> dict[str, Any]:
+def _held_out(value: object, values: Values) -> Settings:
     del values
     if not value:
         return {}
     raise NoEqualError(f"{value} of the rows; data.num_validation_sequences holds a number of rows out")
 
 
-def _epochs(value: Any, values: Values) -> dict[str, Any]:
+def _epochs(value: object, values: Values) -> Settings:
     del values
     raise NoEqualError(f"{value} passes; the length is trainer.num_train_steps, in steps, 400,000 by default")
 
 
-def _tracker(value: Any, values: Values) -> dict[str, Any]:
+def _tracker(value: object, values: Values) -> Settings:
     if not value:
         return {}
     names = {"entity": values.get("wandb_entity"), "name": values.get("wandb_name")}
     return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in names.items() if v}}}
 
 
-def _assumed(values: Values) -> dict[str, Any]:
+def _assumed(values: Values) -> Values:
     """Defaults of axolotl, and of the underlying transformers Trainer, for missing keys."""
     defaults = {
         **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
@@ -145,7 +144,7 @@ def _assumed(values: Values) -> dict[str, Any]:
 _WARMUP = "the warm-up that no key gives"
 
 
-def _usual_warmup(value: Any, values: Values) -> dict[str, Any]:
+def _usual_warmup(value: float, values: Values) -> Settings:
     del values
     raise NoEqualError(
         f"{value:.0%} of the steps, but at most 100; optimizer.warmup is {value} here, as no key gives the steps",
@@ -224,7 +223,7 @@ AXOLOTL = Dialect(
 )
 
 
-def _none(value: Any) -> dict[str, Any]:
+def _none(value: object) -> Settings:
     """Returns no settings for a disabled option; raises NoEqualError if it is enabled."""
     if value in (None, False, ""):
         return {}

@@ -10,10 +10,16 @@ Values = Mapping[str, Any]
 """The values of a foreign configuration by dotted key, including its framework's defaults."""
 
 
+Settings = Mapping[str, object]
+"""Settings of our configuration by dotted key."""
+Blocks = dict[str, Any]
+"""Settings of our configuration as nested blocks."""
+
+
 class NoEqualError(Exception):
     """A value has no equivalent; the message is the reason, `settings` are used instead."""
 
-    def __init__(self, reason: str, settings: Mapping[str, Any] | None = None):
+    def __init__(self, reason: str, settings: Settings | None = None):
         super().__init__(reason)
         self.settings = settings or {}
 
@@ -30,7 +36,7 @@ class Used:
     """A key that is read by another key's rule."""
 
 
-Rule = str | Lost | Used | Callable[[Any, Values], Mapping[str, Any]]
+Rule = str | Lost | Used | Callable[[Any, Values], Settings]
 """Our dotted key for the same value, or a function from the value and all values to our settings.
 
 A function raises `NoEqualError` without an equivalent.
@@ -48,7 +54,7 @@ class Dialect:
     """Dotted key -> rule; a rule for a block applies to everything in it."""
     defaults: Values | Callable[[Values], Values] = field(default_factory=dict)
     """The framework's default values that differ from ours, or a function from a file's values to them."""
-    always: Mapping[str, Any] = field(default_factory=dict)
+    always: Settings = field(default_factory=dict)
     """Our settings that apply to every configuration of the framework."""
 
 
@@ -69,7 +75,7 @@ COMPILED = Lost("every step is compiled")
 AUTOMATIC = Lost("nothing needs it: a run resumes from its newest checkpoint by itself")
 
 
-def precision(text: Any) -> dict[str, Any]:
+def precision(text: object) -> Settings:
     """Our precision policy for another framework's dtype name; mixed bfloat16 keeps float32 weights."""
     name = str(text).lower().removeprefix("torch.")
     if name in ("bf16-mixed", "bfloat16", "bf16"):
@@ -81,11 +87,11 @@ def precision(text: Any) -> dict[str, Any]:
     raise NoEqualError(f"{text}: losses are not scaled, so float16 would overflow; bfloat16 is there")
 
 
-def flat(block: Any, prefix: str = "") -> dict[str, Any]:
+def flat(block: object, prefix: str = "") -> dict[str, object]:
     """Flattens nested blocks to dotted keys; lists and empty blocks are kept as values."""
     if not isinstance(block, dict) or not block:
         return {prefix.removesuffix("."): block}
-    flattened: dict[str, Any] = {}
+    flattened: dict[str, object] = {}
     for key, value in block.items():
         flattened |= flat(value, f"{prefix}{key}.")
     return flattened

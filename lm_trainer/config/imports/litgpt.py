@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_trainer.config.imports.base import (
@@ -13,12 +14,14 @@ from lm_trainer.config.imports.base import (
     Dialect,
     Lost,
     NoEqualError,
+    Rule,
+    Settings,
     Values,
     precision,
 )
 
 _VOCABULARY = Lost("the tokenizer tells the vocabulary")
-_SIZES = {
+_SIZES: dict[str, Rule] = {
     "block_size": "model.seq_len",
     "n_layer": "model.num_layers",
     "n_embd": "model.hidden_dim",
@@ -82,34 +85,34 @@ def _type(values: Values) -> str | None:
     return _FAMILIES.get(str(_model_value(values, "mlp_class_name")))
 
 
-def _family(value: Any) -> dict[str, Any]:
+def _family(value: str) -> Settings:
     if value not in _FAMILIES:
         raise NoEqualError(f"{value}; the families are told apart by {', '.join(_FAMILIES)}: see model.type")
     return {"model.type": _FAMILIES[value]}
 
 
-def _of(kind: str, key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
+def _of(kind: str, key: str, value: object, values: Values, *, plain: object) -> Settings:
     """A key that exists in our models of type `kind`; in the other type, its value is fixed to `plain`."""
     if _type(values) == kind:
         return {f"model.{key}": value}
     return _plain(value, plain, next(family for family in _FAMILIES.values() if family != kind))
 
 
-def _fixed(value: Any, by_type: dict[str, Any], values: Values) -> dict[str, Any]:
+def _fixed(value: object, by_type: Mapping[str, object], values: Values) -> Settings:
     kind = _type(values) or "llama"
     return _plain(value, by_type[kind], kind)
 
 
-def _plain(value: Any, plain: Any, kind: str) -> dict[str, Any]:
+def _plain(value: object, plain: object, kind: str) -> Settings:
     if value != plain:
         raise NoEqualError(f"{value}: a model of type {kind} has {plain}; another family may have it, see model.type")
     return {}
 
 
-def _assumed(values: Values) -> dict[str, Any]:
+def _assumed(values: Values) -> Values:
     """Defaults of litgpt for missing keys; they depend on its command, which is recognised by the keys."""
     tunes = _tunes(values)
-    defaults: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
+    defaults: dict[str, object] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:
         defaults.pop("train.max_tokens", None)
     if "train.learning_rate" not in values:
@@ -141,35 +144,35 @@ _TUNING = {
 }
 
 
-def _weights(value: Any, values: Values) -> dict[str, Any]:
+def _weights(value: object, values: Values) -> Settings:
     del values
     return {"initialize_from_hf": str(value).removeprefix("checkpoints/"), "use_hf_model_config": True}
 
 
-def _name(value: Any, values: Values) -> dict[str, Any]:
+def _name(value: object, values: Values) -> Settings:
     if any(key.startswith(f"{_block(values)}.") for key in values) or values.get("checkpoint_dir"):
         return {}
     raise NoEqualError(f"the sizes of {value} are not known here; write a model section, or use_hf_model_config")
 
 
-def _sizes(block: str) -> dict[str, Any]:
+def _sizes(block: str) -> dict[str, Rule]:
     """Rules for the model keys below `block`."""
     return {f"{block}.{key}": rule for key, rule in _SIZES.items()}
 
 
-def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+def _optimizer(value: object, values: Values) -> Settings:
     del values
     if not str(value).lower().endswith("adamw"):
         raise NoEqualError(f"optimizer {value}; AdamW takes its place")
     return {"optimizer.type": "adam"}
 
 
-def _betas(value: Any, values: Values) -> dict[str, Any]:
+def _betas(value: Sequence[float], values: Values) -> Settings:
     del values
     return dict(zip(("optimizer.beta1", "optimizer.beta2"), value, strict=True))
 
 
-def _steps(value: Any, values: Values) -> dict[str, Any]:
+def _steps(value: int, values: Values) -> Settings:
     lengths = ("train.max_seq_length", "model_config.block_size", "model.block_size")
     length = next((values[key] for key in lengths if key in values), None)
     rows = values.get("train.global_batch_size")
@@ -178,12 +181,12 @@ def _steps(value: Any, values: Values) -> dict[str, Any]:
     return {"trainer.num_train_steps": max(1, int(value) // (int(length) * int(rows)))}
 
 
-def _epochs(value: Any, values: Values) -> dict[str, Any]:
+def _epochs(value: object, values: Values) -> Settings:
     del values
     raise NoEqualError(f"{value} passes; the length is trainer.num_train_steps, and data begin anew by themselves")
 
 
-def _min_lr(value: Any, values: Values) -> dict[str, Any]:
+def _min_lr(value: float, values: Values) -> Settings:
     if _tunes(values):
         # litgpt's fine-tuning always decays to zero, regardless of this key.
         return {"optimizer.min_lr_ratio": 0.0}
@@ -192,14 +195,14 @@ def _min_lr(value: Any, values: Values) -> dict[str, Any]:
     return {"optimizer.min_lr_ratio": float(value) / float(rate)}
 
 
-def _data(value: Any, values: Values) -> dict[str, Any]:
+def _data(value: object, values: Values) -> Settings:
     kind, path = str(value).rpartition(".")[2], values.get("data.init_args.json_path")
     path = path or values.get("data.init_args.train_data_path")
     if path is None:
         raise NoEqualError(
             f"the data module {kind}; name files as data.train_urls, or a data set of the hub as data.id"
         )
-    settings: dict[str, Any] = {"data.train_urls": [str(path)]}
+    settings: dict[str, object] = {"data.train_urls": [str(path)]}
     if kind == "JSON":
         settings["data.format"] = ALPACA
     return settings

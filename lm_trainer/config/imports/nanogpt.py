@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
@@ -13,19 +11,20 @@ from lm_trainer.config.imports.base import (
     Dialect,
     Lost,
     NoEqualError,
+    Settings,
     Values,
     precision,
 )
 
 
-def _start(value: Any, values: Values) -> dict[str, Any]:
+def _start(value: object, values: Values) -> Settings:
     del values
     if value == "resume":
         raise NoEqualError("a run resumes by itself, by the same command again")
     return {} if value == "scratch" else {"initialize_from_hf": "openai-community/" + str(value)}
 
 
-def _data(value: Any, values: Values) -> dict[str, Any]:
+def _data(value: object, values: Values) -> Settings:
     if str(value).endswith("_char"):
         raise NoEqualError(
             "what the numbers in its train.bin mean only its meta.pkl knows, which is not read; input.txt beside them "
@@ -45,34 +44,34 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
     }
 
 
-def _min_lr(value: Any, values: Values) -> dict[str, Any]:
+def _min_lr(value: float, values: Values) -> Settings:
     return {"optimizer.min_lr_ratio": value / values["learning_rate"]}
 
 
-def _decays(value: Any, values: Values) -> dict[str, Any]:
+def _decays(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.lr_schedule": "cosine" if value else "constant"}
 
 
-def _decay_steps(value: Any, values: Values) -> dict[str, Any]:
+def _decay_steps(value: object, values: Values) -> Settings:
     if values["decay_lr"] and value != values["max_iters"]:
         raise NoEqualError(f"the learning rate decays to the last step, not to step {value}")
     return {}
 
 
-def _tracker(value: Any, values: Values) -> dict[str, Any]:
+def _tracker(value: object, values: Values) -> Settings:
     if not value:
         return {}
     names = {"project": values.get("wandb_project"), "name": values.get("wandb_run_name")}
     return {"trainer.tracker": {"type": "wandb", **{key: name for key, name in names.items() if name}}}
 
 
-def _dropout(value: Any, values: Values) -> dict[str, Any]:
+def _dropout(value: object, values: Values) -> Settings:
     del values
     return dict.fromkeys(("model.resid_pdrop", "model.attn_pdrop", "model.embed_pdrop"), value) if value else {}
 
 
-def _clip(value: Any, values: Values) -> dict[str, Any]:
+def _clip(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.max_grad_norm": value or None}
 

@@ -8,7 +8,6 @@ import operator
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -32,7 +31,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
-def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
+def read_foreign(file: Path) -> tuple[dict[str, object], list[str]]:
     """Returns the data of a file, parsed by its suffix, and the lines of a Python file that cannot be evaluated.
 
     Raises:
@@ -63,7 +62,7 @@ def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
     return data, skipped
 
 
-def _depth(data: Any) -> int:
+def _depth(data: object) -> int:
     """Nesting depth of blocks and lists."""
     values, depth = [data], 0
     while blocks := [value for value in values if isinstance(value, dict | list)]:
@@ -72,7 +71,7 @@ def _depth(data: Any) -> int:
     return depth
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     check_depth(text)
     loader = _Loader(text)
     try:
@@ -106,9 +105,9 @@ def _check_size(root: yaml.Node) -> None:
             waiting += node.value
 
 
-def _assignments(text: str) -> tuple[dict[str, Any], list[str]]:
+def _assignments(text: str) -> tuple[dict[str, object], list[str]]:
     """The values assigned in a Python file, if computable from literals and each other, and all other lines."""
-    names: dict[str, Any] = {}
+    names: dict[str, object] = {}
     skipped = []
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -124,7 +123,7 @@ def _assignments(text: str) -> tuple[dict[str, Any], list[str]]:
     return names, skipped
 
 
-def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+def _value(node: ast.expr, names: dict[str, object]) -> object:
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.BinOp) and (compute := _OPERATORS.get(type(node.op))):

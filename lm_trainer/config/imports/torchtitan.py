@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
@@ -12,6 +10,8 @@ from lm_trainer.config.imports.base import (
     Dialect,
     Lost,
     NoEqualError,
+    Rule,
+    Settings,
     Values,
     precision,
 )
@@ -25,7 +25,7 @@ _FLAVORS = {
 }
 
 
-def _model(value: Any, values: Values) -> dict[str, Any]:
+def _model(value: object, values: Values) -> Settings:
     sizes = _FLAVORS.get((str(values.get("model.name")), str(value)))
     if sizes is None:
         raise NoEqualError(f"the sizes of {values.get('model.name')} {value} are not known here; write a model section")
@@ -36,21 +36,21 @@ def _model(value: Any, values: Values) -> dict[str, Any]:
     }
 
 
-def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+def _optimizer(value: object, values: Values) -> Settings:
     del values
     if str(value).lower() not in ("adamw", "adam"):
         raise NoEqualError(f"optimizer {value}; AdamW takes its place")
     return {"optimizer.type": "adam"}
 
 
-def _decay_type(value: Any, values: Values) -> dict[str, Any]:
+def _decay_type(value: object, values: Values) -> Settings:
     del values
     if value not in ("linear", "cosine"):
         raise NoEqualError(f"decay_type {value}: there are linear, cosine, inv_sqrt, inv and power")
     return {"optimizer.lr_schedule": value}
 
 
-def _rows(value: Any, values: Values) -> dict[str, Any]:
+def _rows(value: object, values: Values) -> Settings:
     if values.get("training.global_batch_size", -1) > 0:
         return {"trainer.per_device_parallelism": value}
     raise NoEqualError(
@@ -60,7 +60,7 @@ def _rows(value: Any, values: Values) -> dict[str, Any]:
     )
 
 
-def _data(value: Any, values: Values) -> dict[str, Any]:
+def _data(value: object, values: Values) -> Settings:
     if path := values.get("training.dataset_path"):
         return {"data.train_urls": [f"{path}/*"]}
     if value == "c4_test":
@@ -70,16 +70,16 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
     return {"data.id": "allenai/c4", "data.name": "en"}
 
 
-def _batch(value: Any, values: Values) -> dict[str, Any]:
+def _batch(value: int, values: Values) -> Settings:
     del values
     return {"trainer.train_batch_size": value} if value > 0 else {}
 
 
-def _axis(key: str) -> Any:
+def _axis(key: str) -> Rule:
     return lambda value, _: {key: value} if value > 1 else {}
 
 
-def _remat(value: Any, values: Values) -> dict[str, Any]:
+def _remat(value: object, values: Values) -> Settings:
     del values
     if value not in ("none", "full"):
         raise NoEqualError(f"mode {value}: layers are recomputed, or not, or as lmt plan --search finds")

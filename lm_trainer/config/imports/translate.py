@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from lm_trainer.config.config_node import ConfigNode, complete
+from lm_trainer.config.config_node import ConfigNode, complete, value_at
 from lm_trainer.config.document import Document, dotted
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.foreign import adopt
 from lm_trainer.config.imports import DIALECTS
-from lm_trainer.config.imports.base import Lost, NoEqualError, Rule, Used, flat
+from lm_trainer.config.imports.base import Blocks, Lost, NoEqualError, Rule, Settings, Used, Values, flat
 from lm_trainer.config.imports.read import read_foreign
 from lm_trainer.config.imports.recognise import dialect_of, rule_for, surely_of
 from lm_trainer.core.config import Config
@@ -27,7 +26,7 @@ class Translation:
     """The translated configuration as plain data, and the foreign keys that were lost."""
 
     dialect: str
-    data: dict[str, Any]
+    data: Blocks
     lost: tuple[tuple[str, str], ...]
     """(foreign key, reason)."""
 
@@ -103,7 +102,7 @@ def foreign_dialect(file: Path, root: type[Config]) -> str | None:
     return surely_of(file, keys, root)
 
 
-def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str, Any]:
+def _settings(rule: Rule | None, value: object, values: Values) -> Settings:
     if rule is None:
         raise NoEqualError("no key of ours is known for it")
     if isinstance(rule, Lost):
@@ -113,9 +112,9 @@ def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str
     return {} if isinstance(rule, Used) else dict(rule(value, values))
 
 
-def _nested(settings: dict[str, Any]) -> dict[str, Any]:
+def _nested(settings: Settings) -> Blocks:
     """Nests dotted keys into blocks, with sections in our usual order."""
-    nested: dict[str, Any] = {}
+    nested: Blocks = {}
     for key, value in settings.items():
         *parents, last = key.split(".")
         block = nested
@@ -126,7 +125,7 @@ def _nested(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: nested[key] for key in sorted(nested, key=lambda key: order.index(key) if key in order else -1)}
 
 
-def _accepted(data: dict[str, Any], root: type[Config]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _accepted(data: Blocks, root: type[Config]) -> tuple[Blocks, list[tuple[str, str]]]:
     """Splits the data into our keys, in our spelling, and lost keys with reasons."""
     document = Document()
     node = ConfigNode.root(root)
@@ -136,15 +135,12 @@ def _accepted(data: dict[str, Any], root: type[Config]) -> tuple[dict[str, Any],
     lost = []
     for path in list(_unknown(node, data, ())):
         lost.append((dotted(path), explainer.unknown_key(path).removeprefix("refused: ")))
-        holder: Any = data
-        for key in path[:-1]:
-            holder = holder[key]
-        del holder[path[-1]]
+        del value_at(data, path[:-1])[path[-1]]
     notes = [tuple(note.split(" ", 1)) for note in document.notes if "has no effect" in note]
     return data, [*((key, reason) for key, reason in notes), *lost]
 
 
-def _unknown(node: ConfigNode, data: Any, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+def _unknown(node: ConfigNode, data: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """Yields the paths of unknown keys."""
     if isinstance(data, list):
         for index, item in enumerate(data):
