@@ -36,7 +36,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     task = bar.add_task("", total=1.0)
 
     def draw(progress: "BuildProgress") -> None:
-        # Started late, so that no bar appears if everything is tokenised already.
+        # Started late, so no bar appears if everything is tokenised already.
         bar.start()
         bar.update(task, completed=progress.share, description=for_terminal(str(progress)))
 

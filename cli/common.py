@@ -60,7 +60,7 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Se
     """Checks one path or several, and expands `~`, which not every shell does behind `--out=`.
 
     Raises:
-        UserError: for a path or URL that the argument does not support.
+        UserError: for a path or URL the argument does not support.
     """
     if isinstance(value, list | tuple):
         return type(value)(_checked(param, path, name, schemes) for path in value)
@@ -73,7 +73,7 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Se
 
 
 path_argument = partial(typer.Argument, callback=_check_local)
-"""An argument that takes a path. Every such argument uses it, so that none takes a URL for a directory name."""
+"""An argument that takes a path. Every such argument uses it, so none takes a URL for a directory name."""
 place_argument = partial(typer.Argument, callback=_check_place)
 """An argument that takes a path or a URL of object storage."""
 place_option = partial(typer.Option, callback=_check_place)
@@ -87,7 +87,7 @@ source_argument = partial(typer.Argument, callback=_find_source)
 hub_argument = partial(typer.Argument, callback=_check_local_or_hub)
 """An argument that takes a path or a name on the Hugging Face hub, as `path_argument`."""
 
-# One Annotated type per argument, so that all commands describe it alike.
+# One Annotated type per argument, so all commands describe it alike.
 _FILE_HELP = "A YAML file, or the name of one in configs/."
 ConfigArgument = Annotated[Path, config_argument(metavar="CONFIG", help=_FILE_HELP, show_default=False)]
 LadderArgument = Annotated[Path, config_argument(metavar="LADDER", help=_FILE_HELP, show_default=False)]
@@ -195,12 +195,12 @@ def check_is_run(run: str) -> None:
 
 
 def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """Loads a run's configuration, with the model section that training takes from a Hugging Face checkpoint."""
+    """Loads a run's configuration, with the model section training takes from a Hugging Face checkpoint."""
     return resolve(load_run_config(ctx, config, overrides), config)
 
 
 def resolve(run: "RunConfig", config: Path) -> "RunConfig":
-    """Returns the configuration with the model section that training takes from a Hugging Face checkpoint."""
+    """Returns the configuration with the model section training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
     # Imports JAX, so imported lazily.

@@ -11,7 +11,7 @@ _SUFFIXES = ("", ".yaml", ".yml")
 
 
 def config_file(ctx: typer.Context, requested: Path) -> Path:
-    """Finds the file of a configuration that an argument names.
+    """Finds the configuration file named by an argument.
 
     The path itself comes first. A bare name is searched in the working directory, in its `configs/`, and in the
     configurations shipped with the program, with and without `.yaml`. A file found by name is reported on stderr.

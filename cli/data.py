@@ -103,7 +103,7 @@ def verify(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove damaged parts, so that lmt data build rebuilds them.")
+        bool, typer.Option("--repair", help="Remove damaged parts, so lmt data build rebuilds them.")
     ] = False,
 ) -> None:
     """Check every cache file against the digest recorded when it was written.

@@ -25,7 +25,7 @@ def at(
     ] = None,
     chars: CharsOption = 200,
 ) -> None:
-    """Print the documents that a step trains on: source, first token, and text of each.
+    """Print the documents a step trains on: source, first token, and text of each.
 
     Text without a cache is tokenised first.
 

@@ -51,7 +51,7 @@ def dedup(
 ) -> None:
     """Count exact and near duplicates among the documents of the training text, across all of its data sets.
 
-    Keeps the first document of each group. --output writes the others to a list for data.exclude, so that training
+    Keeps the first document of each group. --output writes the others to a list for data.exclude, so training
     skips them, and caches are reused. Near duplicates are found by MinHash (extra `dedup`).
 
     For example:
@@ -88,7 +88,7 @@ def open_train_data(config: Any) -> "Data":
 
     config.need_documents()
     with build_progress() as show:
-        # Rows of one token, so that data sets too short for longer rows can be compared too.
+        # Rows of one token, so data sets too short for longer rows can be compared too.
         return open_data(config.model_copy(update={"packing": "concat"}), seq_len=1, seed=0, on_progress=show)
 
 

@@ -119,7 +119,7 @@ def evaluate(
     # Before jax is imported: sets its allocator and threads.
     prepare_process()
 
-    # First, before any import of a package that the harness shares.
+    # First, before any import of a package the harness shares.
     harness_tasks = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
     from lm_trainer.core.terminal import json_line
     from lm_trainer.evaluate.model import open_eval_model
@@ -192,7 +192,7 @@ def _read_tasks(
     chat: bool,
     samples: Path | None,
 ) -> "Tasks | None":
-    """Reads the tasks before the model is loaded, so that an unknown name fails at once."""
+    """Reads the tasks before the model is loaded, so an unknown name fails at once."""
     from lm_trainer.core.errors import UserError
     from lm_trainer.harness.config import HarnessConfig, check_package, quiet_bars
 

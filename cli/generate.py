@@ -76,7 +76,7 @@ def generate(
     from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
     from lm_trainer.run.weights.open_model import local_devices, open_model
 
-    # Reads programs that an earlier call compiled; compiling is most of the time to the first token.
+    # Reads programs an earlier call compiled; compiling is most of the time to the first token.
     configure_jax({}, None)
     # Both are checked before the model is loaded.
     sampling = Sampling(

@@ -21,7 +21,7 @@ SizesOption = Annotated[
     typer.Option(
         "--size",
         metavar="SIZE",
-        help="Only this size; any size that the models define; repeatable.",
+        help="Only this size; any size the models define; repeatable.",
         show_default=False,
     ),
 ]
@@ -35,7 +35,7 @@ def _prepare() -> None:
 
 
 def _chosen(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
-    """The named sizes, which may be any that the models define, else all sizes of the ladder."""
+    """The named sizes, which may be any the models define, else all sizes of the ladder."""
     for size in sizes or ():
         ladder.model_configurator.check(size)
     return list(sizes or ladder.sizes)

@@ -196,7 +196,7 @@ def compare(
         typer.Option(
             "--flops",
             metavar="C",
-            help="Compute budget at which to compare; repeatable. Default: the range that both cover.",
+            help="Compute budget at which to compare; repeatable. Default: the range both cover.",
         ),
     ] = None,
     tokens_per_param: Annotated[

@@ -161,10 +161,10 @@ def ray(
         ),
     ] = None,
     cpus_per_process: Annotated[
-        float, typer.Option("--cpus-per-process", metavar="C", min=0, help="Cores that Ray reserves per process.")
+        float, typer.Option("--cpus-per-process", metavar="C", min=0, help="Cores Ray reserves per process.")
     ] = 1,
     gpus_per_process: Annotated[
-        float, typer.Option("--gpus-per-process", metavar="G", min=0, help="GPUs that Ray assigns to each process.")
+        float, typer.Option("--gpus-per-process", metavar="G", min=0, help="GPUs Ray assigns to each process.")
     ] = 0,
     devices_per_process: Devices = None,
     wait: Annotated[

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 _COMPILED = 3
-"""Number of layouts that a search compiles."""
+"""Number of layouts a search compiles."""
 _REASON = 400
 """Maximum length of a compiler's last message."""
 

@@ -72,7 +72,7 @@ def replay(
     if step is None:
         _put_metrics_back(record, overrides or [], as_json=as_json)
         return
-    # Progress goes to stderr, so that the output can be piped.
+    # Progress goes to stderr, so the output can be piped.
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = run_replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress

@@ -24,7 +24,7 @@ def report(
 
     Shows non-default configuration, devices, attempts, curves with smoothing and logarithmic axes, evaluations, alerts,
     samples, token probabilities and the fingerprint. For several runs, also shows the differences of their
-    configurations, the first step at which they diverge bitwise, and the tokens that each needs to reach the first
+    configurations, the first step at which they diverge bitwise, and the tokens each needs to reach the first
     run's loss. Runs may still be in progress.
 
     For example:

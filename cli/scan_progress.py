@@ -33,7 +33,7 @@ class ScanProgress:
         typer.echo(f"\r{for_terminal(name)}: {done:,} of {total:,} {self._items} ({share}%)\033[K", err=True, nl=False)
 
     def clear(self) -> None:
-        """Clears the line, so that other output can replace it."""
+        """Clears the line, so other output can replace it."""
         if self._is_shown:
             self._is_shown = False
             typer.echo("\r\033[K", err=True, nl=False)

@@ -49,7 +49,7 @@ def train(
         for line in plan(run, name=config.stem):
             clean.echo(line)
         return
-    # Registered before the run starts, so that it also applies after a crash.
+    # Registered before the run starts, so it also applies after a crash.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with (
         explained_out_of_memory(run, config, overrides or []),

@@ -68,7 +68,7 @@ def verify(
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
-    # Chosen here and printed, so that the same segments can be verified later.
+    # Chosen here and printed, so the same segments can be verified later.
     seed = random.randrange(10**6) if seed is None else seed
     candidates = find_segments(record, max_steps)
     chosen = choose_segments(candidates, segments, seed)

@@ -45,7 +45,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
                 warm()
             run.blocked.clear()
             run.finished.clear()
-            # Interleaved, so that a slowdown of the machine affects all of them alike.
+            # Interleaved, so a slowdown of the machine affects all of them alike.
             timings = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
             restores = [timed(run.restore) for _ in range(repeats)]
     for directory in missing:
@@ -99,7 +99,7 @@ class _Run:
 
 
 def _writer(path: Path, count: int) -> Callable[[], float]:
-    # Random, so that no file system can compress it.
+    # Random, so no file system can compress it.
     content = np.random.default_rng(0).bytes(count)
 
     def write() -> float:

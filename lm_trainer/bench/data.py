@@ -18,13 +18,13 @@ from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
-"""Untimed batches before and after the timed ones, so that threads have read ahead equally many at both ends."""
+"""Untimed batches before and after the timed ones, so threads have read ahead equally many at both ends."""
 
 
 def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     """Loads batches as fast as possible, and at the rate of training steps, alternately.
 
-    Text without a cache is tokenised first, into the cache that training uses.
+    Text without a cache is tokenised first, into the cache training uses.
 
     Raises:
         UserError: for missing or damaged data, or as `configured_setup`.

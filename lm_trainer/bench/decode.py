@@ -32,7 +32,7 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     with jax.default_device(jax.local_devices()[0]):
         params = jax.jit(program.model.init)()
     dtype = config.trainer.mp.compute_dtype
-    # Cast once, so that each token reads the weights in the compute dtype instead of float32.
+    # Cast once, so each token reads the weights in the compute dtype instead of float32.
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     model = for_decoding(program.model.merge(params), dtype)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()

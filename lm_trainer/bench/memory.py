@@ -72,7 +72,7 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
     """The configuration unchanged, and with one setting changed, by setting; `tokens` is the size of a microbatch."""
     model = config.model
     yield "as configured", config
-    # Layer by layer, activations that a policy stores are not temporary memory of a program.
+    # Layer by layer, activations a policy stores are not temporary memory of a program.
     for policy in () if config.trainer.gathers_layers else POLICIES:
         changed = model.model_copy(update={"gradient_checkpointing": policy})
         # The configured policy is already the first row.

@@ -39,7 +39,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
         with tempfile.TemporaryDirectory() as cache:
             trainer = config.trainer.model_copy(update={"jax_compilation_cache_dir": cache})
             text = config.model_copy(update={"trainer": trainer}).model_dump_json()
-            # Order matters: the first start fills the cache that the second reads.
+            # Order matters: the first start fills the cache the second reads.
             for start in starts_by_kind.values():
                 start.append(_start(text))
             size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())

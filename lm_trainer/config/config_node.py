@@ -43,7 +43,7 @@ class ConfigNode:
         return next((m for m in block.models if type(self.default) is m), block.models[0])
 
     def model_for(self, value: object) -> type[BaseModel] | None:
-        """The class that a value selects; None for an unknown `type`, and if no block is allowed."""
+        """The class a value selects; None for an unknown `type`, and if no block is allowed."""
         block = self.value_type.choice("model")
         if block is None:
             return None

@@ -45,7 +45,7 @@ class Document:
     unreadable: set[KeyPath] = field(default_factory=set)
     """Paths with a recorded problem; further problems at these paths are consequences."""
     notes: list[str] = field(default_factory=list)
-    """Effects of keys and overrides that the user may not expect."""
+    """Effects of keys and overrides the user may not expect."""
     suggested: int = 0
     """Number of unknown keys for which suggestions have been searched."""
 

@@ -254,7 +254,7 @@ class Explainer:
         )
 
     def _report_validator_message(self, path: KeyPath, message: str) -> None:
-        """Records a validator's message at the key that it names or mentions."""
+        """Records a validator's message at the key it names or mentions."""
         if path:
             message = message.removeprefix(f"{path[-1]}: ")
         node, value = self.find(path)

@@ -103,7 +103,7 @@ def _check(node: ConfigNode, value: object, path: KeyPath, document: Document) -
         declared = {name for model in node.models(value) for name in (*model.model_fields, *_foreign_keys(model))}
         for key, item in value.items():
             if key not in declared and node.value_type.may_hold_secrets() and is_secret_name(key):
-                # Checks only the name, and marks the value as unreadable, so that it is never shown.
+                # Checks only the name, and marks the value as unreadable, so it is never shown.
                 document.report((*path, key), SECRET_REFUSED, at_key=True)
                 document.unreadable.add((*path, key))
             else:

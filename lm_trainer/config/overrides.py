@@ -260,7 +260,7 @@ def _start_afresh(holder: dict[str, object], override: Override, document: Docum
 
 
 def _replace(node: ConfigNode, override: Override, document: Document) -> None:
-    """Drops the file's keys that the override replaces according to `Config.replaced_keys`."""
+    """Drops the file's keys replaced by the override, according to `Config.replaced_keys`."""
     *parent, key = override.path
     block = document.data
     for step in parent:

@@ -40,7 +40,7 @@ def _write_defaults(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
 
 
 def _write_foreign_keys(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
-    """Adds foreign keys that the loader accepts, marked as deprecated."""
+    """Adds foreign keys the loader accepts, marked as deprecated."""
     if not issubclass(model, Config):
         return
     keys = schema.setdefault("properties", {})

@@ -1,4 +1,4 @@
-"""Value types: the values that an annotation of a configuration class allows."""
+"""Value types: the values an annotation of a configuration class allows."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def _real(path: Path) -> Path:
 
 
 def _read(path: Path, including: Sequence[Path]) -> str:
-    """Reads the text of a file that the files in `including` include.
+    """Reads the text of a file; the files in `including` led to it.
 
     Raises:
         ValueError: with the reason why it cannot be read, and advice.

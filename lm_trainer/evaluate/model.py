@@ -65,7 +65,7 @@ class EvalModel:
     setup: TrainingSetup
     params: Params
     settings: HfSettings | None
-    """Settings of the published model that it was converted from."""
+    """Settings of the published model it was converted from."""
 
     @property
     def losses(self) -> Evaluator:
@@ -119,7 +119,7 @@ def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> Eval
     row = context or min(read_hf_config(path)[0].seq_len, MAX_ROW)
     rows = max(_TOKENS_AT_ONCE // row, 1)
     model = read_hf_config(path)[0]
-    # Written and loaded, so that overrides are checked as for a run.
+    # Written and loaded, so overrides are checked as for a run.
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / f"{path.name}.yaml"
         file.write_text(to_yaml(RunConfig(model=model)))  # pyright: ignore[reportArgumentType]

@@ -82,7 +82,7 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
 
 
 def _of_files(files: Sequence[str]) -> DataConfig:
-    """Each file as a separate set; the training text is a placeholder that the configuration requires."""
+    """Each file as a separate set; the training text is a placeholder the configuration requires."""
     names = [re.sub(r"[^\w.-]+", "-", Path(file).stem).lstrip(".-") or "text" for file in files]
     if len({*names}) < len(names):
         names = [re.sub(r"[^\w.-]+", "-", file).lstrip(".-") for file in files]

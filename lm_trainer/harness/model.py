@@ -48,7 +48,7 @@ class _Query(NamedTuple):
 class HarnessModel(TemplateLM):
     """Adapts a decoder of this package to `lm_eval.api.model.LM`.
 
-    Formats and encodes texts as `lm_eval`'s model for transformers, so that results are comparable: special tokens in a
+    Formats and encodes texts as `lm_eval`'s model for transformers, so results are comparable: special tokens in a
     text are recognised, and the tokenizer adds its own.
 
     Args:
@@ -56,7 +56,7 @@ class HarnessModel(TemplateLM):
         tokenizer: the model's.
         settings: settings of the published model: additional end tokens.
         dtype: compute dtype.
-        max_length: maximum number of tokens that the model reads; None means its context.
+        max_length: maximum number of tokens the model reads; None means its context.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.encode_special(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log probabilities of continuations, and True for each one that greedy decoding gives."""
+        """Log probabilities of continuations, and True for each one greedy decoding gives."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
@@ -201,7 +201,7 @@ class HarnessModel(TemplateLM):
             text = self._tokenizer.decode_all(tokens)
             return any(term and term in text for term in until)
 
-        # Pads the batch, so that the last one needs no separate program.
+        # Pads the batch, so the last one needs no separate program.
         filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
         *_, written = generate_stream(
             self._writer, filled, settings, stop=lambda _, tokens: has_ended(tokens), chunk=_CHUNK

@@ -69,7 +69,7 @@ class Tasks:
         """Evaluates a model on all tasks, deterministically.
 
         Raises:
-            UserError: for answers that do not fit into the context, and anything that the harness rejects.
+            UserError: for answers that do not fit into the context, and anything the harness rejects.
         """
         config, loaded = self._config, cast(Any, self._loaded)
         with _quiet():

@@ -11,7 +11,7 @@ from lm_trainer.profile.peaks import Peak, datasheet_peak, tf32_allowed
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 MFU = 0.4
-"""Default model FLOP utilisation: the fraction of the datasheet's peak that training reaches."""
+"""Default model FLOP utilisation: the fraction of the datasheet's peak reached in training."""
 
 
 @dataclass(frozen=True)

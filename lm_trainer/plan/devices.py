@@ -24,7 +24,7 @@ _UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
 _PREALLOCATED = 0.75
-"""The fraction of a GPU's memory that JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise: see "GPU
+"""The fraction of a GPU's memory JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise: see "GPU
 memory allocation" in the JAX documentation."""
 
 
@@ -41,7 +41,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory that a run may use on each device."""
+    """The memory a run may use on each device."""
 
     bytes: int
     origin: str

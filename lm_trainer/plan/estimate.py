@@ -37,7 +37,7 @@ program of `determinism: fast`."""
 
 _FLOAT32 = 4
 _LAYERS_AT_ONCE = 2
-"""Layers that XLA holds gathered at a time: it gathers one while it computes with the other."""
+"""Layers XLA holds gathered at a time: it gathers one while it computes with the other."""
 
 Temporary = Mapping[str, int]
 """Name of a program of one microbatch -> bytes of its temporary memory."""

@@ -22,7 +22,7 @@ _PLUGINS = {"jax-cuda12-pjrt": "cuda12", "jax-cuda13-pjrt": "cuda13"}
 
 @dataclass(frozen=True)
 class _Gpu:
-    """The figures of a GPU that the compiler needs."""
+    """GPU figures needed by the compiler."""
 
     capability: int
     """Major number of the compute capability; the minor one is 0."""

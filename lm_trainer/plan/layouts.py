@@ -21,7 +21,7 @@ from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_m
 _AXES = ("pipeline", "context", "expert", "model")
 """The mesh axes whose sizes are searched, each under `trainer.<axis>_axis_size`."""
 _TENSOR_AXES = ("heads", "mlp")
-"""Logical axes that tensor parallelism shards if the configuration names none."""
+"""Logical axes tensor parallelism shards if the configuration names none."""
 _REMAT: dict[Any, Any] = {"full": True, "dots_no_batch": "dots_no_batch", "none": False}
 """Remat policy -> value of `model.gradient_checkpointing`, from least memory to least computation."""
 
@@ -52,7 +52,7 @@ def _text(value: Any) -> str:
 
 
 def layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
-    """All layouts of a run on `count` devices that the model and the batch allow.
+    """Yields all possible layouts of a run on `count` devices.
 
     The batch, the row length, the optimizer and the data stay unchanged. With `trainer.elastic_shards`, a layout has at
     least that many microbatches. A run with `determinism: fast` keeps it, and all other runs stay bit-identical on any

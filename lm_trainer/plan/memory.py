@@ -74,7 +74,7 @@ class StepMemory:
         setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
         self.rows = plan.rows
-        """Rows that a device computes at a time in the largest step."""
+        """Rows a device computes at a time in the largest step."""
         if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
             self.rows *= plan.per_shard(setup.sharding.mesh)
         self._built = {self.rows: setup}

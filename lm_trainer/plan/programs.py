@@ -24,7 +24,7 @@ class ProgramWork:
     """Number of runs per step."""
     operations: tuple[Operation, ...]
     sent: Mapping[str, float]
-    """Collective -> bytes that the device sends."""
+    """Collective -> bytes the device sends."""
     kernels: Mapping[str, int]
     """Custom kernel, such as attention -> number of occurrences in the program. FLOPs are counted only for kernels of
     matrix products."""

@@ -1,4 +1,4 @@
-"""Programs that the compiler rejects: the reason in one line, and the program in a file."""
+"""Programs the compiler rejects: the reason in one line, and the program in a file."""
 
 from __future__ import annotations
 

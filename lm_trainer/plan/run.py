@@ -29,7 +29,7 @@ from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
 
 _QUERIES = 128
-"""Queries per block of scores in place of a kernel, which stores no scores."""
+"""Queries per block of scores, as a substitute for a kernel, which stores no scores."""
 _GROWING, _GROWING_FAST = 0.7, 0.85
 """Ratio of temporary memory on accelerators to temporary memory on a CPU, which holds float32 copies of bfloat16
 operands and fuses less; for programs that grow with the microbatch. It is the maximum, at the peak, over the
@@ -42,11 +42,11 @@ class Assumptions:
     """Assumptions of a plan that are not part of the configuration."""
 
     mfu: float = MFU
-    """The fraction of the datasheet's peak that training reaches."""
+    """The fraction of the datasheet's peak reached in training."""
     price: float | None = None
     """The price per device-hour, in any currency."""
     memory: int | None = None
-    """Bytes that a run may use on each device; None means according to the datasheet."""
+    """Bytes a run may use on each device; None means according to the datasheet."""
     vocab_size: int | None = None
     """Rows of the token embedding; None means the result of `find_vocabulary`."""
 

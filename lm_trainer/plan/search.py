@@ -68,7 +68,7 @@ class Candidate:
     memory: PhaseBytes
     """The phase with the highest memory of a device: estimated, or with `compiled` from the compiler."""
     limit: int | None
-    """Bytes that it may take; None if unknown."""
+    """Bytes it may take; None if unknown."""
     compiled: CompiledLayout | None = None
     """None if not compiled by the devices' own compiler."""
     refused: str | None = None
@@ -97,7 +97,7 @@ class Search:
     budget: Budget | None
     tokens_per_step: int
     considered: int
-    """Number of layouts that the model and the batch allow."""
+    """Number of layouts the model and the batch allow."""
     ranked: tuple[Candidate, ...]
     """The fastest fitting layout of each mesh and gather setting; with a compiler, the compiled layouts that fit."""
     same_numbers: Candidate | None
@@ -249,7 +249,7 @@ class _Pricing:
         return attention_backend(config, self._vocab_size, device_platform(self._group.kind))
 
     def _numbers(self, config: RunConfig, mesh: Any) -> int:
-        """Number of parameters that a device computes with, after gathering."""
+        """Number of parameters a device computes with, after gathering."""
         sizes = tuple(mesh.shape.values())
         if sizes not in self._params:
             _, sharding = shard_state(config.trainer.step_plan, config.optimizer, self._model, mesh)
@@ -305,7 +305,7 @@ def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
 
 
 def _kind(layout: Layout) -> tuple[Any, ...]:
-    """Mesh and gather setting: a ranking has the best layout of each, so that its entries differ."""
+    """Mesh and gather setting: a ranking has the best layout of each, so its entries differ."""
     trainer = layout.config.trainer
     axes = (trainer.pipeline_axis_size, trainer.context_axis_size, trainer.expert_axis_size, trainer.model_axis_size)
     return (*axes, trainer.gather)

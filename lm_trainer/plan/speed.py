@@ -59,7 +59,7 @@ class Machine:
     bandwidths: Bandwidths
 
     def link(self, span: int, *, exchange: bool = False) -> float:
-        """Bytes per second that a device sends within a group of `span` neighbours.
+        """Bytes per second a device sends within a group of `span` neighbours.
 
         Args:
             span: number of devices from the first to the last participant.
@@ -87,9 +87,9 @@ class Work:
     shards: int
     """Number of shards of a batch's rows."""
     gathers: int
-    """Number of times that a layer is gathered per step, once per microbatch group; forward and backward count once."""
+    """Number of times a layer is gathered per step, once per microbatch group; forward and backward count once."""
     params: int
-    """Number of parameters that one device computes with, gathered over the batch axes."""
+    """Number of parameters one device computes with, gathered over the batch axes."""
     backend: str
     """Attention backend."""
     training_flops: int
@@ -111,7 +111,7 @@ class Work:
 
     @property
     def tokens(self) -> float:
-        """Tokens of one microbatch that a device computes."""
+        """Tokens of one microbatch computed by a device."""
         return self.plan.rows * self.seq_len / self.group
 
     @property
@@ -155,7 +155,7 @@ def step_cost(work: Work, machine: Machine) -> StepCost:
 
 
 def _bytes_moved(work: Work) -> float:
-    """Bytes that a microbatch reads and writes, except inputs and outputs of matrix products."""
+    """Bytes a microbatch reads and writes, except inputs and outputs of matrix products."""
     # Weights are read by three products, or four; a gradient is written, and added to another one.
     passes = (4 if work.recomputes else 3) * work.itemsize + 4 * _FLOAT32
     scores = 0.0

@@ -41,7 +41,7 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
         for curve in panel.curves:
             axis.plot(*zip(*curve.points, strict=True), label=curve.name, linewidth=1.5)
         axis.set_ylabel(panel.title)
-        # From 0 in every panel, so that heights are comparable.
+        # From 0 in every panel, so heights are comparable.
         axis.set_ylim(bottom=0)
         axis.set_xlim(0, plot.num_steps)
         if len(panel.curves) > 1:

@@ -77,7 +77,7 @@ def _mark_rows(plot: SchedulePlot, columns: int) -> Iterator[str]:
     ):
         row = [" "] * columns
         for start, end, sign in marked:
-            # Rounded to dots first, as in the panel, so that marks align with it.
+            # Rounded to dots first, as in the panel, so marks align with it.
             first, last = (round(step * (2 * columns - 1) / plot.num_steps) // 2 for step in (start, end))
             row[first : last + 1] = sign * (last + 1 - first)
         if marked:

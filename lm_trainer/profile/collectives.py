@@ -1,4 +1,4 @@
-"""Bytes that a compiled program sends between devices, read from its HLO text."""
+"""Bytes a compiled program sends between devices, read from its HLO text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SENT: Mapping[str, Callable[[float, int], float]] = {
 
 
 def bytes_sent(hlo: str) -> dict[str, float]:
-    """Collective -> bytes that each device sends in one run of an optimised program.
+    """Collective -> bytes each device sends in one run of an optimised program.
 
     Raises:
         ValueError: if a collective's devices cannot be parsed from its line.
@@ -39,7 +39,7 @@ def _collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
     for op, _, times in walk(program):
         if _is_continued(op):
             continue
-        # An all-reduce that the TPU compiler fused with the slice of its result takes the time of a reduce-scatter
+        # An all-reduce the TPU compiler fused with the slice of its result takes the time of a reduce-scatter
         # (Austin et al. 2025, "How to Scale Your Model", part 9).
         scatters = any(name.startswith("all-reduce-scatter") for name in op.called("calls"))
         for one in (op, *(inner for inner, _ in fused(program, op))):
@@ -50,7 +50,7 @@ def _collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
 def _is_continued(op: Instruction) -> bool:
     """True for a fusion that contains a collective started by another fusion.
 
-    A TPU program passes a collective through the fusions that it overlaps with, up to the one that waits for it.
+    A TPU program passes a collective through the fusions it overlaps with, up to the one that waits for it.
     """
     carries = any(name.startswith("async_collective_fusion") for name in op.called("calls"))
     return carries or op.name.startswith("async-collective-done")

@@ -63,7 +63,7 @@ _BANDWIDTHS: dict[str, tuple[float, float | None, str]] = {
     "TPU v5": (2765, 600, _TPU),
     "TPU v6 lite": (1640, 448, _TPU),
 }
-"""GB/s of one JAX device's memory, and GB/s that it sends to its neighbours by NVLink or the links of a TPU slice (half
+"""GB/s of one JAX device's memory, and GB/s it sends to its neighbours by NVLink or the links of a TPU slice (half
 of a datasheet's figure for both directions); None without such links."""
 
 NODE = 8

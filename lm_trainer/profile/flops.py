@@ -136,14 +136,15 @@ def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
 
 
 def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: bool = False) -> int:
-    """FLOPs per token that rematerialisation adds to a training step, counted as in `FlopsCount`.
+    """Additional FLOPs per token of rematerialisation in a training step, counted as in `FlopsCount`.
 
     With `every_layer`, each layer is fully recomputed once, regardless of the spec: a step that computes the gradient
     layer by layer does this, because it cannot store activations as the spec says.
 
     Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to a training step (PaLM: Chowdhery et al. 2022,
     arXiv 2204.02311, appendix B). As usual, a block without stored activations counts its full forward pass, although
-    the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel does not count.
+    the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel is not
+    counted.
     """
     in_encoder = _recomputed_in_encoder(spec, seq_len)
     if every_layer:

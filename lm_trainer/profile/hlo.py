@@ -104,7 +104,7 @@ def _split(text: str) -> list[str]:
 
 
 def walk(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
-    """Yields the instructions that a program runs, each with its computation and number of runs.
+    """Yields the instructions a program runs, each with its computation and number of runs.
 
     A fusion is one instruction; its contents are not yielded.
     """

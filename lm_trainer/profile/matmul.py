@@ -15,7 +15,7 @@ import numpy as np
 
 _CPU_SIZE, _ACCELERATOR_SIZE = 2048, 8192
 _CPU_PRODUCTS, _ACCELERATOR_PRODUCTS = 2, 16
-"""Chains on accelerators are long, so that the measurement excludes the time to enqueue them."""
+"""Chains on accelerators are long, so the measurement excludes the time to enqueue them."""
 
 
 class MatmulProbe:

@@ -44,7 +44,7 @@ class Meter:
 
         Args:
             tokens: tokens of the step, over all hosts.
-            loading: seconds that the step waited for data.
+            loading: seconds the step waited for data.
             done: clock time at which it finished; None means now.
 
         Returns:

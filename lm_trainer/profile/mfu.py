@@ -1,6 +1,6 @@
 """The measurement of `lmt bench mfu`: speed of a training step relative to two peaks.
 
-Steps and chains of matrix products are timed alternately, so that drifts of the machine's speed affect both.
+Steps and chains of matrix products are timed alternately, so drifts of the machine's speed affect both.
 """
 
 from __future__ import annotations

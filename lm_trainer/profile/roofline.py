@@ -180,7 +180,7 @@ def _bytes_of(op: Instruction, computation: Computation) -> float:
 
 
 def _fused_bytes(op: Instruction, inside: Computation) -> float:
-    """Bytes that a fusion reads and writes; arrays that it only slices or updates count only the slices."""
+    """Bytes a fusion reads and writes; arrays it only slices or updates count only the slices."""
     # An in-place update writes only its slice.
     updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
     into = {_origin(i.operands[0], inside) for i in updates}
@@ -197,7 +197,7 @@ def _fused_bytes(op: Instruction, inside: Computation) -> float:
 
 
 def _origin(name: str, inside: Computation) -> str:
-    """The array that an instruction forwards unchanged."""
+    """The array an instruction forwards unchanged."""
     while name in inside and inside[name].opcode in _THROUGH:
         name = inside[name].operands[0]
     return name

@@ -1,4 +1,4 @@
-"""Interleaved timings of functions, so that drifts of the machine's speed affect all of them."""
+"""Interleaved timings of functions, so drifts of the machine's speed affect all of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def interleaved(
     results: dict[str, list[float]] = {name: [] for name in runs}
     for round_index in range(repeats):
         on_turn(round_index)
-        # Alternating order, so that none is always measured right after the same other one.
+        # Alternating order, so none is always measured right after the same other one.
         for name in list(runs)[:: -1 if round_index % 2 else 1]:
             results[name].append(runs[name]())
     return results

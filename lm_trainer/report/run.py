@@ -41,7 +41,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run, with everything that the page shows."""
+    """A run, with everything the page shows."""
 
     name: str
     path: Path

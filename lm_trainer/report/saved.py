@@ -17,7 +17,7 @@ _WINDOWS, _RESAMPLED = 40, 1000
 
 @dataclass(frozen=True)
 class Saved:
-    """The comparison of two runs at a loss that both reach."""
+    """The comparison of two runs at a loss both reach."""
 
     loss: float
     """Training loss in nats per token: the higher one of the two final losses."""

@@ -19,7 +19,7 @@ class Divergence:
 
     step: int
     after: int | None
-    """The last earlier step that both runs recorded, with equal numbers; None without one."""
+    """The last earlier step both runs recorded, with equal numbers; None without one."""
     values: dict[str, tuple[Any, Any]]
     """Differing metrics by name, with the values of both runs; empty if only the checkpoints' parameters differ."""
 
@@ -31,7 +31,7 @@ class Comparison:
     a: str
     b: str
     common: int
-    """The number of steps that both runs recorded."""
+    """The number of steps both runs recorded."""
     last: int
     """The last common step."""
     divergence: Divergence | None
@@ -49,7 +49,7 @@ class Comparison:
 
 
 def compare(a: RunRecord, b: RunRecord) -> Comparison:
-    """Compares the steps that both runs recorded, and their checkpoints of equal steps.
+    """Compares the steps both runs recorded, and their checkpoints of equal steps.
 
     Raises:
         UserError: if there is no common step.
@@ -72,7 +72,7 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
 
 
 def _shared(a: RunRecord, b: RunRecord, step: int) -> list[str]:
-    """The metrics of a step that both runs recorded, and that cover the same steps in both."""
+    """The metrics of a step both runs recorded, and that cover the same steps in both."""
     alike = a.start == b.start or (a.covers_all_steps and b.covers_all_steps)
     return [name for name in a.computed[step] if name in b.computed[step] and (alike or name != "fingerprint")]
 
@@ -109,7 +109,7 @@ def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None
 def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
     """The differing keys, and the configuration changes up to the step."""
     x, y = a.identity_at(step), b.identity_at(step)
-    # Compares in both directions, because one run's code may have keys that the other lacks: only keys that differ both
+    # Compares in both directions, because one run's code may have keys the other lacks: only keys that differ both
     # ways count.
     forward, backward = changed_keys(x, y, _config(b, step)), changed_keys(y, x, _config(a, step))
     lines = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in forward.items() if key in backward]

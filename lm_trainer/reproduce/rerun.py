@@ -66,7 +66,7 @@ class Rerun:
         return self.batch
 
     def step(self, observer: Observer | None = None) -> dict[str, float]:
-        """Runs one step, and returns the metrics that a run records for it."""
+        """Runs one step, and returns the metrics a run records for it."""
         batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
         if not program.step.compiled(step_index):
             self.run.attempt.progress.phase("compiling the training step")
@@ -83,7 +83,7 @@ class Rerun:
         return hashes(self.state.params)
 
     def fingerprint(self) -> str | None:
-        """The fingerprint that the run should have recorded at this step; None if the checkpoint has no hash chain."""
+        """The fingerprint the run should have recorded at this step; None if the checkpoint has no hash chain."""
         return None if self._chain is None else fingerprint(self._chain, self.hashes())
 
     def digests(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Levanter: the same keys as ours, except keys that the loader renames with a note or rejects."""
+"""Levanter: the same keys as ours, except keys the loader renames with a note or rejects."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def surely_of(file: Path, keys: Set[str], root: type[Config]) -> str | None:
 
 
 def _supported(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
-    """The keys that a framework supports."""
+    """The keys a framework supports."""
     # A dialect with a catch-all rule has our keys.
     if "" in dialect.keys:
         return {key for key in keys if key.split(".")[0] in root.model_fields}
