@@ -21,7 +21,7 @@ def chat(
             metavar="P", help="Sample from the most likely tokens whose probabilities sum to P (nucleus sampling)."
         ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same answers.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same answers.")] = 0,
     devices: Annotated[
         int, typer.Option(metavar="N", help="Shard the model over the first N devices.", show_default="all")
     ] = 0,

@@ -108,7 +108,7 @@ RunArgument = Annotated[
         metavar="RUN", help="A run id, a run directory, or the URL of its checkpoints in a bucket.", show_default=False
     ),
 ]
-_MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face directory; or the URL of one in a bucket."
+_MODEL_HELP = "A run id, a run or checkpoint directory, a Hugging Face directory, or the bucket URL of one."
 ModelArgument = Annotated[str, place_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
 ExportedArgument = Annotated[str, place_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
 CheckpointOption = Annotated[

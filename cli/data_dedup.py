@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 OutputOption = Annotated[
     Path | None,
-    path_option("--output", "-o", metavar="FILE", help="Write the list for data.exclude here.", show_default=False),
+    path_option(
+        "--output", "-o", metavar="FILE", help="Write the list for data.exclude to this file.", show_default=False
+    ),
 ]
 
 

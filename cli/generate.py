@@ -36,7 +36,7 @@ def generate(
         typer.Option(metavar="TEXT", help="End a continuation before this text; repeatable.", show_default=False),
     ] = None,
     num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations per prompt.")] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")] = 0,
     devices: Annotated[
         int, typer.Option(metavar="N", help="Shard the model over the first N devices.", show_default="all")
     ] = 0,

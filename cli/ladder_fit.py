@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lm_trainer.ladder.fit.fitting import Fit
 
 _POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
-_SOURCES = f"{_POINTS}, or what `lmt ladder fit --out` wrote."
+_SOURCES = f"{_POINTS}, or a fit saved by `lmt ladder fit --out`."
 SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
 FitOption = Annotated[
     Path | None,
@@ -25,7 +25,9 @@ FitOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with full precision.")]
 MaxOption = Annotated[
     float,
-    typer.Option("--max-extrapolation", min=1, help="Refuse beyond this many times the compute of the largest rung."),
+    typer.Option(
+        "--max-extrapolation", min=1, help="Maximum extrapolation, as a multiple of the largest rung's compute."
+    ),
 ]
 ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help="Allow predictions beyond --max-extrapolation.")]
 
@@ -262,7 +264,9 @@ def register(
     fitted: FitOption = None,
     out: Annotated[
         Path | None,
-        path_option("--out", metavar="FILE", help="Default: predictions/SIZE.json in the ladder's directory."),
+        path_option(
+            "--out", metavar="FILE", help="File to write. Default: predictions/SIZE.json in the ladder's directory."
+        ),
     ] = None,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
