@@ -240,9 +240,7 @@ class HarnessModel(TemplateLM):
         return TaskTemplate(self._tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Formats a conversation by the tokenizer's template; without a generation prompt, the last message stays
-        open.
-        """
+        """Formats a conversation; without a generation prompt, the last message stays open."""
         return self._template.write(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

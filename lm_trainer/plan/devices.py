@@ -81,8 +81,9 @@ def parse_bytes(text: str) -> int:
 
 
 def budget(kind: str, memory: int | None = None) -> Budget | None:
-    """The memory of a device for a run: `memory` in bytes, else the fraction of the datasheet's figure that JAX
-    allocates. None if neither is available.
+    """The memory of a device for a run; None if unknown.
+
+    `memory` in bytes, else the fraction of the datasheet's figure that JAX allocates.
 
     Raises:
         UserError: if XLA_PYTHON_CLIENT_MEM_FRACTION is not a fraction.

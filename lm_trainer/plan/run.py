@@ -216,8 +216,7 @@ def _growing(trainer: TrainerConfig, backend: str) -> float:
 
 
 def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """The attention backend of the first layer on a platform; layers differ only in windows, which all backends
-    support.
+    """The attention backend of the first layer on a platform; layers differ only in windows, which all support.
 
     Raises:
         UserError: if the configured backend does not support the model.

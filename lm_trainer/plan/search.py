@@ -312,9 +312,7 @@ def _kind(layout: Layout) -> tuple[Any, ...]:
 
 
 def _compiled(search: Search, count: int, compile_one: Compile) -> Search:
-    """Ranks by the devices' own compiler: compiles in order until `count` layouts fit, and the layout that changes no
-    bit.
-    """
+    """Compiles layouts in order until `count` of them fit, and the one that changes no bit, and ranks these."""
     limit = None if search.budget is None else search.budget.bytes
     fitting, rejected = list[Candidate](), list[Candidate]()
     for candidate in search.ranked:

@@ -23,8 +23,9 @@ _CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"
 
 
 def target_devices(group: DeviceGroup) -> Sequence[Any]:
-    """The described devices of a group: GPUs in nodes of 8, or a TPU slice; for a number of TPUs, the first ones of the
-    smallest slice that has enough.
+    """The described devices of a group.
+
+    GPUs in nodes of 8, or a TPU slice; for a number of TPUs, the first ones of the smallest slice that has enough.
 
     Raises:
         UserError: for another kind, a missing compiler, or a slice that does not exist.

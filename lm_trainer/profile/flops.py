@@ -152,7 +152,7 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     recomputed = in_encoder + sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
     if not spec.remat_groups:
         return recomputed
-    # Each layer of a group runs once more, to recompute its output.
+    # Each layer of a group runs once more, to recompute the inputs of the layers.
     periods = len(spec.blocks) // spec.period
     grouped = periods // spec.remat_groups * spec.remat_groups * spec.period
     return recomputed + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks[:grouped])
@@ -179,7 +179,7 @@ def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
             named = {*policy.host, *policy.device}
         case named:
             pass
-    # The last product is not recomputed: no gradient needs its result.
+    # A saved array is the result of its sublayer's last product, so only that product is not recomputed.
     crossing = 0 if block.cross is None else 2 * spec.hidden_dim * block.cross.num_heads * block.cross.head_dim
     last = {"attention": count.attention_out + crossing, "mlp": 2 * _last_weights(block.mlp, spec.hidden_dim)}
     return count.forward - sum(last.get(name, 0) for name in named)

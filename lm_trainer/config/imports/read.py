@@ -90,9 +90,7 @@ def _yaml(text: str) -> object:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raises ValueError for more values than any configuration has; values of aliases, even recursive ones, count each
-    time.
-    """
+    """Raises ValueError for more values than any configuration has; each use of an alias counts."""
     waiting, count = [root], 0
     while waiting:
         node = waiting.pop()
