@@ -31,7 +31,7 @@ class ConfigNode:
         return cls(ValueType("model", model, (model,)))
 
     @classmethod
-    def nowhere(cls) -> ConfigNode:
+    def undeclared(cls) -> ConfigNode:
         """A node outside the declared keys."""
         return cls(ValueType("scalar"))
 
@@ -65,12 +65,12 @@ class ConfigNode:
         """
         return self._item(key) if isinstance(key, int) else self._key(value, key)
 
-    def step_or_nowhere(self, value: object, key: str | int) -> ConfigNode:
+    def step_or_undeclared(self, value: object, key: str | int) -> ConfigNode:
         """As `step`, for walks over data that may have undeclared keys."""
         try:
             return self.step(value, key)
         except NoSuchKey:
-            return ConfigNode.nowhere()
+            return ConfigNode.undeclared()
 
     def field(self, model: type[BaseModel], key: str) -> ConfigNode:
         """The node of a field of a class."""
@@ -114,13 +114,13 @@ def complete(node: ConfigNode, value: JsonValue) -> JsonValue:
     if value is None and node.default_model() and not node.value_type.nullable and not node.value_type.alternatives:
         value = {}
     if isinstance(value, list):
-        return [complete(node.step_or_nowhere(value, index), item) for index, item in enumerate(value)]
+        return [complete(node.step_or_undeclared(value, index), item) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     default = node.default_model()
     if default is not None and "type" not in value and tags(default):
         value = {"type": tags(default)[0], **value}
-    return {key: complete(node.step_or_nowhere(value, key), item) for key, item in value.items()}
+    return {key: complete(node.step_or_undeclared(value, key), item) for key, item in value.items()}
 
 
 def child(value: object, key: str | int) -> Any:

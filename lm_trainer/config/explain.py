@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child
 from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
-from lm_trainer.config.foreign import lists_of
+from lm_trainer.config.foreign import config_class_of
 from lm_trainer.config.value_type import ValueType, tags
 from lm_trainer.core.credentials import is_secret_name
 
@@ -178,7 +178,7 @@ class Explainer:
         """The reason why the union at `path` does not support a type, after a semicolon; empty if unknown."""
         node, _ = self.find(path)
         models = node.models(None, every=True) if node else ()
-        reasons = (lists_of(model).refused_types.get(tag) for model in models)
+        reasons = (config_class_of(model).refused_types.get(tag) for model in models)
         return next((f"; {reason}" for reason in reasons if reason), "")
 
     def _report_expected(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
@@ -215,7 +215,7 @@ class Explainer:
             return "unknown key; a file can stand for the value of a key (data: !include data.yaml), not be merged"
         models = node.models(value)
         for model in models:
-            lists = lists_of(model)
+            lists = config_class_of(model)
             if key in lists.renamed_keys:
                 return f"means the same as {lists.renamed_keys[key]}, which is set too; remove one of them"
             reason = lists.refused_keys.get(key)

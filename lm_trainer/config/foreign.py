@@ -27,7 +27,7 @@ class _Adopted:
     note: str
 
 
-def lists_of(model: type[BaseModel] | None) -> type[Config]:
+def config_class_of(model: type[BaseModel] | None) -> type[Config]:
     """Returns the class with the lists of foreign keys of `model`; `Config` (empty lists) if it has none."""
     return model if model is not None and issubclass(model, Config) else Config
 
@@ -79,7 +79,7 @@ def adopt_override(
             if key is None:
                 return None
         our_path = (*our_path, key)
-        node, data = node.step_or_nowhere(data, key), child(data, key)
+        node, data = node.step_or_undeclared(data, key), child(data, key)
     return our_path, value
 
 
@@ -88,7 +88,7 @@ def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseM
     *parent, key = path
     node, data = ConfigNode.root(root), document.data
     for step in parent:
-        node, data = node.step_or_nowhere(data, step), child(data, step)
+        node, data = node.step_or_undeclared(data, step), child(data, step)
     respelt = _respelt(node.model_for(data), key, value, {})
     return (key if respelt is None else respelt[0]) == "type"
 
@@ -96,7 +96,7 @@ def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseM
 def _adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_Adopted]:
     if isinstance(data, list):
         for index, item in enumerate(data):
-            yield from _adopt(node.step_or_nowhere(data, index), item, (*path, index), document)
+            yield from _adopt(node.step_or_undeclared(data, index), item, (*path, index), document)
     if not isinstance(data, dict):
         return
     model = node.model_for(data)
@@ -109,7 +109,7 @@ def _adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) ->
             continue
         meaning = _meaning(model, key, data[key])
         conflicting = meaning[0] if meaning and meaning[0] in data else None
-        if meaning and conflicting is not None and conflicting in lists_of(model).replaced_keys.get(key, ()):
+        if meaning and conflicting is not None and conflicting in config_class_of(model).replaced_keys.get(key, ()):
             document.forget((*path, conflicting))
             del data[conflicting]
             meaning = conflicting, f"{meaning[1]}, in the place of the {conflicting} beside it, which has no effect"
@@ -125,7 +125,7 @@ def _adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) ->
             data[our_key] = value
             document.move((*path, key), (*path, our_key))
     for key, item in data.items():
-        yield from _adopt(node.step_or_nowhere(data, key), item, (*path, key), document)
+        yield from _adopt(node.step_or_undeclared(data, key), item, (*path, key), document)
 
 
 def _respelt(
@@ -134,18 +134,18 @@ def _respelt(
     """Our key and value for a foreign key with this value; None without such a rule."""
     if not isinstance(key, str) or not isinstance(value, bool | int | str):
         return None
-    rule = lists_of(model).respelt_keys.get(key, {}).get(value)
+    rule = config_class_of(model).respelt_keys.get(key, {}).get(value)
     return None if rule is None or rule[0] in block else rule
 
 
 def _former(model: type[BaseModel] | None, key: str | int, value: object, respelt: tuple[str, JsonValue]) -> str:
     """The note on an old spelling of a value of our key; empty for a foreign key."""
-    return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in lists_of(model).model_fields else ""
+    return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in config_class_of(model).model_fields else ""
 
 
 def _meaning(model: type[BaseModel] | None, key: str | int, value: object) -> tuple[str | None, str] | None:
     """Our key (None if dropped) and a note, for a foreign key that is accepted; else None."""
-    lists = lists_of(model)
+    lists = config_class_of(model)
     if key in lists.model_fields or not isinstance(key, str):
         return None
     ignored, renamed = lists.ignored_keys.get(key), lists.renamed_keys.get(key)

@@ -14,7 +14,7 @@ from lm_trainer.config import overrides as overriding
 from lm_trainer.config.config_node import ConfigNode, complete, value_at
 from lm_trainer.config.document import Document, KeyPath
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
-from lm_trainer.config.foreign import adopt, lists_of
+from lm_trainer.config.foreign import adopt, config_class_of
 from lm_trainer.config.yaml_nodes import read_file
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import is_secret_name
@@ -98,7 +98,7 @@ def _check(node: ConfigNode, value: object, path: KeyPath, document: Document) -
     """Reports values that pydantic would accept: undeclared keys that name a secret, and `true` as a number."""
     if isinstance(value, list):
         for index, item in enumerate(value):
-            _check(node.step_or_nowhere(value, index), item, (*path, index), document)
+            _check(node.step_or_undeclared(value, index), item, (*path, index), document)
     elif isinstance(value, dict):
         declared = {name for model in node.models(value) for name in (*model.model_fields, *_foreign_keys(model))}
         for key, item in value.items():
@@ -107,12 +107,12 @@ def _check(node: ConfigNode, value: object, path: KeyPath, document: Document) -
                 document.report((*path, key), SECRET_REFUSED, at_key=True)
                 document.unreadable.add((*path, key))
             else:
-                _check(node.step_or_nowhere(value, key), item, (*path, key), document)
+                _check(node.step_or_undeclared(value, key), item, (*path, key), document)
     elif isinstance(value, bool) and node.value_type.is_number() and not document.is_unreadable(path):
         document.report(path, f"expected a number, got {str(value).lower()}")
         document.unreadable.add(path)
 
 
 def _foreign_keys(model: type[BaseModel]) -> Sequence[str]:
-    lists = lists_of(model)
+    lists = config_class_of(model)
     return (*lists.refused_keys, *lists.ignored_keys, *lists.renamed_keys)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, JsonValue
 from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child, complete
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted, suggest
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
-from lm_trainer.config.foreign import adopt, adopt_override, lists_of, sets_type
+from lm_trainer.config.foreign import adopt, adopt_override, config_class_of, sets_type
 from lm_trainer.config.value_type import tags
 from lm_trainer.config.yaml_nodes import read_text
 from lm_trainer.core.credentials import COMMAND, is_secret_name, without_credentials
@@ -181,7 +181,7 @@ def _apply_one(override: Override, document: Document, root: type[BaseModel]) ->
         outer[step] = inner
     parent, _ = Explainer(document, root).find(override.path[:-1])
     if key == "type" and isinstance(holder, dict) and not _same_type(parent, holder.get("type"), value):
-        _start_afresh(holder, override, document)
+        _clear_block(holder, override, document)
     elif value not in (None, [], {}):
         _replace(ConfigNode.root(root), override, document)
     document.forget(override.path)
@@ -247,7 +247,7 @@ def _same_type(node: ConfigNode | None, old: object, new: object) -> bool:
     return old == new or (named[0] is not None and named[0] is named[1])
 
 
-def _start_afresh(holder: dict[str, object], override: Override, document: Document) -> None:
+def _clear_block(holder: dict[str, object], override: Override, document: Document) -> None:
     """Clears a block whose type changes: its keys belong to the old type."""
     parent = override.path[:-1]
     dropped = [key for key in holder if key != "type"]
@@ -264,8 +264,8 @@ def _replace(node: ConfigNode, override: Override, document: Document) -> None:
     *parent, key = override.path
     block = document.data
     for step in parent:
-        node, block = node.step_or_nowhere(block, step), child(block, step)
-    replaced = lists_of(node.model_for(block)).replaced_keys.get(str(key), ())
+        node, block = node.step_or_undeclared(block, step), child(block, step)
+    replaced = config_class_of(node.model_for(block)).replaced_keys.get(str(key), ())
     paths = {other: (*parent, other) for other in replaced if block.get(other) not in (None, [])}
     of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
     for other in of_file:

@@ -279,13 +279,13 @@ def _choose(
     """
     ranked, tried, same_numbers = dict[tuple[Any, ...], Candidate](), list[Candidate](), None
     for cost, layout in priced:
-        may_rank = len(ranked) < SHOWN and _kind(layout) not in ranked
+        may_rank = len(ranked) < SHOWN and _ranking_key(layout) not in ranked
         if not may_rank and (same_numbers is not None or layout.changes):
             continue
         candidate = pricing.candidate(layout, cost, limit, enough=limit)
         tried.append(candidate)
         if candidate.fits and may_rank:
-            ranked[_kind(layout)] = candidate
+            ranked[_ranking_key(layout)] = candidate
         if candidate.fits and same_numbers is None and not layout.changes:
             same_numbers = candidate
     return [*ranked.values()], same_numbers, tried
@@ -304,7 +304,7 @@ def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
     return nearest
 
 
-def _kind(layout: Layout) -> tuple[Any, ...]:
+def _ranking_key(layout: Layout) -> tuple[Any, ...]:
     """Mesh and gather setting: a ranking has the best layout of each, so its entries differ."""
     trainer = layout.config.trainer
     axes = (trainer.pipeline_axis_size, trainer.context_axis_size, trainer.expert_axis_size, trainer.model_axis_size)
@@ -318,12 +318,12 @@ def _compiled(search: Search, count: int, compile_one: Compile) -> Search:
     for candidate in search.ranked:
         if len(fitting) == count:
             break
-        judged = _judged(candidate, limit, compile_one)
+        judged = _with_compiled(candidate, limit, compile_one)
         (fitting if judged.fits else rejected).append(judged)
     same_numbers = search.same_numbers
     if same_numbers is not None:
         settled = {candidate.layout.overrides: candidate for candidate in (*fitting, *rejected)}
-        same_numbers = settled.get(same_numbers.layout.overrides) or _judged(same_numbers, limit, compile_one)
+        same_numbers = settled.get(same_numbers.layout.overrides) or _with_compiled(same_numbers, limit, compile_one)
     return replace(
         search,
         ranked=tuple(sorted(fitting, key=lambda candidate: candidate.seconds)),
@@ -335,7 +335,7 @@ def _compiled(search: Search, count: int, compile_one: Compile) -> Search:
     )
 
 
-def _judged(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
+def _with_compiled(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
     try:
         compiled = compile_one(candidate.layout.overrides)
     except UserError as error:

@@ -132,7 +132,7 @@ def _largest(plan: RunPlan) -> str:
         rows = count_of(fit.least_rows, "row") + (
             "" if fit.together is None else f" and {count_of(fit.together, 'microbatch')} at a time"
         )
-        return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_way_out(plan)}"
+        return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_advice(plan)}"
     gather_setting = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
     if gather_setting and fit.rows == plan.rows:
         alone = "the same numbers; where the key is left out, a run on GPUs or TPUs does so by itself"
@@ -149,7 +149,7 @@ def _fits(plan: RunPlan) -> bool:
     return plan.budget is not None and plan.memory.peak.bytes <= plan.budget.bytes
 
 
-def _way_out(plan: RunPlan) -> str:
+def _advice(plan: RunPlan) -> str:
     """Advice on the largest part of the peak."""
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
     if plan.gather == "model":

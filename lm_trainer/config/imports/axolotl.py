@@ -10,13 +10,13 @@ from lm_trainer.config.imports.base import (
     OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
     Settings,
+    Unsupported,
     Values,
 )
 
-_QUANTIZED = Lost("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
+_QUANTIZED = Unsupported("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
 
 
 def _base(value: object, values: Values) -> Settings:
@@ -164,8 +164,8 @@ AXOLOTL = Dialect(
         "dataset_prepared_path": "data.cache_dir",
         "sequence_len": "model.seq_len",
         "sample_packing": lambda value, _: {"data.packing": "best_fit"} if value else {},
-        "pad_to_sequence_len": Lost("rows have one length"),
-        "train_on_inputs": Lost("data.format says what the loss counts: mask_inputs, mask_user_turns"),
+        "pad_to_sequence_len": Unsupported("rows have one length"),
+        "train_on_inputs": Unsupported("data.format says what the loss counts: mask_inputs, mask_user_turns"),
         "adapter": _adapter,
         "lora_r": "adapter.rank",
         "lora_alpha": "adapter.alpha",
@@ -190,8 +190,8 @@ AXOLOTL = Dialect(
         "warmup_ratio": "optimizer.warmup",
         _WARMUP: _usual_warmup,
         "eval_steps": "trainer.steps_per_eval",
-        "evals_per_epoch": Lost("evaluations are every trainer.steps_per_eval steps"),
-        "saves_per_epoch": Lost(
+        "evals_per_epoch": Unsupported("evaluations are every trainer.steps_per_eval steps"),
+        "saves_per_epoch": Unsupported(
             "checkpoints are saved by time: trainer.checkpointer.save_interval, and keep for steps"
         ),
         "save_steps": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
@@ -215,7 +215,7 @@ AXOLOTL = Dialect(
         "torch_compile": COMPILED,
         "resume_from_checkpoint": AUTOMATIC,
         "strict": USED,
-        "special_tokens": Lost(
+        "special_tokens": Unsupported(
             "the tokenizer's own are taken; data.tokenizer.eos_token names the one that ends a document"
         ),
     },

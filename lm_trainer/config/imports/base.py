@@ -25,7 +25,7 @@ class NoEqualError(Exception):
 
 
 @dataclass(frozen=True)
-class Lost:
+class Unsupported:
     """A key that never has an equivalent, with the reason."""
 
     reason: str
@@ -36,7 +36,7 @@ class Used:
     """A key that is read by another key's rule."""
 
 
-Rule = str | Lost | Used | Callable[[Any, Values], Settings]
+Rule = str | Unsupported | Used | Callable[[Any, Values], Settings]
 """Our dotted key for the same value, or a function from the value and all values to our settings.
 
 A function raises `NoEqualError` without an equivalent.
@@ -67,12 +67,12 @@ ALPACA = {
     "separate_with": "\n\n",
 }
 """Our data format for records in Alpaca's layout."""
-OUTPUT_PATHS = Lost(
+OUTPUT_PATHS = Unsupported(
     "where files go is said by trainer.log_dir and trainer.checkpointer.base_path; set them if the defaults do not suit"
 )
-DEVICES = Lost("all devices that are there are used; lmt launch starts several processes")
-COMPILED = Lost("every step is compiled")
-AUTOMATIC = Lost("nothing needs it: a run resumes from its newest checkpoint by itself")
+DEVICES = Unsupported("all devices that are there are used; lmt launch starts several processes")
+COMPILED = Unsupported("every step is compiled")
+AUTOMATIC = Unsupported("nothing needs it: a run resumes from its newest checkpoint by itself")
 
 
 def precision(text: object) -> Settings:
@@ -87,11 +87,11 @@ def precision(text: object) -> Settings:
     raise NoEqualError(f"{text}: losses are not scaled, so float16 would overflow; bfloat16 is there")
 
 
-def flat(block: object, prefix: str = "") -> dict[str, object]:
+def flatten(block: object, prefix: str = "") -> dict[str, object]:
     """Flattens nested blocks to dotted keys; lists and empty blocks are kept as values."""
     if not isinstance(block, dict) or not block:
         return {prefix.removesuffix("."): block}
     flattened: dict[str, object] = {}
     for key, value in block.items():
-        flattened |= flat(value, f"{prefix}{key}.")
+        flattened |= flatten(value, f"{prefix}{key}.")
     return flattened

@@ -12,15 +12,15 @@ from lm_trainer.config.imports.base import (
     OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
     Rule,
     Settings,
+    Unsupported,
     Values,
     precision,
 )
 
-_VOCABULARY = Lost("the tokenizer tells the vocabulary")
+_VOCABULARY = Unsupported("the tokenizer tells the vocabulary")
 _SIZES: dict[str, Rule] = {
     "block_size": "model.seq_len",
     "n_layer": "model.num_layers",
@@ -208,7 +208,7 @@ def _data(value: object, values: Values) -> Settings:
     return settings
 
 
-_ARCHITECTURE = Lost("no key of ours is known for it; what else a family may be is its type")
+_ARCHITECTURE = Unsupported("no key of ours is known for it; what else a family may be is its type")
 
 LITGPT = Dialect(
     "litgpt",
@@ -242,7 +242,7 @@ LITGPT = Dialect(
         "train.save_interval": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
         "eval.interval": "trainer.steps_per_eval",
         "eval.max_iters": "trainer.max_eval_batches",
-        "eval": Lost("evaluations are every trainer.steps_per_eval steps and after the last one"),
+        "eval": Unsupported("evaluations are every trainer.steps_per_eval steps and after the last one"),
         "train.learning_rate": "optimizer.learning_rate",
         "train.weight_decay": "optimizer.weight_decay",
         "train.beta1": "optimizer.beta1",
@@ -259,12 +259,12 @@ LITGPT = Dialect(
         "lora_r": "adapter.rank",
         "lora_alpha": "adapter.alpha",
         "lora_dropout": "adapter.dropout",
-        "quantize": Lost("weights are not kept in four or eight bits while they train"),
+        "quantize": Unsupported("weights are not kept in four or eight bits while they train"),
         "resume": AUTOMATIC,
         "out_dir": OUTPUT_PATHS,
         "devices": DEVICES,
         "num_nodes": DEVICES,
-        "logger_name": Lost("TensorBoard is the default; others are trainer.tracker"),
+        "logger_name": Unsupported("TensorBoard is the default; others are trainer.tracker"),
     },
     _assumed,
     {"optimizer.type": "adam"},

@@ -9,9 +9,9 @@ from lm_trainer.config.imports.base import (
     OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
     Settings,
+    Unsupported,
     Values,
     precision,
 )
@@ -113,7 +113,7 @@ NANOGPT = Dialect(
         "device": DEVICES,
         "backend": DEVICES,
         "compile": COMPILED,
-        "eval_only": Lost("lmt eval RUN evaluates without training"),
+        "eval_only": Unsupported("lmt eval RUN evaluates without training"),
         "always_save_checkpoint": AUTOMATIC,
     },
     {

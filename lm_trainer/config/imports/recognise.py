@@ -56,13 +56,13 @@ def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config])
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
     if 2 * len(matched) < len(keys) or (few and len(matched) < len(keys)):
         raise UserError(
-            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_some(matched)}), and not the others "
-            f"({_some(keys - matched)}), so it may be of something else; say whose it is with --from NAME ({names})"
+            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_first(matched)}), and not the others "
+            f"({_first(keys - matched)}), so it may be of something else; say whose it is with --from NAME ({names})"
         )
     return best
 
 
-def surely_of(file: Path, keys: Set[str], root: type[Config]) -> str | None:
+def recognise(file: Path, keys: Set[str], root: type[Config]) -> str | None:
     """The framework of a file with several of its marks; None if unclear, and for Levanter: its keys need no change."""
     try:
         dialect = dialect_of(file, keys, None, root)
@@ -85,6 +85,6 @@ def _is_marked(dialect: Dialect, keys: Set[str], candidates: Collection[Dialect]
     return bool(dialect.marks & keys) and bool(_supported(dialect, keys, root) - shared)
 
 
-def _some(keys: Set[str]) -> str:
+def _first(keys: Set[str]) -> str:
     shown = sorted(keys)[:_SHOWN]
     return ", ".join(shown) + (", ..." if len(keys) > _SHOWN else "")

@@ -8,10 +8,10 @@ from lm_trainer.config.imports.base import (
     OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
     Rule,
     Settings,
+    Unsupported,
     Values,
     precision,
 )
@@ -86,17 +86,19 @@ def _remat(value: object, values: Values) -> Settings:
     return {"model.gradient_checkpointing": value == "full"}
 
 
-_SHARDED = Lost("all devices share parameters and batch by themselves; see trainer.gather: layer for less memory")
+_SHARDED = Unsupported(
+    "all devices share parameters and batch by themselves; see trainer.gather: layer for less memory"
+)
 
 TORCHTITAN = Dialect(
     "torchtitan",
     frozenset({"model.flavor", "training.local_batch_size", "lr_scheduler.warmup_steps", "job.dump_folder"}),
     {
         "job.dump_folder": OUTPUT_PATHS,
-        "job": Lost("nothing here needs it"),
-        "profiling": Lost("trainer.profiler records a trace of some steps"),
+        "job": Unsupported("nothing here needs it"),
+        "profiling": Unsupported("trainer.profiler records a trace of some steps"),
         "metrics.log_freq": "trainer.steps_per_log",
-        "metrics": Lost("metrics go to metrics.jsonl and TensorBoard; other trackers are trainer.tracker"),
+        "metrics": Unsupported("metrics go to metrics.jsonl and TensorBoard; other trackers are trainer.tracker"),
         "model.name": USED,
         "model.flavor": _model,
         "model.hf_assets_path": "data.tokenizer",
@@ -122,7 +124,7 @@ TORCHTITAN = Dialect(
         "training.dataset": _data,
         "training.dataset_path": USED,
         "training.mixed_precision_param": lambda value, _: precision(value),
-        "training.mixed_precision_reduce": Lost("gradients are summed in float32"),
+        "training.mixed_precision_reduce": Unsupported("gradients are summed in float32"),
         "parallelism.data_parallel_replicate_degree": _axis("trainer.replica_ici_axis_size"),
         "parallelism.data_parallel_shard_degree": _SHARDED,
         "parallelism.fsdp_reshard_after_forward": _SHARDED,
@@ -133,12 +135,12 @@ TORCHTITAN = Dialect(
         "checkpoint.interval": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
         "checkpoint": AUTOMATIC,
         "validation.freq": "trainer.steps_per_eval",
-        "validation": Lost("name held-out files as data.validation_urls"),
+        "validation": Unsupported("name held-out files as data.validation_urls"),
         "activation_checkpoint.mode": _remat,
         "activation_checkpoint": USED,
         "compile": COMPILED,
-        "float8": Lost("int8, fp8 and mxfp8 products are trainer.quantization"),
-        "quantize": Lost("int8, fp8 and mxfp8 products are trainer.quantization"),
+        "float8": Unsupported("int8, fp8 and mxfp8 products are trainer.quantization"),
+        "quantize": Unsupported("int8, fp8 and mxfp8 products are trainer.quantization"),
     },
     {
         "optimizer.lr": 8e-4,

@@ -13,9 +13,9 @@ from lm_trainer.config.document import Document, dotted
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.foreign import adopt
 from lm_trainer.config.imports import DIALECTS
-from lm_trainer.config.imports.base import Blocks, Lost, NoEqualError, Rule, Settings, Used, Values, flat
+from lm_trainer.config.imports.base import Blocks, NoEqualError, Rule, Settings, Unsupported, Used, Values, flatten
 from lm_trainer.config.imports.read import read_foreign
-from lm_trainer.config.imports.recognise import dialect_of, rule_for, surely_of
+from lm_trainer.config.imports.recognise import dialect_of, recognise, rule_for
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.terminal import one_line
@@ -58,7 +58,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
         UserError: if the file cannot be read, or its framework is unclear.
     """
     data, skipped = read_foreign(file)
-    flattened = flat(data)
+    flattened = flatten(data)
     dialect = dialect_of(file, set(flattened), name, root)
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
@@ -96,16 +96,16 @@ def foreign_settings(key: str) -> list[str]:
 def foreign_dialect(file: Path, root: type[Config]) -> str | None:
     """The framework of a file, by its keys; None if unclear, and for Levanter, whose keys need no change."""
     try:
-        keys = set(flat(read_foreign(file)[0]))
+        keys = set(flatten(read_foreign(file)[0]))
     except UserError:
         return None
-    return surely_of(file, keys, root)
+    return recognise(file, keys, root)
 
 
 def _settings(rule: Rule | None, value: object, values: Values) -> Settings:
     if rule is None:
         raise NoEqualError("no key of ours is known for it")
-    if isinstance(rule, Lost):
+    if isinstance(rule, Unsupported):
         raise NoEqualError(rule.reason)
     if isinstance(rule, str):
         return {rule: value}
@@ -144,11 +144,11 @@ def _unknown(node: ConfigNode, data: object, path: tuple[str | int, ...]) -> Ite
     """Yields the paths of unknown keys."""
     if isinstance(data, list):
         for index, item in enumerate(data):
-            yield from _unknown(node.step_or_nowhere(data, index), item, (*path, index))
+            yield from _unknown(node.step_or_undeclared(data, index), item, (*path, index))
     if not isinstance(data, dict) or (model := node.model_for(data)) is None:
         return
     for key, item in data.items():
         if key not in model.model_fields:
             yield (*path, key)
         else:
-            yield from _unknown(node.step_or_nowhere(data, key), item, (*path, key))
+            yield from _unknown(node.step_or_undeclared(data, key), item, (*path, key))
