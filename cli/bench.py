@@ -18,7 +18,9 @@ app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration t
 
 _TRACED_STEPS = 3
 
-RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Timings of each, in turn.")]
+RepeatsOption = Annotated[
+    int, typer.Option("--repeats", metavar="N", min=1, help="Number of timings of each variant, interleaved.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object in SI units.")]
 
 
@@ -35,24 +37,28 @@ def mfu(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, help="Number of steps to time; short ones in groups.")
+        int,
+        typer.Option("--steps", metavar="N", min=1, help="Number of steps to time; short steps are timed in groups."),
     ] = 20,
     warmup: Annotated[
-        int, typer.Option("--warmup", metavar="N", min=1, help="Steps before that, compilation included.")
+        int, typer.Option("--warmup", metavar="N", min=1, help="Untimed steps before, including compilation.")
     ] = 3,
     with_roofline: Annotated[
-        bool, typer.Option("--roofline", help="Say what the gradient's operations take at least, and what bounds them.")
+        bool,
+        typer.Option(
+            "--roofline", help="Report the roofline of the gradient's operations: minimum time of each, and its bound."
+        ),
     ] = False,
     trace: Annotated[
         Path | None,
-        path_option("--trace", metavar="DIR", help="Write a profile of 3 steps there, for TensorBoard and Perfetto."),
+        path_option("--trace", metavar="DIR", help="Write a profile of 3 steps to DIR, for TensorBoard and Perfetto."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time training steps and compare with two peaks: the datasheet's and that of a matrix product timed in turn.
+    """Time training steps, and compare with two peaks: the datasheet's and a matrix product's, timed in alternation.
 
-    The step is that of `lmt train`, on made-up tokens. Only --trace writes anything. The documentation explains the
-    figures under Reference, Throughput and MFU.
+    Times the step of `lmt train` on random tokens. Writes no files unless --trace is given. For the figures, see
+    Reference, Throughput and MFU, in the documentation.
 
     For example:
 
@@ -78,8 +84,8 @@ def mfu(
         report = measure(session, probe, samples=steps, warmup=warmup)
         rows, values = table(report), report.as_dict()
         if with_roofline:
-            found = roofline(session, report)
-            rows, values = [*rows, *found.rows], {**values, "roofline": found.values}
+            bounds = roofline(session, report)
+            rows, values = [*rows, *bounds.rows], {**values, "roofline": bounds.values}
         if trace is not None:
             with jax.profiler.trace(str(trace)):
                 for _ in range(_TRACED_STEPS):
@@ -93,13 +99,15 @@ def data(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    batches: Annotated[int, typer.Option("--batches", metavar="N", min=1, help="Number of batches in each turn.")] = 50,
+    batches: Annotated[
+        int, typer.Option("--batches", metavar="N", min=1, help="Number of batches in each timing.")
+    ] = 50,
     repeats: RepeatsOption = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the loading of batches, alone and while a model trains on them, and the share of a step that waits.
+    """Time batch loading, by itself and during training, and the share of a step that waits for data.
 
-    Text that is not tokenised yet is tokenised first, into the cache that `lmt train` uses.
+    Text without a cache is tokenised first, into the cache that `lmt train` uses.
 
     For example:
 
@@ -109,8 +117,8 @@ def data(
     from lm_trainer.bench.data import measure_data
 
     clean.echo("loading, compiling and timing ...", err=True)
-    found = measure_data(run, batches=batches, repeats=repeats)
-    _show(found, as_json)
+    measured = measure_data(run, batches=batches, repeats=repeats)
+    _show(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -118,15 +126,15 @@ def decode(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Prompts that are continued together.")] = 1,
-    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens of each prompt.")] = 32,
-    new: Annotated[int, typer.Option("--new", metavar="N", min=2, help="Tokens written to each.")] = 64,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Prompts in a batch.")] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens in each prompt.")] = 32,
+    new: Annotated[int, typer.Option("--new", metavar="N", min=2, help="Tokens to generate for each prompt.")] = 64,
     repeats: RepeatsOption = 10,
     as_json: JsonOption = False,
 ) -> None:
-    """Time how fast the model reads prompts and writes text, beside the rate at which its weights can be read at all.
+    """Time prefill and decoding, and compare with the rate at which the weights can be read from memory.
 
-    The weights are random, and the likeliest token is taken: neither changes the time.
+    Uses random weights and greedy decoding; neither changes the time.
 
     For example:
 
@@ -136,8 +144,8 @@ def decode(
     from lm_trainer.bench.decode import measure_decode
 
     _begin(run, "compiling and timing ...")
-    found = measure_decode(run, rows=rows, prompt=prompt, new=new, repeats=repeats)
-    _show(found, as_json)
+    measured = measure_decode(run, rows=rows, prompt=prompt, new=new, repeats=repeats)
+    _show(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -148,9 +156,9 @@ def compile(
     repeats: RepeatsOption = 3,
     as_json: JsonOption = False,
 ) -> None:
-    """Time the way from nothing to the first finished step, with an empty compilation cache and with a filled one.
+    """Time from process start to the first finished step, with an empty and with a warm compilation cache.
 
-    Every start is a process of its own, and the cache a directory that is removed at the end.
+    Every start is a separate process; the cache is a temporary directory, removed at the end.
 
     For example:
 
@@ -160,8 +168,8 @@ def compile(
     from lm_trainer.bench.start import measure_starts
 
     _begin(run, "starting ...")
-    found = measure_starts(run, repeats=repeats)
-    _show(found, as_json)
+    measured = measure_starts(run, repeats=repeats)
+    _show(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -172,9 +180,9 @@ def memory(
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a training step holds, and time what gradient checkpointing and blocks of the loss would save of it.
+    """Report a training step's memory, and what gradient checkpointing and a blockwise loss save, with their times.
 
-    Memory beside the weights is what XLA says of the compiled gradient; `lmt plan` says what other devices would hold.
+    Memory in addition to the weights is XLA's figure for the compiled gradient. For other devices, see `lmt plan`.
 
     For example:
 
@@ -184,8 +192,8 @@ def memory(
     from lm_trainer.bench.memory import measure_memory
 
     _begin(run, "compiling and timing ...")
-    found = measure_memory(run, repeats=repeats)
-    _show(found, as_json)
+    measured = measure_memory(run, repeats=repeats)
+    _show(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -193,13 +201,13 @@ def checkpoint(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Training steps beside each save.")] = 10,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Training steps during each save.")] = 10,
     repeats: RepeatsOption = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Time saving and restoring the state of the run, what it costs the steps beside it, and a plain write.
+    """Time saving and restoring the run's state, the slowdown of steps during a save, and a plain file write.
 
-    Writes to a directory beside the run's checkpoints (trainer.checkpointer.base_path), and removes it at the end.
+    Writes to a temporary directory next to the run's checkpoints (trainer.checkpointer.base_path), removed at the end.
 
     For example:
 
@@ -209,12 +217,12 @@ def checkpoint(
     from lm_trainer.bench.checkpoint import measure_checkpoints
 
     _begin(run, "compiling, saving and timing ...")
-    found = measure_checkpoints(run, repeats=repeats, steps=steps)
-    _show(found, as_json)
+    measured = measure_checkpoints(run, repeats=repeats, steps=steps)
+    _show(measured, as_json)
 
 
 def _begin(run: "RunConfig", text: str) -> None:
-    """Says on stderr what is done now, and what is assumed for it."""
+    """Announces a benchmark and its assumptions on stderr."""
     from lm_trainer.run.weights.vocabulary import find_vocabulary
 
     note = find_vocabulary(run).note
@@ -230,10 +238,10 @@ def _make_directory(path: Path) -> None:
         raise UserError(f"--trace {path}: {error.strerror}") from None
 
 
-def _show(found: "Measured", as_json: bool) -> None:
+def _show(measured: "Measured", as_json: bool) -> None:
     """One row a line, or all values as JSON."""
     import json
 
     from lm_trainer.profile.timing import aligned
 
-    clean.echo(json.dumps(found.values, indent=1) if as_json else "\n".join(aligned(found.rows)))
+    clean.echo(json.dumps(measured.values, indent=1) if as_json else "\n".join(aligned(measured.rows)))

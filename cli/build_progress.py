@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
-    """Shows the progress of a build, if there is one: a bar with rate and time left, or lines without a terminal."""
+    """Shows the progress of a build, if one runs: a bar with rate and time left, or lines without a terminal."""
     import time
 
     from rich.console import Console
@@ -23,11 +23,11 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
     last = {"name": "", "time": 0.0}
 
-    # A line for each cache, and another one every half minute: a log file is read by eye.
-    def line(at: "BuildProgress") -> None:
-        if at.name != last["name"] or time.monotonic() - last["time"] > 30:
-            last.update(name=at.name, time=time.monotonic())
-            clean.echo(str(at), err=True)
+    # One line per cache, then one every half minute: people read log files.
+    def line(progress: "BuildProgress") -> None:
+        if progress.name != last["name"] or time.monotonic() - last["time"] > 30:
+            last.update(name=progress.name, time=time.monotonic())
+            clean.echo(str(progress), err=True)
 
     if not console.is_terminal:
         yield line
@@ -35,10 +35,10 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     bar = Progress(*columns, console=console)
     task = bar.add_task("", total=1.0)
 
-    def draw(at: "BuildProgress") -> None:
-        # Only now, so that nothing is drawn where all is tokenised already.
+    def draw(progress: "BuildProgress") -> None:
+        # Started late, so no bar appears if everything is tokenised already.
         bar.start()
-        bar.update(task, completed=at.share, description=for_terminal(str(at)))
+        bar.update(task, completed=progress.share, description=for_terminal(str(progress)))
 
     try:
         yield draw

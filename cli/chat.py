@@ -11,25 +11,26 @@ from cli.common import CheckpointOption, ModelArgument
 
 def chat(
     model: ModelArgument,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Instructions at the beginning.", show_default=False)
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.7,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Only the K likeliest tokens; 0: all.")] = 0,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens per answer.")] = 512,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy decoding.")] = 0.7,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the K most likely tokens; 0 means all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(metavar="P", help="Only the likeliest tokens whose probabilities reach P.")
+        float,
+        typer.Option(
+            metavar="P", help="Sample from the most likely tokens whose probabilities sum to P (nucleus sampling)."
+        ),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same answers.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same answers.")] = 0,
     devices: Annotated[
-        int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
+        int, typer.Option(metavar="N", help="Shard the model over the first N devices.", show_default="all")
     ] = 0,
     step: CheckpointOption = None,
 ) -> None:
-    """Talk with a model, in the chat template of its tokenizer.
+    """Chat with a model, using its tokenizer's chat template.
 
-    Each line is what you say; the answer is shown while it is written, and Ctrl-C breaks it off. `/reset` begins anew,
-    `/quit` or Ctrl-D ends. What is said before is read again for each answer, as far as the model's context goes.
+    Type one message per line; answers stream, and Ctrl-C interrupts them. `/reset` starts a new conversation, `/quit`
+    or Ctrl-D exits. Each answer sees as much of the conversation as fits the model's context.
 
     For example:
 

@@ -1,4 +1,4 @@
-"""Output of the commands: the one place where text reaches the terminal, rid of what a terminal would obey."""
+"""Output of the commands: the only place that writes to the terminal; control sequences are removed."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lm_trainer.core.terminal import for_terminal
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Prints a text: names of files and runs, documents and messages of others may hold control characters."""
+    """Prints text without control characters, which file names, run names, documents and foreign messages may hold."""
     typer.echo(for_terminal(str(text)), err=err, nl=nl)
 
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""`context_settings` of a command that takes overrides. `-1` is a value here, so no short option may be a digit."""
+"""`context_settings` of a command that takes overrides. `-1` is a value there, so no short option may be a digit."""
 _SETTING = re.compile(r"(?:--)?([a-z_]+)(?:\.\w+)*=")
 
 
 def _complete_key(incomplete: str) -> Iterator[str]:
-    """Keys for the shell, from a file that is as new as the code, since importing the code takes seconds."""
+    """Yields keys for shell completion from a cache file, because importing the config classes takes seconds."""
     from cli.completion import config_keys
 
     dashes = "--" if incomplete.startswith("--") else ""
@@ -57,8 +57,10 @@ def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> 
 
 
 def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:
-    """Refuses what is no path of those that work, in the place of one path or of several; expands `~`, as not every
-    shell does behind `--out=`.
+    """Checks one path or several, and expands `~`, which not every shell does behind `--out=`.
+
+    Raises:
+        UserError: for a path or URL the argument does not support.
     """
     if isinstance(value, list | tuple):
         return type(value)(_checked(param, path, name, schemes) for path in value)
@@ -71,7 +73,7 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Se
 
 
 path_argument = partial(typer.Argument, callback=_check_local)
-"""An argument that takes a path; every such argument is one, so that none takes a URL for a directory's name."""
+"""An argument that takes a path. Every such argument uses it, so none takes a URL for a directory name."""
 place_argument = partial(typer.Argument, callback=_check_place)
 """An argument that takes a path or a URL of object storage."""
 place_option = partial(typer.Option, callback=_check_place)
@@ -85,15 +87,15 @@ source_argument = partial(typer.Argument, callback=_find_source)
 hub_argument = partial(typer.Argument, callback=_check_local_or_hub)
 """An argument that takes a path or a name on the Hugging Face hub, as `path_argument`."""
 
-# Each is one Annotated type, so that an argument reads alike wherever it is taken.
-_FILE_HELP = "The YAML file, or the name of one in configs/."
+# One Annotated type per argument, so all commands describe it alike.
+_FILE_HELP = "A YAML file, or the name of one in configs/."
 ConfigArgument = Annotated[Path, config_argument(metavar="CONFIG", help=_FILE_HELP, show_default=False)]
 LadderArgument = Annotated[Path, config_argument(metavar="LADDER", help=_FILE_HELP, show_default=False)]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings over those of the file: trainer.seed=1, or --trainer.seed 1.",
+        help="Settings that override the file: trainer.seed=1, or --trainer.seed 1.",
         autocompletion=_complete_key,
         show_default=False,
     ),
@@ -106,21 +108,23 @@ RunArgument = Annotated[
         metavar="RUN", help="A run id, a run directory, or the URL of its checkpoints in a bucket.", show_default=False
     ),
 ]
-_MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face directory; or the URL of one in a bucket."
+_MODEL_HELP = "A run id, a run or checkpoint directory, a Hugging Face directory, or the bucket URL of one."
 ModelArgument = Annotated[str, place_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
 ExportedArgument = Annotated[str, place_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
 CheckpointOption = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="Step of a run's checkpoint.", show_default="newest")
+    int | None, typer.Option("--step", metavar="N", help="Step of the checkpoint to use.", show_default="newest")
 ]
-CharsOption = Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+CharsOption = Annotated[
+    int, typer.Option("--chars", metavar="N", min=0, help="Characters to show of each text; 0 means all.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "Loaded[RunConfig]":
-    """Loads a run's configuration and says on stderr what the overrides did beyond setting values.
+    """Loads a run's configuration, and prints notes on side effects of the overrides to stderr.
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: with all problems.
     """
     from lm_trainer.run.config.run_config import RunConfig
 
@@ -129,7 +133,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
 
 def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
     """Loads a configuration whose class is `root`; otherwise as `load_run`."""
-    # Unknown options are passed through as overrides, so that one may stand in the place of the file.
+    # Unknown options are passed through as overrides, so one may arrive as the file argument.
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
 
@@ -160,17 +164,17 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
 
 
 def _foreign_settings(key: str) -> list[str]:
-    # Other frameworks are imported only for a message.
+    # Imported lazily: needed for a message only.
     from lm_trainer.config.imports.translate import foreign_settings
 
     return foreign_settings(key)
 
 
 def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:
-    """Raises UserError for an option without its value, which has taken the setting that follows it."""
+    """Raises UserError for an option without a value that swallowed the setting after it."""
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
-        # Some take names with values: --env NAME=VALUE.
+        # Some options take NAME=VALUE themselves, such as --env.
         if not parameter.opts[0].startswith("-") or "=" in (parameter.metavar or ""):
             continue
         for text in map(str, value if isinstance(value, list | tuple) else [value]):
@@ -185,21 +189,21 @@ def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | Non
 
 
 def check_is_run(run: str) -> None:
-    """Raises UserError for an option that stands where a run is expected."""
+    """Raises UserError for an option given where a run is expected."""
     if run.startswith("-"):
         raise UserError(f"{run}: no such option; a run comes first, then settings (KEY=VALUE)")
 
 
 def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """Loads a run's configuration, with the model section that training takes from a Hugging Face checkpoint."""
+    """Loads a run's configuration, with the model section training takes from a Hugging Face checkpoint."""
     return resolve(load_run_config(ctx, config, overrides), config)
 
 
 def resolve(run: "RunConfig", config: Path) -> "RunConfig":
-    """Returns the configuration with the model section that training takes from a Hugging Face checkpoint."""
+    """Returns the configuration with the model section training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
-    # Imports JAX, so only where it is needed.
+    # Imports JAX, so imported lazily.
     from lm_trainer.run.weights.pretrained import resolve_model
 
     return resolve_model(run, config.stem)
@@ -209,11 +213,11 @@ def report(error: UserError) -> int:
     """Prints an error for the user on stderr and returns the exit code."""
     from lm_trainer.core.errors import ConfigError, Preempted
 
-    # The output so far comes before the error, also where both go to one file.
+    # Keeps the order of output and error if both go to one file.
     sys.stdout.flush()
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for line in lines:
-        # Everything is saved: no error to the person who asked for the stop.
+        # Everything is saved, and the user asked for the stop: not an error.
         if not isinstance(error, Preempted):
             clean.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
         clean.echo(line, err=True)

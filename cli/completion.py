@@ -1,4 +1,4 @@
-"""Keys of the configuration for completion in the shell, cached, because finding them imports all of its classes."""
+"""Configuration keys for shell completion, cached, because finding them imports all config classes."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def config_keys() -> list[str]:
-    """Lists every dotted key that may be set; [] if they cannot be found."""
+    """Lists every dotted key that can be set; [] if listing them fails."""
     import lm_trainer
 
     package = Path(lm_trainer.__file__).parent
@@ -19,11 +19,11 @@ def config_keys() -> list[str]:
             return saved["keys"]
     try:
         keys = _find_keys()
-    except Exception:  # whatever is broken, the shell's line is no place to say so
+    except Exception:  # never print an error into the user's command line
         return []
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
-        # By a rename, and under a name of its own: two shells may complete at once.
+        # A rename from a unique name: two shells may complete at once.
         new = cache.with_suffix(f".{os.getpid()}.tmp")
         new.write_text(json.dumps({"package": str(package), "newest": newest, "keys": keys}), encoding="utf-8")
         new.replace(cache)

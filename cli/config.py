@@ -1,4 +1,4 @@
-"""`lmt config`: shows, checks, compares, describes and draws configurations."""
+"""`lmt config`: shows, checks, compares, imports and plots configurations."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
     from lm_trainer.run.config.run_config import RunConfig
 
-app = typer.Typer(no_args_is_help=True, help="Show, check, compare and draw configurations.")
+app = typer.Typer(no_args_is_help=True, help="Show, check, compare, import and plot configurations.")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -33,12 +33,14 @@ def show(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say of each value where it comes from.")] = False,
-    decays: Annotated[bool, typer.Option("--decays", help="List instead which parameters decay.")] = False,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Annotate each value with its origin (file and line, override or default).")
+    ] = False,
+    decays: Annotated[bool, typer.Option("--decays", help="List the parameters with weight decay instead.")] = False,
 ) -> None:
-    """Print the whole configuration, with includes, settings and defaults resolved.
+    """Print the full configuration, with includes, overrides and defaults resolved.
 
-    The output is a configuration that means the same, but for the credentials in URLs and commands, which are blanked.
+    The output is an equivalent configuration, except that credentials in URLs and commands are blanked.
     """
     from lm_trainer.config.render import to_yaml
 
@@ -51,13 +53,13 @@ def show(
         return
     run = resolve(loaded.config, config)
 
-    def where(key: "KeyPath") -> str:
-        found = loaded.origin(key)
+    def comment(key: "KeyPath") -> str:
+        source = loaded.origin(key)
         # A key that was written keeps its own origin, even if the checkpoint says the same.
-        taken = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
-        return "config.json" if taken and found == "default" else found
+        from_checkpoint = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
+        return "config.json" if from_checkpoint and source == "default" else source
 
-    clean.echo(to_yaml(run, where if origin else None, shown=True), nl=False)
+    clean.echo(to_yaml(run, comment if origin else None, shown=True), nl=False)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -67,15 +69,13 @@ def check(
     overrides: OverridesArgument = None,
     no_files: Annotated[
         bool,
-        typer.Option(
-            "--no-files", help="Do not look for the files and the tokenizer that it names: they are elsewhere."
-        ),
+        typer.Option("--no-files", help="Skip the checks that data files and the tokenizer exist."),
     ] = False,
 ) -> None:
-    """Check a configuration; exits with 2 and all problems, each with its position, if there are any.
+    """Check a configuration: print every problem with its position, and exit with 2 if there are any.
 
-    Files and globs of this machine must be there, and the tokenizer here or on the hub. What is in object storage or a
-    data set of the hub is looked for by `lmt train --dry-run`, which also asks the devices.
+    Local files and globs must exist, and the tokenizer must be on this machine or on the hub. Object storage and data
+    sets of the hub are checked by `lmt train --dry-run`, which also checks the devices.
     """
     loaded = load_run(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
@@ -92,7 +92,7 @@ def check(
 
 
 _KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
-"""Platforms on which the demanded attention is looked at; only the devices themselves tell where it will run."""
+"""Platform to assume when checking a requested attention kernel; the actual one is known on the devices only."""
 
 
 def _check_files(loaded: "Loaded[RunConfig]") -> None:
@@ -110,16 +110,16 @@ def _check_files(loaded: "Loaded[RunConfig]") -> None:
 def import_config(
     file: Annotated[Path, path_argument(metavar="FILE", help="A YAML, JSON, TOML or Python file.", show_default=False)],
     framework: Annotated[
-        str | None, typer.Option("--from", metavar="NAME", help="The framework it is of, where its keys do not tell.")
+        str | None, typer.Option("--from", metavar="NAME", help="The framework of the file, if its keys are ambiguous.")
     ] = None,
     output: Annotated[
-        Path | None, path_option("--output", "-o", metavar="FILE", help="Write it here, not to the terminal.")
+        Path | None, path_option("--output", "-o", metavar="FILE", help="Write to this file instead of stdout.")
     ] = None,
 ) -> None:
-    """Turn a configuration of Levanter, nanoGPT, litgpt, axolotl or torchtitan into one of ours.
+    """Convert a configuration of Levanter, nanoGPT, litgpt, axolotl or torchtitan.
 
-    What has no equal here is listed with the reason, on stderr and at the top of the result. Python files are read and
-    not run.
+    Keys without an equivalent are listed with the reason, on stderr and at the top of the result. Python files are
+    parsed, not executed.
 
     Examples:
         lmt config import train_gpt2.py -o my.yaml
@@ -129,10 +129,10 @@ def import_config(
     from lm_trainer.config.imports.translate import translate
     from lm_trainer.run.config.run_config import RunConfig
 
-    found = translate(file, RunConfig, framework)
-    for note in found.notes:
+    translation = translate(file, RunConfig, framework)
+    for note in translation.notes:
         clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
-    text = found.to_yaml(file.name)
+    text = translation.to_yaml(file.name)
     if output is None:
         clean.echo(text, nl=False)
         return
@@ -149,15 +149,15 @@ def plot(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     out: Annotated[
-        Path | None, path_option("--out", metavar="FILE", help="Draw into this file: .png, .svg or .pdf.")
+        Path | None, path_option("--out", metavar="FILE", help="Write the plot to this file: .png, .svg or .pdf.")
     ] = None,
     terminal: Annotated[
-        bool, typer.Option("--terminal", help="Draw in the terminal, which is the default without --out.")
+        bool, typer.Option("--terminal", help="Plot in the terminal; the default without --out.")
     ] = False,
 ) -> None:
-    """Draw learning rate, batch size and mixture weights over the steps of a run; starts nothing.
+    """Plot learning rate, batch size and mixture weights over the steps of a run, without starting it.
 
-    Warm-ups, the ends of cycles and the steps whose checkpoints are kept are marked.
+    Marks warm-ups, ends of cycles, and steps whose checkpoints are kept.
     """
     from shutil import get_terminal_size
 
@@ -174,10 +174,11 @@ def plot(
 @app.command()
 def schema(
     output: Annotated[
-        Path | None, path_option("--output", "-o", metavar="FILE", help="Write the schema here, not to the terminal.")
+        Path | None,
+        path_option("--output", "-o", metavar="FILE", help="Write the schema to this file instead of stdout."),
     ] = None,
 ) -> None:
-    """Print the JSON schema, with which an editor completes and checks configurations.
+    """Print the JSON schema, for completion and checks of configurations in an editor.
 
     Put `# yaml-language-server: $schema=FILE` at the top of a configuration.
     """
@@ -200,27 +201,29 @@ def schema(
 def diff(
     ctx: typer.Context,
     a: Annotated[Path, path_argument(metavar="A", help="A YAML file or a run directory.", show_default=False)],
-    b: Annotated[str | None, path_argument(metavar="B", help="Another one.", show_default=False)] = None,
+    b: Annotated[
+        str | None, path_argument(metavar="B", help="The configuration to compare with A.", show_default=False)
+    ] = None,
     overrides: OverridesArgument = None,
 ) -> None:
-    """Print the keys in which A differs from the defaults, or B from A. Settings are for the last one named."""
+    """Print the keys in which A differs from the defaults, or B from A; overrides apply to the last one named."""
     from lm_trainer.config.diff import differences, differences_from_defaults
 
     settings = list(overrides or [])
-    # B is optional, so that a setting may stand in its place.
+    # B is optional, so the next word may be a setting.
     if b is not None and (b.startswith("--") or "=" in b):
         b, settings = None, [b, *settings]
     if b is None:
-        found = differences_from_defaults(load_run_config(ctx, _file(ctx, a), settings))
+        changes = differences_from_defaults(load_run_config(ctx, _file(ctx, a), settings))
     else:
         old = load_run_config(ctx, _file(ctx, a), [])
-        found = differences(old, load_run_config(ctx, _file(ctx, Path(b)), settings))
-    for difference in found:
+        changes = differences(old, load_run_config(ctx, _file(ctx, Path(b)), settings))
+    for difference in changes:
         clean.echo(str(difference))
-    if not found:
+    if not changes:
         clean.echo("all defaults" if b is None else "no differences")
 
 
 def _file(ctx: typer.Context, path: Path) -> Path:
-    """A configuration file, or that of a run directory."""
+    """The configuration file at a path, or in a run directory."""
     return path / "config.yaml" if path.is_dir() else config_file(ctx, path)

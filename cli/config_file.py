@@ -1,4 +1,4 @@
-"""Configuration files by name: `gpt2_nano` for `configs/gpt2_nano.yaml`, here or in the source tree."""
+"""Configuration files by name: `gpt2_nano` for `configs/gpt2_nano.yaml`, in the working directory or source tree."""
 
 from pathlib import Path
 
@@ -10,57 +10,56 @@ from lm_trainer.core.errors import ConfigError
 _SUFFIXES = ("", ".yaml", ".yml")
 
 
-def config_file(ctx: typer.Context, given: Path) -> Path:
-    """Finds the file of a configuration that an argument names.
+def config_file(ctx: typer.Context, requested: Path) -> Path:
+    """Finds the configuration file named by an argument.
 
-    A file at the path itself comes first. A bare name is looked for in the working directory, in `configs/` below it,
-    and in the configurations that come with the program, with and without `.yaml`. A file that is not at the path
-    itself is named on stderr.
+    The path itself comes first. A bare name is searched in the working directory, in its `configs/`, and in the
+    configurations shipped with the program, with and without `.yaml`. A file found by name is reported on stderr.
 
     Raises:
-        ConfigError: when a bare name is found nowhere.
+        ConfigError: if no file has the name.
     """
-    found = source_file(ctx, given)
-    if not found.exists() and _is_bare(found):
-        raise ConfigError([f"{given}: no such file {_where()}{_similar(given)}"])
-    return found
+    file = source_file(ctx, requested)
+    if not file.exists() and _is_bare(file):
+        raise ConfigError([f"{requested}: no such file {_searched()}{_similar(requested)}"])
+    return file
 
 
-def source_file(ctx: typer.Context, given: Path) -> Path:
-    """Finds a file as `config_file`, for an argument that may be something else; what is not found stays as it is."""
-    if given.is_file() or not _is_bare(given):
-        return given
-    names = [place / f"{given.name}{suffix}" for place in _places() for suffix in _SUFFIXES]
-    found = next((path for path in names if path.is_file()), given)
-    if found != given and not ctx.resilient_parsing:
-        clean.secho(f"note: {given} is {found}", err=True, fg=typer.colors.YELLOW)
-    return found
+def source_file(ctx: typer.Context, requested: Path) -> Path:
+    """Finds a file as `config_file` does; returns the argument itself if there is no such file."""
+    if requested.is_file() or not _is_bare(requested):
+        return requested
+    names = [directory / f"{requested.name}{suffix}" for directory in _search_directories() for suffix in _SUFFIXES]
+    file = next((path for path in names if path.is_file()), requested)
+    if file != requested and not ctx.resilient_parsing:
+        clean.secho(f"note: {requested} is {file}", err=True, fg=typer.colors.YELLOW)
+    return file
 
 
 def _is_bare(path: Path) -> bool:
-    """True for a name without directories that is no option."""
+    """True for a name without directories that is not an option."""
     return len(path.parts) == 1 and path.name not in ("", "..") and not path.name.startswith("-")
 
 
-def _places() -> list[Path]:
-    """The directories that are searched, in their order; the source tree's only where it is one."""
+def _search_directories() -> list[Path]:
+    """The directories to search, in order; the source tree only if this is one."""
     source = Path(__file__).resolve().parents[1]
-    # Beside this package: `configs` in the source tree, `_configs` in an installed one.
+    # Next to this package: `configs` in the source tree, `_configs` when installed.
     owned = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")
     shipped = [owned] if owned.is_dir() else []
     return [Path(), Path("configs"), *(path for path in shipped if path != Path("configs").resolve())]
 
 
-def _where() -> str:
-    _, *others = _places()
-    return f"here, in {' or in '.join(map(str, others))}"
+def _searched() -> str:
+    _, *directories = _search_directories()
+    return f"here, in {' or in '.join(map(str, directories))}"
 
 
-def _similar(given: Path) -> str:
+def _similar(requested: Path) -> str:
     from lm_trainer.config.document import nearest
 
-    found = [path for place in _places() for path in sorted(place.glob("*.y*ml"))]
-    # One in the working directory by its file name, the others by the name that finds them; the nearest place counts.
-    names = {path.stem: path.name if path.parent == Path() else path.stem for path in reversed(found)}
-    near = nearest(given.stem if given.suffix in _SUFFIXES else given.name, list(names))
+    files = [path for directory in _search_directories() for path in sorted(directory.glob("*.y*ml"))]
+    # Files of the working directory by file name, others by the name that finds them; the nearest directory wins.
+    names = {path.stem: path.name if path.parent == Path() else path.stem for path in reversed(files)}
+    near = nearest(requested.stem if requested.suffix in _SUFFIXES else requested.name, list(names))
     return f"; did you mean {' or '.join(names[stem] for stem in near)}?" if near else ""

@@ -1,4 +1,4 @@
-"""`lmt data`: builds caches ahead of training, and looks into them."""
+"""`lmt data`: builds caches ahead of training, and inspects them."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lm_trainer.data.inspect import CacheStatus
     from lm_trainer.data.tokenizer import TokenizerConfig, TrainedBpe
 
-app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
+app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and inspect them.")
 
 app.command(context_settings=OVERRIDES)(data_at.at)
 app.command(context_settings=OVERRIDES)(data_find.find)
@@ -43,10 +43,13 @@ def build(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Tokenise on a Ray cluster: that of trainer.ray, or one that is started here.")
+        bool,
+        typer.Option(
+            "--ray", help="Tokenise on a Ray cluster: the one in trainer.ray, or a local one that this command starts."
+        ),
     ] = False,
 ) -> None:
-    """Tokenise all text of a configuration, or what is missing of it. A build that was stopped goes on where it was.
+    """Tokenise all text of a configuration. An interrupted build resumes where it stopped.
 
     For example:
 
@@ -58,18 +61,18 @@ def build(
     from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
     from lm_trainer.health.signals import Interruption
 
-    # Tokenising allocates and frees batches of text all the time.
+    # Tokenising allocates and frees batches of text constantly.
     keep_freed_memory()
-    # With --ray alone, a cluster of this machine's cores is started.
+    # Without an address, --ray starts a cluster on this machine's cores.
     cluster = run.trainer.ray if ray else None
-    kept = "what was tokenised is kept, and the same command goes on"
-    with Interruption(kept) as signals, build_progress() as show:
+    message = "what was tokenised is kept, and the same command goes on"
+    with Interruption(message) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
         callbacks = BuildCallbacks(show, stopped=signals.came)
         try:
             ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
         except Stopped:
-            # The build has noticed the signal itself: Python had lost its exception.
+            # The build noticed the signal itself: Python had lost its exception.
             raise signals.error() from None
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
@@ -79,13 +82,13 @@ def build(
 
 @app.command(context_settings=OVERRIDES)
 def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Say how far each cache of a configuration is, and whether it fits the configuration still."""
+    """Show the progress of each cache, and whether it still matches the configuration."""
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
 
     caches = report.status(run.data)
-    for found in caches:
-        clean.echo(str(found))
+    for cache in caches:
+        clean.echo(str(cache))
     _refuse_misfits(caches)
 
 
@@ -100,12 +103,12 @@ def verify(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Remove parts that are damaged, so that lmt data build makes them again.")
+        bool, typer.Option("--repair", help="Remove damaged parts, so lmt data build rebuilds them.")
     ] = False,
 ) -> None:
-    """Read every file of the caches and compare it with the digests that were noted when it was written.
+    """Check every cache file against the digest recorded when it was written.
 
-    Fails as well where a cache is not finished, or does not fit the configuration.
+    Also fails if a cache is unfinished or does not match the configuration.
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
@@ -113,7 +116,7 @@ def verify(
 
     caches = report.status(run.data)
     if repair:
-        # What does not fit would not be built again.
+        # A cache that does not match would not be rebuilt.
         _refuse_misfits(caches)
     wrong: list[str] = []
     for cache in caches:
@@ -156,26 +159,26 @@ def inspect(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     cache: Annotated[str, _CACHE] = "train",
-    first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Number of the first document.")] = 0,
+    first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Index of the first document.")] = 0,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of documents.")] = 3,
     chars: CharsOption = 300,
 ) -> None:
-    """Print documents as the cache holds them: where they came from, their tokens, and their text.
+    """Print documents as stored in the cache: source, tokens and text.
 
-    Where a format masks tokens, what is learnt stands between ⟦ and ⟧.
+    For formats that mask tokens, the trained part is between ⟦ and ⟧.
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
 
     for shown in report.inspect(run.data, cache, first, count, chars):
         clean.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
-        cut = chars and len(shown.text) > chars
-        clean.echo(shown.text[:chars] + " ..." if cut else shown.text)
+        truncate = chars and len(shown.text) > chars
+        clean.echo(shown.text[:chars] + " ..." if truncate else shown.text)
 
 
 @app.command(context_settings=OVERRIDES)
 def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
+    """Print the number of documents and tokens, document lengths, and how well they pack into rows."""
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
@@ -185,20 +188,22 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_of(run.data)
     _refuse_misfits(caches)
     for cache in caches:
-        # Recordings are rows of their own.
+        # Each recording is one row.
         packed_into = None if cache.features else seq_len
-        found = report.stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
-        counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
+        statistics = report.stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
+        counts = f"{statistics.documents:,} documents, {statistics.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
-        per_token = "" if found.bytes_per_token is None else f", {found.bytes_per_token:.2f} bytes per token"
+        per_token = "" if statistics.bytes_per_token is None else f", {statistics.bytes_per_token:.2f} bytes per token"
         clean.echo(f"{cache.name}: {counts}{so_far}{per_token}")
-        if found.left_out:
-            clean.echo(f"  without {found.left_out:,} documents of {found.left_out_tokens:,} tokens (data.exclude)")
-        lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())
+        if statistics.left_out:
+            clean.echo(
+                f"  without {statistics.left_out:,} documents of {statistics.left_out_tokens:,} tokens (data.exclude)"
+            )
+        lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in statistics.quantiles.items())
         clean.echo(f"  tokens per document: {lengths}")
         if cache.features:
-            clean.echo(f"  {cache.features.of(found.documents)}, each document a row of {seq_len}")
-        for name, packed in found.packing.items():
+            clean.echo(f"  {cache.features.of(statistics.documents)}, each document a row of {seq_len}")
+        for name, packed in statistics.packing.items():
             clean.echo(
                 f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
                 f"{packed.cut:.1%} of documents cut"
@@ -206,7 +211,7 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
 
 
 def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int | None) -> "TrainedBpe":
-    """The tokenizer that a configuration asks for, in the size that was asked for."""
+    """The tokenizer of the configuration, with the requested vocabulary size."""
     from lm_trainer.data.tokenizer import Pretrained, TrainedBpe
 
     if isinstance(config, Pretrained) and Path(expanded(config.name)).absolute() == output.absolute():
@@ -229,7 +234,7 @@ def train_tokenizer(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     output: Annotated[
-        Path, path_option("--output", "-o", metavar="DIRECTORY", help="Directory to write.", show_default=False)
+        Path, path_option("--output", "-o", metavar="DIRECTORY", help="Output directory.", show_default=False)
     ] = Path("tokenizer"),
     vocab_size: Annotated[
         int | None,
@@ -237,14 +242,14 @@ def train_tokenizer(
             "--vocab-size",
             metavar="N",
             min=257,
-            help="Tokens of the vocabulary.",
+            help="Vocabulary size.",
             show_default="of data.tokenizer, or 4096",
         ),
     ] = None,
 ) -> None:
-    """Train a byte-level BPE on the training text and write it as a directory that data.tokenizer can name.
+    """Train a byte-level BPE tokenizer on the training text, and write a directory for data.tokenizer.
 
-    The configuration may name that directory already: data.tokenizer is then what is written. For example:
+    data.tokenizer may name the new directory already. For example:
 
         lmt data train-tokenizer my.yaml -o words --vocab-size 8192
     """
@@ -252,12 +257,12 @@ def train_tokenizer(
     from lm_trainer.data.tokenize.cache_spec import find_caches
     from lm_trainer.data.tokenizer import train_bpe
 
-    wanted = _tokenizer_to_train(run.data.tokenizer_config, output, vocab_size)
-    # Before the training, which may take minutes.
+    settings = _tokenizer_to_train(run.data.tokenizer_config, output, vocab_size)
+    # Checked before the training, which may take minutes.
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise UserError(f"{output} exists; choose another directory with --output")
     caches = find_caches(run.data)[1]
     shards = [shard for name, cache in caches.items() if name.endswith("/train") for shard in cache.shards]
-    tokenizer = train_bpe(wanted, shards)
+    tokenizer = train_bpe(settings, shards)
     tokenizer.save(output)
     clean.echo(f"{tokenizer.vocab_size} tokens in {output}; use it with data.tokenizer: {output}")

@@ -1,4 +1,4 @@
-"""`lmt data at`: print what a step trains on."""
+"""`lmt data at`: prints the training data of a step."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ def at(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     step: Annotated[
-        int, typer.Option("--step", metavar="N", min=1, help="Number of the step, as in metrics.jsonl: from 1.")
+        int, typer.Option("--step", metavar="N", min=1, help="The step, as in metrics.jsonl: counted from 1.")
     ] = 1,
     row: Annotated[
         int | None,
@@ -25,9 +25,9 @@ def at(
     ] = None,
     chars: CharsOption = 200,
 ) -> None:
-    """Print the documents that a step trains on: where each comes from, from which token on, and its text.
+    """Print the documents a step trains on: source, first token, and text of each.
 
-    Text that is not tokenised yet is tokenised first.
+    Text without a cache is tokenised first.
 
     For example:
 
@@ -37,7 +37,7 @@ def at(
     from lm_trainer.data import open_data
     from lm_trainer.data.provenance import documents_of_step
 
-    # Opening tokenises the text that has no cache yet.
+    # Opening the data tokenises text without a cache.
     with build_progress() as show:
         data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed, on_progress=show)
     if step > run.trainer.num_train_steps:
@@ -51,16 +51,16 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
 
     Args:
         traced: the row.
-        named: name the set that it comes from.
-        chars: characters to show of each passage; 0: all.
+        named: print the name of its data set.
+        chars: characters to show of each passage; 0 means all.
     """
     origin = traced.origin
     of_set = f" of {origin.set.name}" if named else ""
     lines = [f"row {traced.row}: row {origin.row}{of_set}, epoch {origin.epoch}"]
     for passage in traced.passages:
         lines.append(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
-        cut = chars and len(passage.text) > chars
-        # Text of the data may hold commands that terminals obey.
-        text = passage.text[:chars] + " ..." if cut else passage.text
+        truncate = chars and len(passage.text) > chars
+        # The text may hold terminal control sequences.
+        text = passage.text[:chars] + " ..." if truncate else passage.text
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)

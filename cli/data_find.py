@@ -1,4 +1,4 @@
-"""`lmt data find`: where a text stands in the data of a run, and the steps that train on it."""
+"""`lmt data find`: finds a text in the data of a run, and the steps that train on it."""
 
 import json
 from pathlib import Path
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 _STEPS = 8
-"""Steps of an occurrence that are listed."""
+"""Maximum steps listed per occurrence."""
 
 
 def find(
     ctx: typer.Context,
     run: Annotated[
-        str, place_argument(metavar="RUN|CONFIG", help="A run, or the YAML file of one.", show_default=False)
+        str, place_argument(metavar="RUN|CONFIG", help="A run, or a configuration file.", show_default=False)
     ],
     text: Annotated[
-        str | None, typer.Argument(metavar="[TEXT]", help="The text to look for.", show_default=False)
+        str | None, typer.Argument(metavar="[TEXT]", help="The text to search for.", show_default=False)
     ] = None,
     overrides: OverridesArgument = None,
     *,
     file: Annotated[
         Path | None,
-        path_option("--file", metavar="F", help="Look for the content of this file, without its last line break."),
+        path_option("--file", metavar="F", help="Search for the content of this file, without its last line break."),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, help="Occurrences to list; all are counted.")
+        int, typer.Option("--limit", metavar="N", min=1, help="Occurrences to list; all are counted in any case.")
     ] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Find a text in the data of a run: every document that holds it, and at which steps it was and will be trained on.
+    """Find a text in the data of a run: every document with it, and the past and future steps that train on it.
 
-    All tokens are read, of held-out sets as well; a text is found wherever its tokens begin and end. It is compared
-    byte by byte, as it was tokenised. Text that is not tokenised yet is tokenised first.
+    Reads all tokens, including held-out sets. The match is byte by byte on the tokenised text, independent of token
+    boundaries. Text without a cache is tokenised first.
 
     For example:
 
@@ -53,10 +53,10 @@ def find(
     """
     words = list(overrides or [])
     if file is not None and text is not None:
-        # With --file there is no text, and what stands in its place is a setting.
+        # With --file, the word in the position of TEXT is a setting.
         words, text = [text, *words], None
-    wanted = _read(file) if file is not None else text
-    if not wanted:
+    target = _read(file) if file is not None else text
+    if not target:
         raise UserError("say what to look for: a text, or --file F")
     config, last = find_configuration(ctx, run, words)
     config.data.need_documents()
@@ -69,18 +69,18 @@ def find(
     texts = token_texts(data.tokenizer)
     trainer = config.trainer
     tracer = Tracer(data, trainer.batch_schedule, trainer.num_train_steps, texts)
-    found: list[Found] = []
+    matches: list[Found] = []
     count, progress = 0, ScanProgress("tokens")
-    for name, match in find_text(data, wanted, texts, progress):
+    for name, match in find_text(data, target, texts, progress):
         count += 1
-        if len(found) < limit:
-            found.append(tracer.trace(name, match))
+        if len(matches) < limit:
+            matches.append(tracer.trace(name, match))
             if not as_json:
                 progress.clear()
-                _show(found[-1], last, named=bool(config.data.configs))
+                _show(matches[-1], last, named=bool(config.data.configs))
     progress.clear()
     if as_json:
-        clean.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(each) for each in found]}))
+        clean.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(entry) for entry in matches]}))
         return
     more = f", of which {limit} are listed (--limit)" if count > limit else ""
     clean.echo(f"{count:,} occurrence{'' if count == 1 else 's'}{more}")
@@ -94,7 +94,7 @@ def _read(file: Path) -> str:
 
 
 def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
-    """The configuration of a run, and its last step; of a file there is no step."""
+    """The configuration of a run and its last step (None for a configuration file)."""
     if run.endswith((".yaml", ".yml")):
         return load_resolved_config(ctx, config_file(ctx, Path(run)), overrides), None
     import os
@@ -102,37 +102,43 @@ def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tu
     from lm_trainer.reproduce.record import RunRecord
 
     record = RunRecord.read(run)
-    # Relative paths of the configuration count from where the run was started.
+    # Relative paths in the configuration refer to the directory in which the run was started.
     os.chdir(record.root)
     return record.config(record.last, overrides), record.last
 
 
-def _show(found: "Found", last: int | None, *, named: bool) -> None:
-    # The only set has no name.
-    split = found.cache if named else found.cache.rpartition("/")[2]
-    clean.echo(f"{split}: {found.where}, character {found.character}")
-    clean.echo(f"  {_when(found, last)}")
+def _show(occurrence: "Found", last: int | None, *, named: bool) -> None:
+    # A single data set has no name.
+    split = occurrence.cache if named else occurrence.cache.rpartition("/")[2]
+    clean.echo(f"{split}: {occurrence.where}, character {occurrence.character}")
+    clean.echo(f"  {_when(occurrence, last)}")
 
 
-def _when(found: "Found", last: int | None) -> str:
-    steps = found.trained_at
-    if found.excluded:
+def _when(occurrence: "Found", last: int | None) -> str:
+    steps = occurrence.trained_at
+    if occurrence.excluded:
         return "left out by data.exclude"
     if not steps:
-        return "held out" if found.cache.endswith("validation") else "not trained on by the last step"
-    past = [each for each in steps if last is None or each.step <= last]
+        return "held out" if occurrence.cache.endswith("validation") else "not trained on by the last step"
+    past = [training for training in steps if last is None or training.step <= last]
     future = steps[len(past) :]
-    said = "in" if last is None else "trained on in"
-    parts = [f"{said} {_listed(past)}"] if past else []
+    verb = "in" if last is None else "trained on in"
+    parts = [f"{verb} {_listed(past)}"] if past else []
     parts += [f"will be in {_listed(future)}"] if future else []
     return "; ".join(parts)
 
 
 def _listed(steps: "list[TrainedAt] | tuple[TrainedAt, ...]") -> str:
-    shown = ", ".join(f"step {each.step} (row {each.row}, epoch {each.epoch})" for each in steps[:_STEPS])
+    shown = ", ".join(
+        f"step {training.step} (row {training.row}, epoch {training.epoch})" for training in steps[:_STEPS]
+    )
     return shown + (f" and {len(steps) - _STEPS} more" if len(steps) > _STEPS else "")
 
 
-def _plain(found: "Found") -> dict:
-    match = found.match._asdict()
-    return {**found._asdict(), "match": match, "trained_at": [each._asdict() for each in found.trained_at]}
+def _plain(occurrence: "Found") -> dict:
+    match = occurrence.match._asdict()
+    return {
+        **occurrence._asdict(),
+        "match": match,
+        "trained_at": [training._asdict() for training in occurrence.trained_at],
+    }

@@ -1,4 +1,4 @@
-"""`lmt data overlap`: how much of an evaluation set stands in the training text."""
+"""`lmt data overlap`: how much of an evaluation set occurs in the training text."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def overlap(
     ctx: typer.Context,
     run: Annotated[
-        str, place_argument(metavar="RUN|CONFIG", help="A run, or the YAML file of one.", show_default=False)
+        str, place_argument(metavar="RUN|CONFIG", help="A run, or a configuration file.", show_default=False)
     ],
     evaluation: Annotated[
         str,
@@ -32,22 +32,20 @@ def overlap(
     *,
     text_key: Annotated[
         list[str] | None,
-        typer.Option("--text-key", metavar="KEY", help="The field of a record with the text; may be given again."),
+        typer.Option("--text-key", metavar="KEY", help="Field of a record with the text; repeatable."),
     ] = None,
-    ngram: Annotated[
-        int, typer.Option("--ngram", metavar="N", min=2, help="Words of the runs that are looked for.")
-    ] = 13,
+    ngram: Annotated[int, typer.Option("--ngram", metavar="N", min=2, help="Words per n-gram to search for.")] = 13,
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=0, help="Documents to list, those with the longest spans first.")
+        int, typer.Option("--limit", metavar="N", min=0, help="Documents to list, longest overlapping span first.")
     ] = 20,
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how much of an evaluation set stands in the training text of a run, document by document and in total.
+    """Report how much of an evaluation set occurs in a run's training text, per document and in total.
 
-    Runs of words (n-grams, without case and punctuation) are looked for in all training text. With 13 words, a document
-    with any of them is what the report of GPT-3 calls dirty. Those of PaLM and Llama give the share of words that are
-    covered, with --ngram 8. --output writes the training documents with such runs as a list for data.exclude.
+    Searches all training text for the n-grams of the evaluation set, ignoring case and punctuation. With 13 words, a
+    document with any match is "dirty" as in the GPT-3 paper. The papers on PaLM and Llama report the share of words
+    covered, with --ngram 8. --output writes a list of the matching training documents for data.exclude.
 
     For example:
 
@@ -62,22 +60,22 @@ def overlap(
     documents = list(_documents(evaluation, text_key or ["text"]))
     data = open_train_data(config.data)
     progress = ScanProgress()
-    found = find_overlap(data, documents, ngram=ngram, texts_V=token_texts(data.tokenizer), progress=progress)
+    overlaps = find_overlap(data, documents, ngram=ngram, texts_V=token_texts(data.tokenizer), progress=progress)
     progress.clear()
     if output is not None:
         lines = [
             {"set": name, "document": number, "why": "overlap"}
-            for name, numbers in found.train_documents.items()
+            for name, numbers in overlaps.train_documents.items()
             for number in numbers.tolist()
         ]
         write_list(data, output, lines)
-    listed = _listed(data, found, limit)
+    listed = _listed(data, overlaps, limit)
     if as_json:
-        clean.echo(json_line({**_totals(found), "found": listed}))
+        clean.echo(json_line({**_totals(overlaps), "found": listed}))
         return
-    _show(found, listed)
+    _show(overlaps, listed)
     if output is not None:
-        count = sum(map(len, found.train_documents.values()))
+        count = sum(map(len, overlaps.train_documents.values()))
         clean.echo(f"{count:,} training documents with such runs are in {output}; leave them out by data.exclude")
 
 
@@ -98,49 +96,59 @@ def _documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
                 pieces = []
 
 
-def _totals(found: "OverlapReport") -> dict[str, Any]:
+def _totals(overlaps: "OverlapReport") -> dict[str, Any]:
     from lm_trainer.data.overlap import CLEAN, DIRTY
 
     return {
-        "ngram": found.ngram,
-        "documents": len(found.documents),
-        "too_short": found.too_short,
-        "with_any": found.count(0),
-        f"with_{CLEAN:.0%}": found.count(CLEAN),
-        f"with_{DIRTY:.0%}": found.count(DIRTY),
-        "words_covered": found.share,
-        "train_documents": {name: len(numbers) for name, numbers in found.train_documents.items()},
+        "ngram": overlaps.ngram,
+        "documents": len(overlaps.documents),
+        "too_short": overlaps.too_short,
+        "with_any": overlaps.count(0),
+        f"with_{CLEAN:.0%}": overlaps.count(CLEAN),
+        f"with_{DIRTY:.0%}": overlaps.count(DIRTY),
+        "words_covered": overlaps.share,
+        "train_documents": {name: len(numbers) for name, numbers in overlaps.train_documents.items()},
     }
 
 
-def _listed(data: Any, found: "OverlapReport", limit: int) -> list[dict[str, Any]]:
+def _listed(data: Any, overlaps: "OverlapReport", limit: int) -> list[dict[str, Any]]:
     from lm_trainer.data.corpus import Origins
 
     origins = Origins(data)
-    contaminated = sorted((each for each in found.documents if each.covered), key=lambda each: -each.longest)
+    contaminated = sorted(
+        (document for document in overlaps.documents if document.covered), key=lambda document: -document.longest
+    )
     return [
-        {"where": each.where, "words": each.words, "covered": each.covered, "longest": each.longest, "span": each.span}
-        | {"train": [origins.passage(name, number, 0)[0] for name, number in each.found_in]}
-        for each in contaminated[:limit]
+        {
+            "where": document.where,
+            "words": document.words,
+            "covered": document.covered,
+            "longest": document.longest,
+            "span": document.span,
+        }
+        | {"train": [origins.passage(name, number, 0)[0] for name, number in document.found_in]}
+        for document in contaminated[:limit]
     ]
 
 
-def _show(found: "OverlapReport", listed: list[dict[str, Any]]) -> None:
+def _show(overlaps: "OverlapReport", listed: list[dict[str, Any]]) -> None:
     from lm_trainer.data.overlap import CLEAN, DIRTY
 
-    for each in listed:
-        span = each["span"].replace("\n", " ")
+    for document in listed:
+        span = document["span"].replace("\n", " ")
         shown = span if len(span) <= 160 else f"{span[:157]}..."
-        clean.echo(f"{each['where']}: {each['covered']} of {each['words']} words, {each['longest']} in a row")
-        clean.echo(f"  in {', '.join(each['train'])}: {shown}")
-    total = max(len(found.documents), 1)
-    clean.echo(f"{len(found.documents):,} documents, runs of {found.ngram} words")
-    for what, count in (
-        ("with any run in the training text", found.count(0)),
-        (f"with {CLEAN:.0%} of their words or more", found.count(CLEAN)),
-        (f"with {DIRTY:.0%} of their words or more", found.count(DIRTY)),
+        clean.echo(
+            f"{document['where']}: {document['covered']} of {document['words']} words, {document['longest']} in a row"
+        )
+        clean.echo(f"  in {', '.join(document['train'])}: {shown}")
+    total = max(len(overlaps.documents), 1)
+    clean.echo(f"{len(overlaps.documents):,} documents, runs of {overlaps.ngram} words")
+    for description, count in (
+        ("with any run in the training text", overlaps.count(0)),
+        (f"with {CLEAN:.0%} of their words or more", overlaps.count(CLEAN)),
+        (f"with {DIRTY:.0%} of their words or more", overlaps.count(DIRTY)),
     ):
-        clean.echo(f"  {what}: {count:,} ({count / total:.1%})")
-    clean.echo(f"  of all words: {found.share:.1%}")
-    if found.too_short:
-        clean.echo(f"  of fewer words than a run, not looked for: {found.too_short:,}")
+        clean.echo(f"  {description}: {count:,} ({count / total:.1%})")
+    clean.echo(f"  of all words: {overlaps.share:.1%}")
+    if overlaps.too_short:
+        clean.echo(f"  of fewer words than a run, not looked for: {overlaps.too_short:,}")

@@ -1,4 +1,4 @@
-"""`lmt eval`: a model's losses on texts, and how two models differ."""
+"""`lmt eval`: a model's loss on texts and scores on tasks, and the differences of two models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,19 +24,19 @@ def evaluate(
         typer.Option(
             "--data",
             metavar="TEXT",
-            help="A configuration, whose data section names held-out text; or a file or URL of text, once or more.",
+            help="A configuration whose data section names held-out text, or a file or URL of text; repeatable.",
             show_default="the held-out text of the run",
         ),
     ] = None,
     step: CheckpointOption = None,
     weights: Annotated[
         Literal["averaged", "raw"],
-        typer.Option("--weights", help="Average of a run that keeps one, or its weights themselves."),
+        typer.Option("--weights", help="The moving average of the weights if the run keeps one, or the raw weights."),
     ] = "averaged",
     context: Annotated[
         int | None,
         typer.Option(
-            "--context", metavar="N", min=1, help="Tokens in a row.", show_default="as in training; else 2048 at most"
+            "--context", metavar="N", min=1, help="Tokens per row.", show_default="as in training; else 2048 at most"
         ),
     ] = None,
     stride: Annotated[
@@ -45,57 +45,64 @@ def evaluate(
             "--stride",
             metavar="N",
             min=1,
-            help="Begin a row every N tokens; what an earlier row predicted is only read.",
+            help="Start a row every N tokens; tokens predicted in an earlier row serve as context only.",
             show_default="a row's length",
         ),
     ] = None,
     max_batches: Annotated[
         int | None,
-        typer.Option("--max-batches", metavar="N", min=1, help="Read so many batches of a set.", show_default="all"),
+        typer.Option(
+            "--max-batches", metavar="N", min=1, help="Evaluate at most N batches of each set.", show_default="all"
+        ),
     ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
             "--tasks",
             metavar="NAME,...",
-            help="Tasks of lm-evaluation-harness, groups or tags; the text is then left out unless --data names some.",
+            help="Tasks, groups or tags of lm-evaluation-harness; text is then evaluated only if --data is given.",
         ),
     ] = None,
     tasks_dir: Annotated[
-        Path | None, path_option("--tasks-dir", metavar="DIR", help="More tasks, as YAML files of the harness.")
+        Path | None,
+        path_option("--tasks-dir", metavar="DIR", help="Directory with more tasks, as YAML files of the harness."),
     ] = None,
     num_fewshot: Annotated[
         int | None,
         typer.Option(
-            "--num-fewshot", metavar="N", min=0, help="Examples in front of a question.", show_default="the task's"
+            "--num-fewshot", metavar="N", min=0, help="Few-shot examples per question.", show_default="the task's"
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="Ask N questions of a task.", show_default="all")
+        int | None,
+        typer.Option(
+            "--limit", metavar="N", min=1, help="Evaluate the first N questions of each task.", show_default="all"
+        ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Write questions in the tokenizer's chat template.")
+        bool, typer.Option("--apply-chat-template", help="Format questions with the tokenizer's chat template.")
     ] = False,
     samples: Annotated[
-        Path | None, path_option("--log-samples", metavar="DIR", help="Write questions and answers there.")
+        Path | None, path_option("--log-samples", metavar="DIR", help="Write questions and answers to DIR.")
     ] = None,
     compare: Annotated[
         str | None,
-        place_option("--compare", metavar="OTHER", help="Another model, on the same text."),
+        place_option("--compare", metavar="OTHER", help="Another model to evaluate on the same text."),
     ] = None,
     documents: Annotated[
         Path | None,
-        path_option("--documents", metavar="OUT", help="Write the loss of every document there, as JSON lines."),
+        path_option("--documents", metavar="OUT", help="Write the loss of every document to OUT, as JSON lines."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model: loss, perplexity and bits per byte of held-out text, with standard errors.
 
-    The model reads the text in rows, as in training: the loss on a run's own text is the one that the run reports. Bits
-    per byte are the bits of all predicted tokens over the UTF-8 bytes of their text, so that models with different
-    tokenizers can be compared. A set that has tags counts in the averages of each; micro averages weigh tokens, macro
-    averages weigh sets. The figures are the same on any number of devices. Of OTHER, as of MODEL by default, the newest
-    checkpoint is taken, with averaged weights where there are some; name a step as checkpoints/ID/STEP.
+    Text is read in rows, as in training, so the loss on a run's own held-out text equals the loss reported by the run.
+    Bits per byte divides the bits of all predicted tokens by the UTF-8 bytes of their text, which makes models with
+    different tokenizers comparable. A set with tags counts in the average of each tag; micro averages weight by tokens,
+    macro averages weight sets equally. The figures do not depend on the number of devices. For OTHER, and by default
+    for MODEL, the newest checkpoint is used, with averaged weights if available; choose a step with
+    checkpoints/ID/STEP.
 
     For example:
 
@@ -109,11 +116,11 @@ def evaluate(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    # Before anything imports jax, whose allocator and threads it sets.
+    # Before jax is imported: sets its allocator and threads.
     prepare_process()
 
-    # First, before a package that the harness shares with others is imported.
-    asked = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
+    # First, before any import of a package the harness shares.
+    harness_tasks = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
     from lm_trainer.core.terminal import json_line
     from lm_trainer.evaluate.model import open_eval_model
     from lm_trainer.trackers.jsonl import encode
@@ -122,12 +129,12 @@ def evaluate(
     opened = open_eval_model(model, step=step, averaged=weights == "averaged", context=context, overrides=settings)
     result: dict[str, Any] = {"model": opened.name, "step": opened.step}
     lines, notes = [f"{opened.name}{'' if opened.step is None else f', step {opened.step}'}"], []
-    if asked is None or data or compare:
+    if harness_tasks is None or data or compare:
         other = None if compare is None else partial(open_eval_model, compare, context=context, overrides=settings)
-        found = _on_text(model, opened, other, data or [], (stride, max_batches), documents)
-        result, lines, notes = {**result, **found.result}, [*lines, *found.lines], found.notes
-    if asked is not None:
-        result["tasks"], table = _on_tasks(opened, asked, samples)
+        text_result = _on_text(model, opened, other, data or [], (stride, max_batches), documents)
+        result, lines, notes = {**result, **text_result.result}, [*lines, *text_result.lines], text_result.notes
+    if harness_tasks is not None:
+        result["tasks"], table = _on_tasks(opened, harness_tasks, samples)
         lines += table
     if as_json:
         clean.echo(json_line(encode({**result, "notes": notes})))
@@ -137,7 +144,7 @@ def evaluate(
     clean.echo("\n".join(lines))
 
 
-class _Found(NamedTuple):
+class _TextResult(NamedTuple):
     result: dict[str, Any]
     lines: list[str]
     notes: list[str]
@@ -150,7 +157,7 @@ def _on_text(
     data: list[str],
     options: tuple[int | None, int | None],
     documents: Path | None,
-) -> _Found:
+) -> _TextResult:
     import json
 
     from lm_trainer.core.files import write_atomically
@@ -158,22 +165,22 @@ def _on_text(
     from lm_trainer.evaluate.text import TextOptions, choose_text, compare_text, evaluate_text
     from lm_trainer.trackers.jsonl import encode
 
-    text, how = choose_text(source, model, data), TextOptions(*options)
+    text, text_options = choose_text(source, model, data), TextOptions(*options)
     with build_progress() as show:
-        found = evaluate_text(model, text, how, show)
-    result, lines = report.as_json(found), report.text_lines(found)
+        losses = evaluate_text(model, text, text_options, show)
+    result, lines = report.as_json(losses), report.text_lines(losses)
     if open_other is not None:
         other = open_other()
         with build_progress() as show:
-            others = evaluate_text(other, text, how, show)
-        differences = compare_text(model, other, found, others)
-        result["compared_with"] = {"model": other.name, "step": other.step, **report.as_json(others)}
-        result["differences"] = [each.as_json() for each in differences]
+            other_losses = evaluate_text(other, text, text_options, show)
+        differences = compare_text(model, other, losses, other_losses)
+        result["compared_with"] = {"model": other.name, "step": other.step, **report.as_json(other_losses)}
+        result["differences"] = [item.as_json() for item in differences]
         lines += ["", *report.comparison_lines((model.name, other.name), differences)]
     if documents is not None:
-        records = report.document_records(found)
-        write_atomically(documents, "".join(json.dumps(encode(each)) + "\n" for each in records))
-    return _Found(result, lines, found.notes)
+        records = report.document_records(losses)
+        write_atomically(documents, "".join(json.dumps(encode(item)) + "\n" for item in records))
+    return _TextResult(result, lines, losses.notes)
 
 
 def _read_tasks(
@@ -185,7 +192,7 @@ def _read_tasks(
     chat: bool,
     samples: Path | None,
 ) -> "Tasks | None":
-    """Reads the tasks before the model, so that a name that there is not is found at once."""
+    """Reads the tasks before the model is loaded, so an unknown name fails at once."""
     from lm_trainer.core.errors import UserError
     from lm_trainer.harness.config import HarnessConfig, check_package, quiet_bars
 
@@ -200,7 +207,7 @@ def _read_tasks(
     quiet_bars()
     from lm_trainer.harness.run import Tasks
 
-    listed = tuple(name for each in names for name in each.split(",") if name)
+    listed = tuple(name for argument in names for name in argument.split(",") if name)
     config = HarnessConfig(
         task_spec=listed,
         include_path=None if directory is None else str(directory),
@@ -217,8 +224,8 @@ def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple
     from lm_trainer.harness.report import task_json, task_rows, write_samples
 
     dtype = model.config.trainer.mp.compute_dtype
-    asked = HarnessModel(model.decoder(), model.tokenizer, settings=model.settings, dtype=dtype)
-    found = tasks.ask(asked)
+    harness_model = HarnessModel(model.decoder(), model.tokenizer, settings=model.settings, dtype=dtype)
+    results = tasks.ask(harness_model)
     if samples is not None:
-        write_samples(samples, found)
-    return task_json(found), table(task_rows(found), left=1)
+        write_samples(samples, results)
+    return task_json(results), table(task_rows(results), left=1)

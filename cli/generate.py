@@ -17,40 +17,44 @@ def generate(
     model: ModelArgument,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Text to continue; may be repeated.", show_default="the start of a document"),
+        typer.Option(metavar="TEXT", help="Text to continue; repeatable.", show_default="the start of a document"),
     ] = None,
     prompt_file: Annotated[
-        list[Path] | None, path_option(metavar="FILE", help="A file with one prompt, - for stdin; may be repeated.")
+        list[Path] | None, path_option(metavar="FILE", help="File with one prompt, - for stdin; repeatable.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Stop after so many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Only the K likeliest tokens; 0: all.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the K most likely tokens; 0 means all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(metavar="P", help="Only the likeliest tokens whose probabilities reach P.")
+        float,
+        typer.Option(
+            metavar="P", help="Sample from the most likely tokens whose probabilities sum to P (nucleus sampling)."
+        ),
     ] = 1.0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="End a continuation before this text; may be repeated.", show_default=False),
+        typer.Option(metavar="TEXT", help="End a continuation before this text; repeatable.", show_default=False),
     ] = None,
-    num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations of each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
+    num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed; the same seed gives the same text.")] = 0,
     devices: Annotated[
-        int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
+        int, typer.Option(metavar="N", help="Shard the model over the first N devices.", show_default="all")
     ] = 0,
     step: CheckpointOption = None,
     logprobs: Annotated[
-        bool, typer.Option("--logprobs", help="With --json: log p of every new token, in nats.")
+        bool, typer.Option("--logprobs", help="With --json: add the log-probability of every new token, in nats.")
     ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Name the longest spans that stand verbatim in the data of the run.")
+        bool,
+        typer.Option("--trace", help="Report the longest generated spans that occur verbatim in the data of the run."),
     ] = False,
-    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per continuation.")] = False,
 ) -> None:
     """Continue prompts with a model.
 
-    Prints each prompt with its continuation, a single one while it is written; a continuation ends where the model ends
-    the document, before a text of --stop, after --max-new-tokens, or where the model's context is full. Several devices
-    hold a part of the model each; its numbers depend on how many there are in their last digits.
+    Prints each prompt with its continuation; a single continuation is streamed. It ends at the model's end-of-document
+    token, before a --stop text, after --max-new-tokens, or when the context is full. Several devices hold a shard of
+    the model each, and their number affects the last digits of the probabilities.
 
     For example:
 
@@ -64,7 +68,7 @@ def generate(
     """
     from lm_trainer.core.runtime import configure_jax, prepare_process
 
-    # Before anything imports jax, whose allocator and threads it sets.
+    # Before jax is imported: sets its allocator and threads.
     prepare_process()
     import dataclasses
 
@@ -72,9 +76,9 @@ def generate(
     from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
     from lm_trainer.run.weights.open_model import local_devices, open_model
 
-    # Programs that an earlier call compiled are read, which is most of the time to the first token.
+    # Reads programs an earlier call compiled; compiling is most of the time to the first token.
     configure_jax({}, None)
-    # Both are checked before the model is read.
+    # Both are checked before the model is loaded.
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

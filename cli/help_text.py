@@ -1,4 +1,4 @@
-"""Help whose paragraphs fill the terminal's width, whatever the width of the source."""
+"""Help text whose paragraphs fill the width of the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flow_all(group: Any) -> None:
-    """Joins the lines of every paragraph in the help of a group's commands, and of those of the groups in it."""
+    """Joins the lines of every paragraph in the help of a group's commands and of its nested groups."""
     for command in group.commands.values():
         command.help = flow(command.help) if command.help else command.help
         if hasattr(command, "commands"):
@@ -15,9 +15,9 @@ def flow_all(group: Any) -> None:
 
 
 def flow(text: str) -> str:
-    """Joins the lines of paragraphs; lines that are indented are examples, and stay as they are.
+    """Joins the lines of paragraphs; indented lines are examples, and stay unchanged.
 
-    The word that announces examples becomes a paragraph of its own.
+    The line that announces examples becomes a separate paragraph.
     """
     text = re.sub(r"^((?:For example|Examples?):)\n(?=\s)", r"\1\n\n", text, flags=re.MULTILINE)
     paragraphs = re.split(r"\n\s*\n", text)

@@ -23,42 +23,44 @@ def export_hf(
         str,
         place_argument(
             metavar="OUT",
-            help="The directory to write, or the URL of one in a bucket; must be new or empty.",
+            help="Output directory, local or a bucket URL; must be new or empty.",
             show_default=False,
         ),
     ],
     step: CheckpointOption = None,
-    dtype: Annotated[ExportDtype, typer.Option(help="Numbers in the weight files.")] = ExportDtype.F32,
+    dtype: Annotated[ExportDtype, typer.Option(help="Dtype of the exported weights.")] = ExportDtype.F32,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Larger models are written as several files with an index.")
+        str,
+        typer.Option(metavar="SIZE", help="Maximum size of a weight file; larger models are sharded, with an index."),
     ] = "5GB",
     push_to_hub: Annotated[
         str | None,
         typer.Option(
-            metavar="ORG/NAME", help="Upload the result; the token is taken from the environment variable HF_TOKEN."
+            metavar="ORG/NAME",
+            help="Upload the result to the hub; reads the token from the environment variable HF_TOKEN.",
         ),
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public/--private", help="Visibility of a repository that the upload creates.")
+        bool, typer.Option("--public/--private", help="Visibility of a newly created repository.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Write the whole model, with the run's adapter merged in.")
+        bool, typer.Option("--merge", help="Write the full model, with the run's adapter merged into the weights.")
     ] = False,
     context: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="Tokens that config.json says the model reads.",
-            show_default="those of the model that the run began from, or of the run's rows where they are longer",
+            help="Context length to write to config.json.",
+            show_default="the initial model's, or the run's row length if longer",
         ),
     ] = None,
 ) -> None:
     """Write a checkpoint as a directory that `transformers` loads: safetensors, configuration, tokenizer and card.
 
-    A run that trains an adapter becomes a directory that `peft` loads. OUT is complete or does not exist, also after a
-    crash.
+    A run that trains an adapter becomes a directory that `peft` loads. OUT is written atomically: a crash leaves no
+    partial export.
 
     For example:
 
@@ -83,10 +85,10 @@ def export_hf(
         hub_name=push_to_hub,
         context=context,
     )
-    # Before the weights are read, which takes a while for a large model.
-    place = storage_path(out)
-    check_export(place, options)
-    result = export_model(open_for_export(run, step=step, merge=merge), place, options, public=public)
+    # Checked before the weights are loaded, which takes a while for a large model.
+    destination = storage_path(out)
+    check_export(destination, options)
+    result = export_model(open_for_export(run, step=step, merge=merge), destination, options, public=public)
     clean.echo(f"exported to {out}")
     if result:
         clean.echo(f"pushed to {result.url} ({'private' if result.private else 'public'})")
@@ -101,21 +103,20 @@ def import_hf(
     ],
     out: Annotated[
         Path,
-        path_argument(
-            metavar="OUT", help="The checkpoint directory to write; must be new or empty.", show_default=False
-        ),
+        path_argument(metavar="OUT", help="Output checkpoint directory; must be new or empty.", show_default=False),
     ],
     tokenizer: Annotated[
         Path | None,
-        path_option(metavar="DIR", help="Take the tokenizer from this directory.", show_default="the model's own"),
+        path_option(metavar="DIR", help="Read the tokenizer from this directory.", show_default="the model's own"),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the hub; a commit never moves.")
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the hub; a commit is reproducible.")
     ] = None,
 ) -> None:
-    """Turn a `transformers` model into a checkpoint that can be trained on, sampled from and exported again.
+    """Convert a `transformers` model to a checkpoint, for training, generation and export.
 
-    Reads config.json, safetensors weights and tokenizer.json. Pickles are refused and no code of the model is run.
+    Reads config.json, safetensors weights and tokenizer.json. Pickles are refused, and no code of the model is
+    executed.
 
     For example:
 

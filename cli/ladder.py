@@ -1,4 +1,4 @@
-"""`lmt ladder`: runs of several sizes with one recipe, and what they say about larger ones."""
+"""`lmt ladder`: trains several sizes with one recipe, and predicts larger runs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,14 +14,14 @@ from lm_trainer.core.errors import UserError
 if TYPE_CHECKING:
     from lm_trainer.ladder import ModelLadder
 
-app = typer.Typer(no_args_is_help=True, help="Train several sizes with one recipe, and predict larger ones.")
+app = typer.Typer(no_args_is_help=True, help="Train several model sizes with one recipe, and predict larger runs.")
 
 SizesOption = Annotated[
     list[str] | None,
     typer.Option(
         "--size",
         metavar="SIZE",
-        help="Only this size, any that the models have; may be given several times.",
+        help="Only this size; any size the models define; repeatable.",
         show_default=False,
     ),
 ]
@@ -35,7 +35,7 @@ def _prepare() -> None:
 
 
 def _chosen(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
-    """The sizes of the ladder, unless some are named: those may be any that its models have."""
+    """The named sizes, which may be any the models define, else all sizes of the ladder."""
     for size in sizes or ():
         ladder.model_configurator.check(size)
     return list(sizes or ladder.sizes)
@@ -49,30 +49,36 @@ def plan(
     size: SizesOption = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Name in JAX, such as 'NVIDIA H100 80GB HBM3'. Default: device_type."),
+        typer.Option(
+            "--device", help="Device name as JAX reports it, such as 'NVIDIA H100 80GB HBM3'. Default: device_type."
+        ),
     ] = None,
-    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="Share of its peak that is reached.")] = 0.4,
+    mfu: Annotated[
+        float, typer.Option("--mfu", min=0.01, max=1, help="Assumed model FLOP utilisation, as a share of the peak.")
+    ] = 0.4,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Price of a device for an hour, in any currency.")
+        float | None, typer.Option("--price", min=0, help="Price per device-hour, in any currency.")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=1, help="Rows of the embedding, if no tokenizer can be reached.")
+        int | None,
+        typer.Option("--vocab-size", min=1, help="Vocabulary size to assume if the tokenizer is not available."),
     ] = None,
     compat: Annotated[
-        str | None, typer.Option("--compat", help="`olmo`: batch and devices as OLMo-core would choose them.")
+        str | None, typer.Option("--compat", help="`olmo`: choose batch size and devices as OLMo-core does.")
     ] = None,
     compiled: Annotated[
         bool,
         typer.Option(
-            "--compile", help="Memory from XLA, which compiles each size for a device of this machine; else estimated."
+            "--compile",
+            help="Compile each size for a device of this machine and report XLA's memory, instead of an estimate.",
         ),
     ] = False,
     out: Annotated[
-        Path | None, path_option("--out", metavar="DIR", help="Draw every learning rate into DIR/SIZE.png.")
+        Path | None, path_option("--out", metavar="DIR", help="Plot the learning-rate schedules to DIR/SIZE.png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
 ) -> None:
-    """Say what every size would be and cost, and draw its learning rate; nothing is run.
+    """Report model, batch, memory, time and cost of every size, and plot its learning rate, without running anything.
 
     Examples:
         lmt ladder plan configs/ladder_nano.yaml
@@ -93,16 +99,16 @@ def plan(
         plan_rung(ladder, name, hardware, vocab_size=vocab_size, compat=compat, compiled=compiled)  # pyright: ignore[reportArgumentType]
         for name in _chosen(ladder, size)
     ]
-    for found in plans if out else ():
+    for rung in plans if out else ():
         out.mkdir(parents=True, exist_ok=True)  # pyright: ignore[reportOptionalMemberAccess]
         ladder.run_configurator.plot_lr_schedule(
-            found.num_params,
-            found.batch_size,
+            rung.num_params,
+            rung.batch_size,
             show=False,
-            save_path=out / f"{found.size}.png",  # pyright: ignore[reportOptionalOperand]
+            save_path=out / f"{rung.size}.png",  # pyright: ignore[reportOptionalOperand]
         )
     if as_json:
-        clean.echo(json.dumps([found.as_dict() for found in plans], indent=1))
+        clean.echo(json.dumps([rung.as_dict() for rung in plans], indent=1))
         return
     clean.echo(plan_table(plans))
     if len(plans) == 1:
@@ -117,12 +123,12 @@ def run(
     overrides: OverridesArgument = None,
     size: SizesOption = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Only the runs with this seed.", show_default=False)
+        int | None, typer.Option("--seed", min=0, help="Train only the runs with this seed.", show_default=False)
     ] = None,
 ) -> None:
-    """Train every size, the smallest first; the same command again goes on where it stopped.
+    """Train every size, smallest first; repeat the command to resume where it stopped.
 
-    A ladder whose chinchilla_multiple was raised goes on with its finished runs.
+    After raising chinchilla_multiple, finished runs continue to the new length.
 
     Examples:
         lmt ladder run configs/ladder_nano.yaml
@@ -137,11 +143,11 @@ def run(
         raise UserError(f"--seed {seed}: the ladder has {', '.join(map(str, ladder.seeds))}; raise num_seeds")
     for name in sorted(_chosen(ladder, size), key=ladder.get_num_params):
         for number in ladder.seeds if seed is None else (seed,):
-            found = ladder.get_checkpoints(name, seed=number)
-            if found[-1].exists:
-                clean.echo(f"{ladder.run_name(name, number)}: complete, after step {found[-1].step:,}")
+            checkpoints = ladder.get_checkpoints(name, seed=number)
+            if checkpoints[-1].exists:
+                clean.echo(f"{ladder.run_name(name, number)}: complete, after step {checkpoints[-1].step:,}")
                 continue
-            with Progress(found[-1].step) as progress:
+            with Progress(checkpoints[-1].step) as progress:
                 summary = ladder.run(name, seed=number, progress=progress)
             clean.echo(summary.lines()[0])
     clean.echo(f"metrics: lmt ladder metrics {config}")
@@ -155,14 +161,14 @@ def status(
     size: SizesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show which checkpoints of which sizes exist, and how registered predictions turned out."""
+    """Show the existing checkpoints of each size, and score registered predictions."""
     ladder = load_ladder(ctx, config, overrides)
 
     import json
 
     from lm_trainer.ladder.fit.register import scores
 
-    found = {
+    runs = {
         ladder.run_name(name, seed): ladder.get_checkpoints(name, seed=seed)
         for name in _chosen(ladder, size)
         for seed in ladder.seeds
@@ -170,13 +176,13 @@ def status(
     if as_json:
         plain = {
             run: [{"name": c.name, "step": c.step, "tokens": c.tokens, "exists": c.exists} for c in checkpoints]
-            for run, checkpoints in found.items()
+            for run, checkpoints in runs.items()
         }
-        if made := scores(ladder):
-            plain["predictions"] = [score.as_dict() for score in made]
+        if predictions := scores(ladder):
+            plain["predictions"] = [score.as_dict() for score in predictions]
         clean.echo(json.dumps(plain, indent=1))
         return
-    for run_name, checkpoints in found.items():
+    for run_name, checkpoints in runs.items():
         clean.echo(run_name)
         for checkpoint in checkpoints:
             clean.echo(f"  {checkpoint.display()}")
@@ -190,19 +196,24 @@ def metrics(
     config: LadderArgument,
     overrides: OverridesArgument = None,
     size: SizesOption = None,
-    prefix: Annotated[str | None, typer.Option("--prefix", help="Only metrics that begin so, such as eval/.")] = None,
-    kind: Annotated[
-        str | None, typer.Option("--format", help="csv, json or parquet. Default: a table; by the name of --out.")
+    prefix: Annotated[
+        str | None, typer.Option("--prefix", help="Only metrics with this prefix, such as eval/.")
     ] = None,
-    out: Annotated[Path | None, path_option("--out", metavar="FILE", help="Write a file instead.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option("--format", help="csv, json or parquet. Default: by the ending of --out, else a table."),
+    ] = None,
+    out: Annotated[
+        Path | None, path_option("--out", metavar="FILE", help="Write to this file instead of stdout.")
+    ] = None,
     discover_all: Annotated[
-        bool, typer.Option("--discover-all", help="Checkpoints that the ladder does not ask for as well.")
+        bool, typer.Option("--discover-all", help="Include checkpoints that are not part of the ladder's schedule.")
     ] = False,
     alternative_dir: Annotated[
-        list[Path] | None, path_option("--alternative-dir", help="Directory to search for what is missing.")
+        list[Path] | None, path_option("--alternative-dir", help="Another directory to search for missing checkpoints.")
     ] = None,
 ) -> None:
-    """Gather what was measured at the checkpoints of all sizes, from the run directories alone.
+    """Collect the metrics at the checkpoints of all sizes from the run directories.
 
     Examples:
         lmt ladder metrics configs/ladder_nano.yaml

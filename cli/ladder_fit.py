@@ -1,4 +1,4 @@
-"""`lmt ladder fit | predict | compare | register | report`: what the runs of a ladder say about larger ones."""
+"""`lmt ladder fit | predict | compare | register | report`: scaling laws fitted to the runs of a ladder."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,22 +14,26 @@ if TYPE_CHECKING:
     from lm_trainer.ladder.fit.fitting import Fit
 
 _POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
-_SOURCES = f"{_POINTS}, or what `lmt ladder fit --out` wrote."
+_SOURCES = f"{_POINTS}, or a fit saved by `lmt ladder fit --out`."
 SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
 FitOption = Annotated[
     Path | None,
-    path_option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
+    path_option(
+        "--fit", metavar="FIT.json", help="A saved fit. Default: fit SOURCE with default settings.", show_default=False
+    ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with all digits.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with full precision.")]
 MaxOption = Annotated[
     float,
-    typer.Option("--max-extrapolation", min=1, help="Refuse beyond this many times the compute of the largest rung."),
+    typer.Option(
+        "--max-extrapolation", min=1, help="Maximum extrapolation, as a multiple of the largest rung's compute."
+    ),
 ]
-ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help="Predict beyond --max-extrapolation as well.")]
+ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help="Allow predictions beyond --max-extrapolation.")]
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Puts the commands of this file beside the others of `lmt ladder`."""
+    """Adds the commands of this file to `lmt ladder`."""
     for command in (fit, predict, register, report):
         app.command(context_settings=OVERRIDES)(command)
     app.command()(compare)
@@ -40,7 +44,7 @@ def _is_ladder(source: Path) -> bool:
 
 
 def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
-    """The points of a ladder or a table."""
+    """The measured points of a ladder or a table."""
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
     if _is_ladder(source):
@@ -50,7 +54,7 @@ def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **opt
 
 
 def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
-    """A fit that was written, or the fit of a ladder or a table with default settings."""
+    """A saved fit, or a fit of a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import fit_of
 
@@ -70,38 +74,42 @@ def fit(
     source: Annotated[Path, source_argument(metavar="SOURCE", help=f"{_POINTS}.", show_default=False)],
     overrides: OverridesArgument = None,
     metric: Annotated[
-        str | None, typer.Option("--metric", help="The loss to fit. Default: eval/loss, else loss.", show_default=False)
+        str | None, typer.Option("--metric", help="Loss to fit. Default: eval/loss, else loss.", show_default=False)
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", help="An accuracy to predict from the loss by a sigmoid.", show_default=False),
+        typer.Option("--task", help="Accuracy metric to predict from the loss by a sigmoid.", show_default=False),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="vp: variable projection; huber: Huber on log L by L-BFGS-B, as the papers.")
+        str,
+        typer.Option(
+            "--method", help="vp: variable projection; huber: Huber loss on log L with L-BFGS-B, as in the papers."
+        ),
     ] = "vp",
     start: Annotated[
-        str, typer.Option("--start", help="Start of --method huber: hoffmann (a grid) or olmo (a single point).")
+        str,
+        typer.Option("--start", help="Initial values for --method huber: hoffmann (a grid) or olmo (a single point)."),
     ] = "hoffmann",
     resample: Annotated[
-        str, typer.Option("--resample", help="Unit that the bootstrap draws: residuals, points or runs.")
+        str, typer.Option("--resample", help="Unit resampled by the bootstrap: residuals, points or runs.")
     ] = "residuals",
-    draws: Annotated[int, typer.Option("--draws", help="Number of the bootstrap's fits.")] = 500,
+    draws: Annotated[int, typer.Option("--draws", help="Number of bootstrap fits.")] = 500,
     seed: Annotated[int, typer.Option("--bootstrap-seed", min=0, help="Seed of the bootstrap.")] = 0,
-    level: Annotated[float, typer.Option("--level", help="Confidence of the intervals.")] = 0.9,
+    level: Annotated[float, typer.Option("--level", help="Confidence level of the intervals.")] = 0.9,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", metavar="SIZE", help="Leave a size out; repeatable."),
+        typer.Option("--without", metavar="SIZE", help="Exclude a size; repeatable."),
     ] = None,
     pre_decay: Annotated[
         bool,
-        typer.Option("--pre-decay", help="Keep points before a decay, which lie above the others."),
+        typer.Option("--pre-decay", help="Keep points from before the learning-rate decay, whose losses are higher."),
     ] = False,
     out: Annotated[
-        Path | None, path_option("--out", metavar="FIT.json", help="Write the fit for the other commands.")
+        Path | None, path_option("--out", metavar="FIT.json", help="Save the fit for the other commands.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit L(N, D) = E + A/N^alpha + B/D^beta, with intervals, a back-test and what the points do not determine.
+    """Fit L(N, D) = E + A/N^alpha + B/D^beta, with intervals, a back-test and notes on undetermined parameters.
 
     Examples:
         lmt ladder fit configs/ladder_nano.yaml --out fit.json
@@ -118,14 +126,14 @@ def fit(
     from lm_trainer.ladder.fit.isoflop import fit_isoflop
     from lm_trainer.ladder.fit.tables import fit_text
 
-    found = fit_points(points, Settings(method, start, resample, draws, seed, level))
+    law_fit = fit_points(points, Settings(method, start, resample, draws, seed, level))
     if out:
-        save(found, out)
+        save(law_fit, out)
     if as_json:
-        clean.echo(json.dumps(found.as_dict(), indent=1))
+        clean.echo(json.dumps(law_fit.as_dict(), indent=1))
         return
-    effect = influence(found)
-    clean.echo(fit_text(found, backtest(found), effect, notes(found, effect), fit_isoflop(points)))
+    effect = influence(law_fit)
+    clean.echo(fit_text(law_fit, backtest(law_fit), effect, notes(law_fit, effect), fit_isoflop(points)))
 
 
 def predict(
@@ -134,20 +142,26 @@ def predict(
     overrides: OverridesArgument = None,
     params: Annotated[
         float | None,
-        typer.Option("--params", metavar="N", help="Parameters of the run, such as 7e9.", show_default=False),
+        typer.Option("--params", metavar="N", help="Number of parameters of the run, such as 7e9.", show_default=False),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option("--tokens", metavar="D", help="Tokens of the run, such as 4e12.", show_default=False)
+        float | None,
+        typer.Option("--tokens", metavar="D", help="Training tokens of the run, such as 4e12.", show_default=False),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option("--flops", metavar="C", help="Instead: the best N and D for this compute.", show_default=False),
+        typer.Option(
+            "--flops",
+            metavar="C",
+            help="Instead of N and D: find the best N and D for this compute budget.",
+            show_default=False,
+        ),
     ] = None,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a run that was not made would measure, or how to spend a compute, with intervals.
+    """Predict the metrics of a run that has not been trained, or the best use of a compute budget, with intervals.
 
     Examples:
         lmt ladder predict fit.json --params 7e9 --tokens 4e12
@@ -158,18 +172,18 @@ def predict(
 
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
-    found = _fit(ctx, source, overrides)
+    law_fit = _fit(ctx, source, overrides)
 
     from lm_trainer.ladder.fit import predict as law
 
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
     if flops is not None:
-        best = law.optimum(found, flops, **limits)
-        clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(found, best)))
+        best = law.optimum(law_fit, flops, **limits)
+        clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(law_fit, best)))
         return
     assert params is not None
     assert tokens is not None
-    prediction = law.predict(found, params, tokens, **limits)
+    prediction = law.predict(law_fit, params, tokens, **limits)
     clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.lines(prediction)))
 
 
@@ -181,7 +195,11 @@ def compare(
     b: Annotated[Path, source_argument(metavar="B", help="The other recipe.", show_default=False)],
     flops: Annotated[
         list[float] | None,
-        typer.Option("--flops", metavar="C", help="A compute to compare at; repeatable. Default: what both cover."),
+        typer.Option(
+            "--flops",
+            metavar="C",
+            help="Compute budget at which to compare; repeatable. Default: the range both cover.",
+        ),
     ] = None,
     tokens_per_param: Annotated[
         float | None,
@@ -191,7 +209,7 @@ def compare(
     extrapolate: ExtrapolateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say with how much of the compute recipe B reaches the loss of recipe A, with intervals.
+    """Estimate the fraction of compute with which recipe B reaches the loss of recipe A, with intervals.
 
     Examples:
         lmt ladder compare adamw.json muon.json
@@ -204,7 +222,7 @@ def compare(
 
     from lm_trainer.ladder.fit import compare as multipliers
 
-    found = multipliers.compare(
+    comparisons = multipliers.compare(
         first,
         second,
         flops=flops or (),
@@ -213,10 +231,10 @@ def compare(
         extrapolate=extrapolate,
     )
     if as_json:
-        clean.echo(json.dumps([m.as_dict() for m in found], indent=1))
+        clean.echo(json.dumps([m.as_dict() for m in comparisons], indent=1))
         return
     clean.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
-    clean.echo(multipliers.compare_text(found, first.settings.level))
+    clean.echo(multipliers.compare_text(comparisons, first.settings.level))
 
 
 def register(
@@ -225,23 +243,35 @@ def register(
     overrides: OverridesArgument = None,
     size: Annotated[
         str | None,
-        typer.Option("--size", help="A size of the ladder that was not run: all its checkpoints.", show_default=False),
+        typer.Option(
+            "--size",
+            help="A size of the ladder that has not been trained: predicts all of its checkpoints.",
+            show_default=False,
+        ),
     ] = None,
     params: Annotated[
-        float | None, typer.Option("--params", metavar="N", help="Instead: parameters of the run.", show_default=False)
+        float | None,
+        typer.Option(
+            "--params", metavar="N", help="Instead of --size: number of parameters of the run.", show_default=False
+        ),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option("--tokens", metavar="D", help="Instead: tokens of the run.", show_default=False)
+        float | None,
+        typer.Option(
+            "--tokens", metavar="D", help="Instead of --size: training tokens of the run.", show_default=False
+        ),
     ] = None,
     fitted: FitOption = None,
     out: Annotated[
         Path | None,
-        path_option("--out", metavar="FILE", help="Default: predictions/SIZE.json in the ladder's directory."),
+        path_option(
+            "--out", metavar="FILE", help="File to write. Default: predictions/SIZE.json in the ladder's directory."
+        ),
     ] = None,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
 ) -> None:
-    """Write a prediction down, dated and hashed, before the run is made; `lmt ladder status` scores it later.
+    """Record a dated and hashed prediction before the run is trained; `lmt ladder status` scores it later.
 
     Examples:
         lmt ladder register configs/ladder_nano.yaml --size 273k
@@ -254,22 +284,22 @@ def register(
         raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
     if size is None and out is None:
         raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
-    found = _fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = _fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit import register as registry
     from lm_trainer.ladder.fit.predict import predict as predict_run
 
-    wanted: list[tuple[str, float, float]] = []
+    targets: list[tuple[str, float, float]] = []
     if size is not None:
         ladder = load_ladder(ctx, source, overrides)
-        wanted = [*registry.targets(ladder, size)]
+        targets = [*registry.targets(ladder, size)]
         out = out or registry.default_path(ladder, size)
     elif params is not None and tokens is not None:
-        wanted = [(f"N {params:g}, D {tokens:g}", params, tokens)]
+        targets = [(f"N {params:g}, D {tokens:g}", params, tokens)]
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
-    predictions = [(name, predict_run(found, n, d, **limits)) for name, n, d in wanted]
+    predictions = [(name, predict_run(law_fit, n, d, **limits)) for name, n, d in targets]
     assert out is not None
-    digest = registry.write(out, found, predictions, size=size)
+    digest = registry.write(out, law_fit, predictions, size=size)
     for name, prediction in predictions:
         run = prediction.run
         clean.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
@@ -281,17 +311,23 @@ def report(
     source: SourceArgument,
     overrides: OverridesArgument = None,
     params: Annotated[
-        float | None, typer.Option("--params", metavar="N", help="Show this run as well.", show_default=False)
+        float | None,
+        typer.Option(
+            "--params",
+            metavar="N",
+            help="Number of parameters of a run whose prediction is included.",
+            show_default=False,
+        ),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option("--tokens", metavar="D", help="Tokens of that run.", show_default=False)
+        float | None, typer.Option("--tokens", metavar="D", help="Training tokens of that run.", show_default=False)
     ] = None,
     fitted: FitOption = None,
     out: Annotated[Path, path_option("--out", metavar="FILE.html", help="File to write.")] = Path("ladder.html"),
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
 ) -> None:
-    """Write one HTML file with all pictures in it: fit, residuals, isoFLOP curves, back-test, schedules.
+    """Write one HTML file with all plots: fit, residuals, isoFLOP curves, back-test and schedules.
 
     Examples:
         lmt ladder report configs/ladder_nano.yaml --out ladder.html
@@ -300,7 +336,7 @@ def report(
     """
     if (params is None) != (tokens is None):
         raise UserError("--params and --tokens belong together")
-    found = _fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = _fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit.predict import predict as predict_run
     from lm_trainer.ladder.fit.report import write_report
@@ -308,6 +344,6 @@ def report(
     ladder = load_ladder(ctx, source, overrides) if _is_ladder(source) else None
     target = None
     if params is not None and tokens is not None:
-        target = predict_run(found, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-    write_report(out, found, title=ladder.name if ladder else source.stem, ladder=ladder, target=target)
+        target = predict_run(law_fit, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
+    write_report(out, law_fit, title=ladder.name if ladder else source.stem, ladder=ladder, target=target)
     clean.echo(f"{out}: written")

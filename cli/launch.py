@@ -1,4 +1,4 @@
-"""`lmt launch`: starts several processes as one run, on this machine, in the cloud, or with a scheduler."""
+"""`lmt launch`: starts the processes of a run on this machine, in the cloud, or through a scheduler."""
 
 import os
 import sys
@@ -15,49 +15,45 @@ from cli.launch_tpu import tpu
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Start the processes of a run: on this machine, in the cloud, or with a scheduler that is there already.",
+    help="Start the processes of a run: on this machine, in the cloud, or through an existing scheduler.",
 )
 
 Processes = Annotated[int, unset("--processes", "-n", metavar="N", min=1, help="Number of processes.")]
 Devices = Annotated[
     int | None,
-    unset(
-        "--devices-per-process", metavar="D", min=1, help="Emulate D CPU devices in each process, to try things out."
-    ),
+    unset("--devices-per-process", metavar="D", min=1, help="Emulate D CPU devices in each process, for tests."),
 ]
 
 
 # The options of `slurm`, in the order in which its help lists them.
 ProcessesOrNodes = Annotated[
     int | None,
-    typer.Option(
-        "--processes", "-n", metavar="N", min=1, help="Number of processes.", show_default="one for each node"
-    ),
+    typer.Option("--processes", "-n", metavar="N", min=1, help="Number of processes.", show_default="one per node"),
 ]
-Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")]
-GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.")]
+Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Number of nodes.")]
+GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs per node.")]
 CpusPerProcess = Annotated[
     int | None,
-    unset("--cpus-per-process", metavar="C", min=1, help="Cores of each process; else the job takes whole nodes."),
+    unset("--cpus-per-process", metavar="C", min=1, help="Cores per process; without it, the job takes entire nodes."),
 ]
-TimeLimit = Annotated[str | None, unset("--time", metavar="LIMIT", help="Time limit, as 24:00:00.")]
+TimeLimit = Annotated[str | None, unset("--time", metavar="LIMIT", help="Time limit, such as 24:00:00.")]
 Partition = Annotated[str | None, unset("--partition", metavar="NAME", help="Partition.")]
 Account = Annotated[str | None, unset("--account", metavar="NAME", help="Account.")]
 Notice = Annotated[
-    int, typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop so long before the time limit.")
+    int, typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop this long before the time limit.")
 ]
 Requeue = Annotated[
-    bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when it was stopped, to go on.")
+    bool, typer.Option("--requeue/--no-requeue", help="Requeue the job after a stop, to resume the run.")
 ]
 SbatchOptions = Annotated[
     list[str] | None,
-    typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch, as --sbatch=--mem=0; repeatable."),
+    typer.Option("--sbatch", metavar="OPTION", help="Another option for sbatch, such as --sbatch=--mem=0; repeatable."),
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")]
 
 
 def _training(config: Path, overrides: list[str] | None) -> list[str]:
-    """The arguments of Python for one process."""
+    """The Python arguments of one process."""
     return ["-m", "lm_trainer", "train", str(config.absolute()), *(overrides or [])]
 
 
@@ -71,16 +67,17 @@ def local(
 ) -> None:
     """Train in N processes on this machine.
 
-    They share the machine's GPUs (those in CUDA_VISIBLE_DEVICES) equally; without GPUs each has one CPU device. Each
-    line of output has the number of its process in front. Ctrl-C asks all of them to save and stop, a second one stops
-    them at once. The first that fails is named and takes the others down; the exit code is its own.
+    The processes share the machine's GPUs (or the GPUs in CUDA_VISIBLE_DEVICES) equally; without GPUs, each has one CPU
+    device. Each line of output starts with the number of its process. Ctrl-C makes all of them save and stop; a second
+    one stops them immediately. If a process fails, it is reported, the others are stopped, and its exit code is
+    returned.
 
     Examples:
         lmt launch local my.yaml -n 8
 
         lmt launch local my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100
     """
-    # Mistakes are found here once, instead of in each process.
+    # Finds mistakes once, instead of in each process.
     run = load_run_config(ctx, config, overrides)
     if devices_per_process is not None:
         check_device_count(run, processes * devices_per_process)
@@ -109,12 +106,12 @@ def slurm(
     output: OutputFile = None,
     submit: Submit = False,
 ) -> None:
-    """Write the batch script of a run, or submit it.
+    """Write the SLURM batch script of a run, or submit it.
 
-    One process drives all GPUs of its node; where -n asks for more, the processes of a node share them equally. They
-    find one another by SLURM's environment. Before the time limit and on preemption they save and end with exit code
-    75, and the job is queued again, to go on where it was; scancel ends it, with everything saved. The directory of the
-    command must be one that all nodes see.
+    One process drives all GPUs of a node; with a larger -n, the processes of a node share them equally. They discover
+    each other through SLURM's environment. Before the time limit and on preemption, they save, exit with code 75, and
+    the job is requeued to resume the run; scancel ends it, with everything saved. All nodes must see the working
+    directory.
 
     Examples:
         lmt launch slurm my.yaml --nodes 2 --gpus-per-node 8 --time 24:00:00 > job.sh
@@ -123,7 +120,7 @@ def slurm(
 
         lmt launch slurm my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100 --submit
     """
-    # Mistakes are found here, and not after hours in a queue.
+    # Finds mistakes now, not after hours in a queue.
     run = load_run_config(ctx, config, overrides)
     processes = processes or nodes
     if gpus_per_node or devices_per_process:
@@ -160,24 +157,24 @@ def ray(
         unset(
             "--address",
             metavar="ADDRESS",
-            help="The cluster; else trainer.ray.address, RAY_ADDRESS, or the one of this machine.",
+            help="Address of the cluster. Default: trainer.ray.address, RAY_ADDRESS, or this machine's cluster.",
         ),
     ] = None,
     cpus_per_process: Annotated[
-        float, typer.Option("--cpus-per-process", metavar="C", min=0, help="Cores that Ray sets aside for each.")
+        float, typer.Option("--cpus-per-process", metavar="C", min=0, help="Cores Ray reserves per process.")
     ] = 1,
     gpus_per_process: Annotated[
-        float, typer.Option("--gpus-per-process", metavar="G", min=0, help="GPUs that Ray gives to each.")
+        float, typer.Option("--gpus-per-process", metavar="G", min=0, help="GPUs Ray assigns to each process.")
     ] = 0,
     devices_per_process: Devices = None,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Longest wait for room on the cluster.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Maximum wait for free resources on the cluster.")
     ] = 300,
 ) -> None:
-    """Train in N processes on a Ray cluster that is running already; none is ever started here.
+    """Train in N processes on a running Ray cluster; this command never starts one.
 
-    Its nodes must have lm_trainer, and see the configuration, the data and the run's directories under the same names.
-    Output, Ctrl-C and failures are as for `lmt launch local`.
+    All nodes need lm_trainer installed, and must see configuration, data and run directories at the same paths. Output,
+    Ctrl-C and failures behave as in `lmt launch local`.
 
     Examples:
         lmt launch ray my.yaml -n 4 --gpus-per-process 1
@@ -191,7 +188,7 @@ def ray(
 
     job = RayJob(
         processes=processes,
-        # The nearest to the user decides; `auto` finds a cluster that this machine is part of.
+        # The most explicit setting wins; `auto` finds a cluster that this machine is part of.
         address=address or run.trainer.ray.address or os.environ.get("RAY_ADDRESS") or "auto",
         cpus_per_process=cpus_per_process,
         gpus_per_process=gpus_per_process,

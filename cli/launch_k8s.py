@@ -23,23 +23,29 @@ def k8s(
         unset(
             "--accelerator",
             metavar="TYPE",
-            help="A TPU, as v5p-128 or v6e; a GPU by the label of its nodes, as nvidia-h100-80gb; or gpu for any.",
+            help="A TPU type, such as v5p-128 or v6e; the node label of a GPU, such as nvidia-h100-80gb; or gpu for "
+            "any.",
         ),
     ],
     overrides: OverridesArgument = None,
     topology: Annotated[
-        str | None, unset("--topology", metavar="AxB", help="TPU: chips along each dimension, as 4x4x8.")
+        str | None, unset("--topology", metavar="AxB", help="TPU: chips along each dimension, such as 4x4x8.")
     ] = None,
     chips_per_node: Annotated[
-        int | None, unset("--chips-per-node", metavar="C", min=1, help="TPU: else 4, or all of a slice of up to 8.")
+        int | None,
+        unset(
+            "--chips-per-node",
+            metavar="C",
+            min=1,
+            help="TPU: chips per machine. Default: 4, or all chips of a slice of up to 8.",
+        ),
     ] = None,
     slices: Annotated[int, typer.Option("--slices", metavar="S", min=1, help="TPU: slices that train together.")] = 1,
     nodes: Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="GPU: number of nodes.")] = 1,
-    gpus_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPU: those of each node.")
-    ] = 8,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPU: GPUs per node.")] = 8,
     name: Annotated[
-        str | None, unset("--name", metavar="NAME", help="Name of the JobSet; else lmt- and that of the configuration.")
+        str | None,
+        unset("--name", metavar="NAME", help="Name of the JobSet. Default: lmt- and the configuration's name."),
     ] = None,
     namespace: Annotated[str | None, unset("--namespace", metavar="NAME", help="Namespace.")] = None,
     queue: Annotated[str | None, unset("--queue", metavar="NAME", help="Kueue's LocalQueue.")] = None,
@@ -58,28 +64,29 @@ def k8s(
     ] = None,
     node_selector: Annotated[
         list[str] | None,
-        typer.Option("--node-selector", metavar="LABEL=VALUE", help="Other label that nodes must have; repeatable."),
+        typer.Option("--node-selector", metavar="LABEL=VALUE", help="Another label that nodes must have; repeatable."),
     ] = None,
     service_account: Annotated[
-        str | None, unset("--service-account", metavar="NAME", help="Service account, as a bucket needs one.")
+        str | None,
+        unset("--service-account", metavar="NAME", help="Service account, for example for access to a bucket."),
     ] = None,
     spot: SpotOption = False,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after crashes and lost machines.")
     ] = 10,
     grace: Annotated[
-        int, typer.Option("--grace", metavar="SECONDS", min=1, help="Time that a stopped process has to save.")
+        int, typer.Option("--grace", metavar="SECONDS", min=1, help="Time for a stopped process to save.")
     ] = 300,
     output: OutputFile = None,
-    submit: Annotated[bool, typer.Option("--apply", help="Hand the manifest to kubectl.")] = False,
+    submit: Annotated[bool, typer.Option("--apply", help="Apply the manifest with kubectl.")] = False,
 ) -> None:
-    """Write the manifest of a run as a JobSet, or hand it to kubectl.
+    """Write the Kubernetes manifest of a run as a JobSet, or apply it with kubectl.
 
-    For TPU slices of Google Kubernetes Engine, one pod for each of their machines, and for nodes with NVIDIA GPUs, one
-    pod for each node. The configuration goes along. A run that was stopped with everything saved (exit code 75) is
-    started again as often as it takes, one that crashed or lost a machine `--max-restarts` times; a wrong
-    configuration and a loss that is not finite end it. `trainer.checkpointer.base_path` must be in a bucket, or with
-    `trainer.log_dir` on a volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
+    Supports TPU slices of Google Kubernetes Engine, with one pod per machine, and nodes with NVIDIA GPUs, with one pod
+    per node. The manifest contains the configuration. A run that stopped with everything saved (exit code 75) is
+    restarted without limit, after a crash or a lost machine up to `--max-restarts` times; an invalid configuration or a
+    non-finite loss ends it. `trainer.checkpointer.base_path` must be in a bucket, or, like `trainer.log_dir`, on a
+    volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
 
     Examples:
         lmt launch k8s my.yaml --image IMAGE --accelerator v5p-128 trainer.checkpointer.base_path=gs://bucket/runs
@@ -142,7 +149,7 @@ def _gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object
 
 
 def _check(slices: int, replicas: int) -> None:
-    """Says on stderr what of the configuration does not fit several slices."""
+    """Warns on stderr about settings that do not suit several slices."""
     if slices > 1 and replicas != slices:
         clean.secho(
             f"note: trainer.replica_dcn_axis_size is {replicas} for {slices} slices; set it to {slices}, or parameters "

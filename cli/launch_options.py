@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 unset = partial(typer.Option, show_default=False)
-"""An option without a default that could be shown."""
+"""An option whose default is not shown."""
 
 OutputFile = Annotated[
     Path | None,
-    path_option("--output", show_default=False, metavar="FILE", help="Write it to this file, not to the screen."),
+    path_option("--output", show_default=False, metavar="FILE", help="Write to this file instead of stdout."),
 ]
 EnvOption = Annotated[
     list[str] | None,
     typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of every process; repeatable."),
 ]
 SpotOption = Annotated[
-    bool, typer.Option("--spot", help="Take spare capacity, which is cheaper and may be taken away at any time.")
+    bool, typer.Option("--spot", help="Use spot capacity, which is cheaper and can be preempted at any time.")
 ]
 
 
 def check_device_count(run: "RunConfig", count: int) -> None:
-    """Raises UserError when the run would refuse `count` devices: before a queue, and not after hours in it."""
+    """Raises UserError if the run cannot use `count` devices: before the job queues for hours."""
     run.trainer.step_plan.check_device_count(count)
 
 
 def emit(text: str, output: Path | None, hand_in: Callable[[str], str] | None) -> None:
-    """Writes a script or manifest to a file, hands it in and prints the answer, or both; else prints it."""
+    """Writes a script or manifest to a file, submits it and prints the answer, or both; else prints it."""
     if output is not None:
         output.write_text(text)
         clean.echo(f"wrote {output}", err=True)
@@ -60,6 +60,6 @@ def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
 
 
 def name_of(config: Path) -> str:
-    """The name for clouds that a configuration file suggests: lower-case letters, digits and `-`."""
+    """The name of a configuration file for cloud resources: lower-case letters, digits and `-`."""
     name = re.sub(r"[^a-z0-9]+", "-", config.stem.lower()).strip("-")
     return f"lmt-{name}"[:40].rstrip("-")

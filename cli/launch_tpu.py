@@ -18,49 +18,63 @@ class OnInterrupt(StrEnum):
 def tpu(
     ctx: typer.Context,
     config: ConfigArgument,
-    accelerator: Annotated[str, unset("--accelerator", metavar="TYPE", help="Type and size, as v5p-128 or v6e-16.")],
-    zone: Annotated[str, unset("--zone", metavar="ZONE", help="Zone of Google Cloud.")],
+    accelerator: Annotated[
+        str, unset("--accelerator", metavar="TYPE", help="Type and size, such as v5p-128 or v6e-16.")
+    ],
+    zone: Annotated[str, unset("--zone", metavar="ZONE", help="Google Cloud zone.")],
     overrides: OverridesArgument = None,
-    project: Annotated[str | None, unset("--project", metavar="ID", help="Project; else gcloud's own setting.")] = None,
+    project: Annotated[str | None, unset("--project", metavar="ID", help="Project. Default: gcloud's setting.")] = None,
     name: Annotated[
-        str | None, unset("--name", metavar="NAME", help="Name of the TPU; else lmt- and that of the configuration.")
+        str | None, unset("--name", metavar="NAME", help="Name of the TPU. Default: lmt- and the configuration's name.")
     ] = None,
     version: Annotated[
-        str | None, unset("--version", metavar="NAME", help="Runtime version; else that for JAX on this type.")
+        str | None,
+        unset("--version", metavar="NAME", help="Runtime version. Default: the version for JAX on this type."),
     ] = None,
     spot: SpotOption = False,
     env: EnvOption = None,
     install: Annotated[
         str | None,
-        unset("--install", metavar="REQUIREMENT", help="Install this by pip; else the source tree of this lmt."),
+        unset(
+            "--install",
+            metavar="REQUIREMENT",
+            help="Requirement to install with pip. Default: the source tree of this lmt.",
+        ),
     ] = None,
     setup: Annotated[
         str | None,
-        unset("--setup", metavar="COMMAND", help="Command for every worker before training, as to mount a bucket."),
+        unset(
+            "--setup",
+            metavar="COMMAND",
+            help="Command to run on every worker before training, for example to mount a bucket.",
+        ),
     ] = None,
     gcloud: Annotated[
         list[str] | None,
         typer.Option(
-            "--gcloud", metavar="OPTION", help="Other option of `queued-resources create`, as --gcloud=--reserved."
+            "--gcloud",
+            metavar="OPTION",
+            help="Another option for `queued-resources create`, such as --gcloud=--reserved.",
         ),
     ] = None,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete the TPU when the run is done, has failed or was interrupted.")
+        bool, typer.Option("--delete", help="Delete the TPU when the run has finished, failed or been interrupted.")
     ] = False,
     on_interrupt: Annotated[
-        OnInterrupt, typer.Option("--on-interrupt", help="At Ctrl-C: have the training save and stop, or leave it.")
+        OnInterrupt,
+        typer.Option("--on-interrupt", help="On Ctrl-C: make the training save and stop, or leave it running."),
     ] = OnInterrupt.stop,
     restarts: Annotated[
-        int, typer.Option("--restarts", metavar="N", min=0, help="Start a preempted run again so many times.")
+        int, typer.Option("--restarts", metavar="N", min=0, help="Restart a preempted run at most N times.")
     ] = 100,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands without running them.")] = False,
 ) -> None:
-    """Train on a TPU slice of Google Cloud, which is asked for, set up and followed from here.
+    """Train on a TPU slice of Google Cloud: request it, set it up and follow the training.
 
-    Asks for a queued resource, installs lm_trainer on all of its workers, starts `lmt train` there and shows the output
-    of the first. When the TPU is taken away, another is asked for, and the run goes on from its newest checkpoint:
-    `trainer.checkpointer.base_path` must outlive the TPU, as a bucket does. The training does not hang on this command;
-    the same command again follows it.
+    Requests a queued resource, installs lm_trainer on all workers, starts `lmt train` on them and shows the output of
+    the first. If the TPU is preempted, another one is requested, and the run resumes from its newest checkpoint, so
+    `trainer.checkpointer.base_path` must outlive the TPU, for example in a bucket. The training does not depend on this
+    command; repeat the command to follow it.
 
     Examples:
         lmt launch tpu my.yaml --accelerator v5p-128 --zone us-east5-a --dry-run

@@ -1,4 +1,4 @@
-"""Lines of Python's logging in the form of all other output: `warning: ...` on stderr, each once."""
+"""Formats Python's log records as all other output: `warning: ...` on stderr, each message once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import typer
 from cli import clean
 
 _LIBRARIES = ("huggingface_hub",)
-"""Libraries that write their lines themselves as well."""
+"""Libraries that also print their records themselves."""
 
 
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # What a progress bar has shown above itself.
+        # Shown above a progress bar already.
         if getattr(record, "shown", False):
             return
         severe = record.levelno >= logging.ERROR
@@ -23,8 +23,8 @@ class _Lines(logging.Handler):
 
 
 def show_log_lines() -> None:
-    """Has every warning shown in that form, from this project and from libraries."""
+    """Shows every warning in this format, from this project and from libraries."""
     logging.basicConfig(level=logging.WARNING, handlers=[_Lines(logging.WARNING)])
     for name in _LIBRARIES:
-        # Its own handler is there once it is imported, and is all that is needed.
+        # Once imported, the library has its own handler, which is enough.
         logging.getLogger(name).propagate = False

@@ -1,4 +1,4 @@
-"""`lmt`: the commands together, with their errors turned into messages and exit codes."""
+"""`lmt`: the command group, which turns errors into messages and exit codes."""
 
 from typing import Annotated, Any
 
@@ -34,7 +34,7 @@ from cli.log_lines import show_log_lines
 from lm_trainer.core.errors import UserError, disk_error, out_of_memory
 
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells report it."""
+"""128 + SIGINT, as shells report."""
 
 _EXIT_CODES = (
     "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
@@ -44,28 +44,28 @@ _EXIT_CODES = (
 
 
 class _Commands(TyperGroup):
-    """Prints errors that are addressed to the user without a traceback; any other is a crash, exit code 1."""
+    """Prints errors for the user without a traceback; any other error is a crash, exit code 1."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         help_text.flow_all(self)
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
-        """Prints mistakes in the command line in the form of all other errors, and not in boxes."""
+        """Prints usage errors like all other errors, not in boxes."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **options)
         try:
             code = super().main(*args, standalone_mode=False, **options)
         except usage.UsageError as error:
-            if told := usage.describe(error):
-                report_error(UserError(told))
+            if message := usage.describe(error):
+                report_error(UserError(message))
             code = error.exit_code
-        # A command's own result is no code; that of `typer.Exit` is.
+        # A command's return value is not an exit code; the code of `typer.Exit` is.
         raise SystemExit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands and (known := usage.other_name(args)):
-            raise usage.refuse(args[0], known)
+        if args[0] not in self.commands and (suggestion := usage.other_name(args)):
+            raise usage.refuse(args[0], suggestion)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -74,16 +74,16 @@ class _Commands(TyperGroup):
         except UserError as error:
             raise typer.Exit(report_error(error)) from None
         except OSError as error:
-            # A full disk is no bug, wherever it was met; any other error of the system is a crash with its traceback.
-            if told := disk_error(error):
-                raise typer.Exit(report_error(told)) from None
+            # A full disk is never a bug; any other OSError is a crash with a traceback.
+            if message := disk_error(error):
+                raise typer.Exit(report_error(message)) from None
             raise
         except KeyboardInterrupt:
             clean.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except (MemoryError, RuntimeError, ValueError) as error:
-            if told := out_of_memory(error):
-                raise typer.Exit(report_error(told)) from None
+            if message := out_of_memory(error):
+                raise typer.Exit(report_error(message)) from None
             raise
 
 
@@ -93,11 +93,11 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Train language models in JAX from one YAML file.",
     epilog=_EXIT_CODES,
-    # A traceback is for a bug report: plain text, and no local variables, which may hold secrets.
+    # Tracebacks go into bug reports: plain text, without local variables, which may hold secrets.
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
 )
-# In the order of a user's way: train, look at configurations and plans, verify, export, write text, measure.
+# In the order of use: train, inspect configurations and plans, verify, export, generate, measure.
 app.command(context_settings=OVERRIDES)(train.train)
 app.command()(runs.runs)
 app.add_typer(config.app, name="config")
@@ -119,8 +119,8 @@ app.add_typer(launch.app, name="launch")
 app.add_typer(ladder.app, name="ladder")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(version_requested: bool) -> None:
+    if version_requested:
         from lm_trainer import __version__
 
         clean.echo(f"lmt {__version__}")

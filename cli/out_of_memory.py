@@ -1,4 +1,4 @@
-"""The explanation of a run that has run out of memory: the table of `lmt plan` for it, and what would fit."""
+"""Explains an out-of-memory error: prints the table of `lmt plan` for the run, and layouts that fit."""
 
 import gc
 import shlex
@@ -19,39 +19,39 @@ from lm_trainer.core.errors import out_of_memory
 if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
-_LONGEST = 600
-"""Seconds that the plan may take."""
+_TIMEOUT = 600
+"""Time limit of the plan, in seconds."""
 
 
 @contextmanager
 def explained_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]) -> Iterator[None]:
-    """Ends the command with the exit code for memory, after a plan of the run on these devices, where that is short.
+    """Context in which an out-of-memory error prints a plan of the run on these devices, then exits with its exit code.
 
     Args:
         run: the configuration.
         config: its file.
-        overrides: over it.
+        overrides: settings that override the file.
     """
     try:
         yield
     except (MemoryError, RuntimeError, ValueError) as error:
-        told = out_of_memory(error)
-        if told is None:
+        memory_error = out_of_memory(error)
+        if memory_error is None:
             raise
-        code = report(told)
-        _free_what_is_held_by(error)
+        code = report(memory_error)
+        _free_frames(error)
         _explain(run, config, overrides)
         raise typer.Exit(code) from None
 
 
-def _free_what_is_held_by(error: BaseException) -> None:
-    """Lets go of the state of the run, which the frames of an error hold, and beside which its plan may not fit."""
+def _free_frames(error: BaseException) -> None:
+    """Frees the run's state, which the error's stack frames hold: the plan may not fit next to it."""
     from lm_trainer.core.runtime import return_freed_memory
 
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
+    current: BaseException | None = error
+    while current is not None:
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__
     gc.collect()
     return_freed_memory()
 
@@ -62,14 +62,14 @@ def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:
 
     if not is_lead():
         return
-    asked = ["plan", str(config), *overrides, *_devices(run.trainer.max_devices)]
+    arguments = ["plan", str(config), *overrides, *_devices(run.trainer.max_devices)]
     clean.echo("working out what this run needs (lmt plan) ...", err=True)
-    # In a process of its own: this one has JAX on its devices, and a plan wants emulated ones.
-    command = [sys.executable, "-m", "lm_trainer", *asked]
+    # In a new process: this one runs JAX on real devices, and a plan needs emulated ones.
+    command = [sys.executable, "-m", "lm_trainer", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
-        clean.echo(f"the plan takes longer than {_LONGEST} s", err=True)
+        clean.echo(f"the plan takes longer than {_TIMEOUT} s", err=True)
         return
     if done.returncode:
         clean.echo(done.stderr.strip(), err=True)
@@ -80,11 +80,11 @@ def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:
             "By this plan a step fits. Not counted are evaluation (trainer.per_device_eval_parallelism), the start, "
             "other processes on the device, and memory that is in pieces."
         )
-    clean.echo(f"Layouts that fit, the fastest first: {shlex.join(['lmt', *asked])} --search")
+    clean.echo(f"Layouts that fit, the fastest first: {shlex.join(['lmt', *arguments])} --search")
 
 
-def _devices(most: int | None) -> list[str]:
-    """Options of `lmt plan` that stand for the devices of this process, and the memory that they have."""
+def _devices(max_devices: int | None) -> list[str]:
+    """Options of `lmt plan` for the devices of this process and their memory."""
     import jax
 
     from lm_trainer.profile.memory_use import host_memory
@@ -92,7 +92,7 @@ def _devices(most: int | None) -> list[str]:
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None and device.platform == "cpu" and (total := host_memory()) is not None:
-        # Emulated devices share what there is.
+        # Emulated devices share the machine's memory.
         limit = total // jax.local_device_count()
-    count = jax.device_count() if most is None else min(most, jax.device_count())
+    count = jax.device_count() if max_devices is None else min(max_devices, jax.device_count())
     return ["--devices", f"{count}x{device.device_kind}", *([] if limit is None else ["--memory", f"{limit}B"])]

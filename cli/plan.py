@@ -1,4 +1,4 @@
-"""`lmt plan`: memory, time and cost of a run on devices that need not be there."""
+"""`lmt plan`: memory, time and cost of a run on devices that need not be present."""
 
 import json
 from collections.abc import Callable
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
 _COMPILED = 3
-"""Layouts that a search compiles."""
+"""Number of layouts a search compiles."""
 _REASON = 400
-"""Characters of what a compiler says when it ends the process."""
+"""Maximum length of a compiler's last message."""
 
 
 def plan(
@@ -32,47 +32,48 @@ def plan(
         typer.Option(
             "--devices",
             metavar="COUNTxKIND",
-            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu, or a slice of TPUs, such as v5p:4x4x4. Again for "
-            "each further kind.",
+            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu, or a TPU slice, such as v5p:4x4x4; repeatable.",
             show_default=False,
         ),
     ],
-    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="Share of its peak that is reached.")] = 0.4,
+    mfu: Annotated[
+        float, typer.Option("--mfu", min=0.01, max=1, help="Assumed model FLOP utilisation, as a share of the peak.")
+    ] = 0.4,
     price: Annotated[
         list[str] | None,
         typer.Option(
             "--price",
             metavar="[KIND=]PRICE",
-            help="Price of a device for an hour, in any currency; of one kind: H100=2.5.",
+            help="Price per device-hour, in any currency; for one kind: H100=2.5.",
             show_default=False,
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", help="Memory of each device, such as 80GiB. Default: by datasheet.")
+        str | None, typer.Option("--memory", help="Memory per device, such as 80GiB. Default: from the datasheet.")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=1, help="Rows of the embedding, in place of the tokenizer's.")
+        int | None, typer.Option("--vocab-size", min=1, help="Vocabulary size, instead of the tokenizer's.")
     ] = None,
     own_compiler: Annotated[
         bool,
-        typer.Option("--compile", help="Compile by the devices' own compiler (libtpu, or JAX's CUDA plug-in)."),
+        typer.Option("--compile", help="Compile with the devices' own compiler (libtpu, or JAX's CUDA plug-in)."),
     ] = False,
     search: Annotated[
         bool,
-        typer.Option("--search", help="Look for the fastest layout that fits; with --compile, compile the best 3."),
+        typer.Option("--search", help="Search for the fastest layout that fits; with --compile, compile the best 3."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
 ) -> None:
-    """Predict the memory of each device, the time and the cost of a run, without any accelerator; nothing is run.
+    """Predict memory per device, time and cost of a run, without an accelerator and without running it.
 
-    XLA compiles the programs of a training step for emulated devices and says what memory they take. The documentation
-    says how far that is from what training takes, under Scale, Plan a run. With --compile, the compiler of the devices
-    says it, and also what the programs compute, move and send; the devices themselves are not needed.
+    XLA compiles the programs of a training step for emulated devices and reports their memory. The documentation
+    compares it with real runs, under Scale, Plan a run. With --compile, the target devices' compiler reports memory,
+    and also FLOPs, memory traffic and communication; the devices themselves are not needed.
 
-    Further configurations may follow the first one, and --devices may be given again: then there is one table.
+    Several configurations and several --devices are compared in one table.
 
-    With --search mesh axes, microbatches, what is gathered and recomputed and attention are chosen: the fastest layouts
-    that fit, and their settings as `lmt train` takes them. It says which of them change the numbers of the run.
+    With --search, mesh axes, microbatches, gathering, rematerialisation and attention are optimised: prints the fastest
+    layouts that fit, their settings for `lmt train`, and which of these change the run's numbers.
 
     For example:
 
@@ -97,32 +98,32 @@ def plan(
     from lm_trainer.plan.table import lines
 
     groups = {text: parse_devices(text) for text in devices}
-    given = prices(price or [])
+    price_list = prices(price or [])
     room = None if memory is None else parse_bytes(memory)
-    assumed = {text: Assumptions(mfu, price_of(groups[text], text, given), room, vocab_size) for text in groups}
+    assumed = {text: Assumptions(mfu, price_of(groups[text], text, price_list), room, vocab_size) for text in groups}
     if len({json.dumps(run.trainer.jax_config, sort_keys=True) for run in runs.values()}) > 1:
         raise UserError(
             "the configurations have different trainer.jax_config, which is of the process: plan one by one"
         )
-    # Before anything asks JAX for its devices: their number cannot change afterwards.
+    # Before the first use of JAX's devices: their number cannot change afterwards.
     emulated = emulate_devices(next(iter(runs.values())).trainer, max(group.count for group in groups.values()))
     pairs = [(name, text) for name in runs for text in groups]
 
     def planned(name: str, text: str) -> "RunPlan":
-        places = _places(groups[text], emulated, own_compiler=own_compiler)
+        places = _target_devices(groups[text], emulated, own_compiler=own_compiler)
         return plan_run(runs[name], groups[text], places, assumed[text], own_compiler=own_compiler)
 
     if search:
         options = [] if memory is None else ["--memory", memory]
         options += [] if vocab_size is None else ["--vocab-size", str(vocab_size)]
-        found = []
+        searches = []
         for name, text in pairs:
             compile_one = _compiler(name, settings, text, options) if own_compiler else None
-            found.append(_search(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
+            searches.append(_search(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
         if as_json:
-            clean.echo(json.dumps(found[0] if len(found) == 1 else {"searches": found}, indent=1))
+            clean.echo(json.dumps(searches[0] if len(searches) == 1 else {"searches": searches}, indent=1))
         return
-    # On stderr, since stdout may be JSON for another program.
+    # On stderr: stdout may be JSON for another program.
     clean.echo("compiling ...", err=True)
     if len(pairs) == 1:
         only = planned(*pairs[0])
@@ -134,27 +135,27 @@ def plan(
             table.append(Planned(name, text, planned(name, text)))
         except UserError as error:
             table.append(Planned(name, text, None, str(error)))
-    plans = {"plans": [each.as_dict() for each in table]}
+    plans = {"plans": [planned_run.as_dict() for planned_run in table]}
     clean.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
 
 
 def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
-    """The configurations, which come first, and the settings behind them."""
+    """Splits the words into configuration files, which come first, and settings."""
     files = [first]
     for word in words:
         if "=" in word or word.startswith("-"):
             break
-        found = source_file(ctx, Path(word))
-        if not found.is_file():
-            # It may be a setting without its value, of which the loader knows more.
+        file = source_file(ctx, Path(word))
+        if not file.is_file():
+            # Possibly a setting without its value, which the loader reports better.
             if not word.endswith((".yaml", ".yml")):
                 break
-            found = config_file(ctx, found)
-        files.append(found)
+            file = config_file(ctx, file)
+        files.append(file)
     return files, words[len(files) - 1 :]
 
 
-def _places(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) -> Any:
+def _target_devices(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) -> Any:
     if not own_compiler or group.kind == "cpu":
         return emulated[: group.count]
     from lm_trainer.plan.target import target_devices
@@ -165,20 +166,20 @@ def _places(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) -> Any:
 def _search(
     run: "RunConfig", group: "DeviceGroup", assumptions: Any, compile_one: Callable[..., Any] | None, *, as_json: bool
 ) -> dict[str, Any]:
-    """Prints a search, unless it is wanted as JSON, and returns it as plain data."""
+    """Runs a search, prints it unless JSON is requested, and returns it as plain data."""
     from lm_trainer.plan import search_layouts
     from lm_trainer.plan.search_table import search_lines
 
     clean.echo("searching ...", err=True)
     best = None if compile_one is None else (_COMPILED, compile_one)
-    found = search_layouts(run, group, assumptions, compile_best=best)
+    result = search_layouts(run, group, assumptions, compile_best=best)
     if not as_json:
-        clean.echo("\n".join(search_lines(found)))
-    return found.as_dict()
+        clean.echo("\n".join(search_lines(result)))
+    return result.as_dict()
 
 
 def _compiler(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
-    """Compiles a layout in a process of its own, which a compiler may end when a program does not please it."""
+    """Returns a function that compiles a layout in a separate process, because a compiler may abort its process."""
     import subprocess
     import sys
 
@@ -207,11 +208,11 @@ def _compiler(config: str, settings: list[str], devices: str, options: list[str]
 
 
 def _reason(stderr: str) -> str:
-    """One line that says why a command failed: its own error, else that of the compiler that ended the process."""
+    """One line with the reason for a failure: the command's error, else the message of the compiler that aborted."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    if (own := next((line for line in lines if line.startswith("error: ")), None)) is not None:
-        return own.removeprefix("error: ")
+    if (error := next((line for line in lines if line.startswith("error: ")), None)) is not None:
+        return error.removeprefix("error: ")
     marks = ("Check failed", "Error")
-    found = next((line for mark in marks for line in lines if mark in line), lines[-1] if lines else "no output")
-    # Without the time, the thread and the place in the source that a log of a compiler begins its lines with.
-    return f"the compiler ends the process: {found.partition('] ')[2] or found}"[:_REASON]
+    message = next((line for mark in marks for line in lines if mark in line), lines[-1] if lines else "no output")
+    # Strips time, thread and source location, with which compiler log lines begin.
+    return f"the compiler ends the process: {message.partition('] ')[2] or message}"[:_REASON]

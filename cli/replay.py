@@ -1,4 +1,4 @@
-"""`lmt replay`: computes one step of a run again, and shows it from inside."""
+"""`lmt replay`: recomputes one step of a run, and shows its gradients and hardest tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,29 +20,31 @@ def replay(
     run: RunArgument,
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", help="The step, as metrics.jsonl counts: from 1.", show_default=False),
+        typer.Option("--step", metavar="N", help="The step, as in metrics.jsonl: counted from 1.", show_default=False),
     ] = None,
-    metrics: Annotated[
-        bool, typer.Option("--metrics", help="Compute all metrics again that were lost, and put them back.")
-    ] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Recompute all lost metrics, and restore them.")] = False,
     overrides: OverridesArgument = None,
-    show_batch: Annotated[bool, typer.Option("--show-batch", help="Print the documents of the batch.")] = False,
+    show_batch: Annotated[bool, typer.Option("--show-batch", help="Print the batch's documents.")] = False,
     chars: CharsOption = 200,
     dump_grads: Annotated[
         Path | None,
-        path_option("--dump-grads", metavar="DIR", help="Write the gradients to DIR/gradients-N.safetensors."),
+        path_option(
+            "--dump-grads", metavar="DIR", help="Write the gradients to DIR/gradients-N.safetensors (N is the step)."
+        ),
     ] = None,
-    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Show so many tokens and parameters.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all parameters.")] = False,
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="K", min=1, help="Number of tokens and parameters to show.")
+    ] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with all parameters.")] = False,
 ) -> None:
-    """Do one step of a run again, and show its metrics then and now, its norms by parameter, and its hardest tokens.
+    """Recompute one step of a run, and show recorded and new metrics, norms per parameter, and the hardest tokens.
 
-    For a spike of the loss, or the step that stopped a run because its loss was not finite. Goes there from the nearest
-    checkpoint before, and writes nothing into the run. Settings may change whatever changes no number, such as the
+    For a loss spike, or the step at which a non-finite loss stopped the run. Starts from the nearest earlier
+    checkpoint, and does not modify the run. Overrides may change settings that do not affect the numbers, such as
     devices.
 
-    With --metrics, it computes the steps again whose lines metrics.jsonl has lost, from one checkpoint to the next, and
-    puts losses, evaluations and fingerprints back, if the fingerprints of the checkpoints come out again.
+    With --metrics, recomputes the steps whose lines are missing from metrics.jsonl, from checkpoint to checkpoint, and
+    restores losses, evaluations and fingerprints if the checkpoints' fingerprints are reproduced.
 
     Examples:
         lmt replay my-run --step 12345 --show-batch
@@ -55,7 +57,7 @@ def replay(
         raise UserError("name a step by --step N, or give --metrics")
     from lm_trainer.core.runtime import prepare_process
 
-    # Before anything imports jax, whose allocator and threads it sets.
+    # Before jax is imported: sets its allocator and threads.
     prepare_process()
     check_is_run(run)
     import sys
@@ -70,7 +72,7 @@ def replay(
     if step is None:
         _put_metrics_back(record, overrides or [], as_json=as_json)
         return
-    # Progress goes to standard error, so that the output can be piped.
+    # Progress goes to stderr, so the output can be piped.
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = run_replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
@@ -117,9 +119,9 @@ def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
     yield f"run {name}, step {done.step}, reached from step {done.start}"
     yield f"  {'':24}{'recorded':>24}{'now':>24}"
     for key, value in done.now.items():
-        then = done.recorded.get(key)
-        verdict = "" if then is None else "equal" if equal_bits(then, value) else "differs"
-        yield f"  {key:24}{'-' if then is None else repr(then):>24}{value!r:>24}  {verdict}"
+        recorded = done.recorded.get(key)
+        verdict = "" if recorded is None else "equal" if equal_bits(recorded, value) else "differs"
+        yield f"  {key:24}{'-' if recorded is None else repr(recorded):>24}{value!r:>24}  {verdict}"
     if not done.applied:
         yield "  the step was not applied: its loss or gradient is not finite"
     yield ""
@@ -134,7 +136,7 @@ def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
 
 
 def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
-    # A NaN is not equal to itself; such gradients come last, since they cannot be ordered.
+    # A NaN is not equal to itself: gradients with NaNs come last, because they have no order.
     ordered = sorted(
         norms.items(), key=lambda item: -item[1].gradient if item[1].gradient == item[1].gradient else -1e99
     )
@@ -149,10 +151,10 @@ def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
 
 def _in_context(token: "HardToken") -> str:
 
-    before, target, after = (
+    prefix, target, suffix = (
         text.replace("\n", "\\n").replace("\t", "\\t") for text in (token.before, token.token, token.after)
     )
-    return f"{before}⟦{target}⟧{after}"
+    return f"{prefix}⟦{target}⟧{suffix}"
 
 
 def _plain(done: "Replay", *, show_batch: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`lmt report`: a page about one run, or about several."""
+"""`lmt report`: an HTML page about one or several runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,19 +13,19 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        path_option("--out", metavar="FILE.html", help="The page to write.", show_default="RUN-report.html"),
+        path_option("--out", metavar="FILE.html", help="HTML file to write.", show_default="RUN-report.html"),
     ] = None,
     figures: Annotated[
         Path | None,
-        path_option("--figures", metavar="DIR", help="Write the curves there as well, as SVG and PNG files."),
+        path_option("--figures", metavar="DIR", help="Also write the curves to DIR, as SVG and PNG files."),
     ] = None,
 ) -> None:
-    """Write a page about a run, or about several beside one another; it is one file and needs no network.
+    """Write an HTML page about one run, or a comparison of several; a single file that works offline.
 
-    It shows what was run (the configuration where it is not the default, devices, attempts), curves with smoothing and
-    logarithmic axes, evaluations, alerts, samples, token probabilities and the fingerprint; of several runs also the
-    differences of their configurations, the first step where their bits part, and the tokens that each needs for the
-    loss of the first. The run may be going on.
+    Shows non-default configuration, devices, attempts, curves with smoothing and logarithmic axes, evaluations, alerts,
+    samples, token probabilities and the fingerprint. For several runs, also shows the differences of their
+    configurations, the first step at which they diverge bitwise, and the tokens each needs to reach the first
+    run's loss. Runs may still be in progress.
 
     For example:
 
@@ -36,12 +36,12 @@ def report(
     from lm_trainer.core.files import write_atomically
     from lm_trainer.report.figures import write_figures
     from lm_trainer.report.page import report_page
-    from lm_trainer.report.run import read_run, told_apart
+    from lm_trainer.report.run import read_run, with_unique_names
 
-    found = told_apart([read_run(run) for run in runs])
-    out = out or Path(f"{'-'.join(run.path.name for run in found[:3])}-report.html")
-    page = report_page(found)
+    loaded = with_unique_names([read_run(run) for run in runs])
+    out = out or Path(f"{'-'.join(run.path.name for run in loaded[:3])}-report.html")
+    page = report_page(loaded)
     write_atomically(out, page)
     clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")
     if figures is not None:
-        clean.echo(f"wrote {len(write_figures(found, figures))} files to {figures}")
+        clean.echo(f"wrote {len(write_figures(loaded, figures))} files to {figures}")

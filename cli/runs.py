@@ -1,4 +1,4 @@
-"""`lmt runs`: the runs on disk."""
+"""`lmt runs`: lists the runs on disk."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,16 +19,16 @@ def runs(
         list[Path] | None,
         path_argument(
             metavar="DIR",
-            help="Directories of runs, or configuration files, whose trainer.log_dir counts.",
+            help="Directories with runs, or configuration files, whose trainer.log_dir is searched.",
             show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List runs with their state, step, last loss, last change and size, the one that changed last first.
+    """List runs with state, step, last loss, last change and size, most recently changed first.
 
-    Without DIR they are looked for in logs/ and where the configurations in the working directory and in configs/ below
-    it say (`trainer.log_dir`). Size is that of the run directory and of its checkpoints, but for those in a bucket.
+    Without DIR, searches logs/ and the `trainer.log_dir` of the configurations in the working directory and its
+    configs/. Size includes the run directory and its checkpoints, except checkpoints in a bucket.
 
     Examples:
         lmt runs
@@ -41,15 +41,15 @@ def runs(
     from lm_trainer.run.files.find_run import log_directories, log_directory
     from lm_trainer.run.files.listing import list_runs
 
-    missing = [place for place in places or () if not place.exists()]
+    missing = [path for path in places or () if not path.exists()]
     if missing:
         raise UserError(f"{missing[0]}: there is no such directory or configuration file")
     bases = [log_directory(p) if p.is_file() else p for p in places] if places else log_directories()
-    found = list_runs(bases)
+    listings = list_runs(bases)
     if as_json:
-        clean.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in found]))
-    elif found:
-        clean.echo("\n".join(_table([_HEADINGS, *map(_row, found)])))
+        clean.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in listings]))
+    elif listings:
+        clean.echo("\n".join(_table([_HEADINGS, *map(_row, listings)])))
     else:
         clean.echo(f"no runs in {', '.join(map(str, bases))}")
 

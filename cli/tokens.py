@@ -1,4 +1,4 @@
-"""`lmt tokens`: the probabilities of tokens over the steps of a run, or of two runs, as a page."""
+"""`lmt tokens`: an HTML page with token probabilities over the steps of one or two runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,16 +10,16 @@ from cli.common import path_option, place_argument
 def tokens(
     run: Annotated[str, place_argument(metavar="RUN", help="A run id, directory or URL.", show_default=False)],
     other: Annotated[
-        str | None, place_argument(metavar="OTHER", help="Another one, to stand beside it.", show_default=False)
+        str | None, place_argument(metavar="OTHER", help="Another run, for comparison.", show_default=False)
     ] = None,
-    out: Annotated[Path, path_option("--out", metavar="FILE.html", help="The page to write.")] = Path(
+    out: Annotated[Path, path_option("--out", metavar="FILE.html", help="HTML file to write.")] = Path(
         "token-probabilities.html"
     ),
 ) -> None:
-    """Write a page with the probability of every token of a few held-out documents, over the steps of a run.
+    """Write an HTML page with the probability of every token of a few held-out documents, over the steps of a run.
 
-    Each evaluation of a run measures them (trainer.token_probabilities) and keeps such a page in the run directory. Two
-    runs stand side by side, with their difference. The page needs no network.
+    Each evaluation of a run measures them (trainer.token_probabilities) and updates such a page in the run directory.
+    Two runs are shown side by side, with their difference. The page works offline.
 
     For example:
 
@@ -31,11 +31,11 @@ def tokens(
     from lm_trainer.run.files.find_run import find_run
     from lm_trainer.trackers.token_page import TokenHistory, token_page
 
-    found = [find_run(each) for each in (run, other) if each is not None]
-    names = [path.name for path in found]
+    directories = [find_run(name) for name in (run, other) if name is not None]
+    names = [path.name for path in directories]
     if len({*names}) < len(names):
-        names = [str(each) for each in (run, other)]
-    histories = dict(zip(names, map(TokenHistory.read, found), strict=True))
+        names = [str(name) for name in (run, other)]
+    histories = dict(zip(names, map(TokenHistory.read, directories), strict=True))
     page = token_page(histories)
     write_atomically(out, page)
     steps = ", ".join(f"{name}: {len(history.steps)} evaluations" for name, history in histories.items())

@@ -1,4 +1,4 @@
-"""Spans of generated text that stand in the data of the model's run: `lmt generate --trace`."""
+"""Finds spans of generated text in the data of the model's run: `lmt generate --trace`."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from lm_trainer.core.errors import UserError
 
 
 class DataTrace:
-    """The opened data of a run, in which spans are looked for.
+    """The opened data of a run, searched for spans.
 
     Args:
-        model: as it was given.
+        model: the MODEL argument of the command.
 
     Raises:
-        UserError: when it is no run, or its data are gone.
+        UserError: if it is not a run, or its data are gone.
     """
 
     def __init__(self, model: str):
@@ -32,8 +32,8 @@ class DataTrace:
                 f"--trace: {model} is a model in Hugging Face's layout, whose data are not known; name a run"
             )
         record = RunRecord.read(model)
-        config, here = record.config(record.last), Path.cwd()
-        # Relative paths of the configuration count from where the run was started.
+        config, working_directory = record.config(record.last), Path.cwd()
+        # Relative paths in the configuration refer to the directory in which the run was started.
         os.chdir(record.root)
         try:
             with build_progress() as show:
@@ -41,7 +41,7 @@ class DataTrace:
                     config.data, seq_len=config.model.seq_len, seed=config.trainer.seed, on_progress=show
                 )
         finally:
-            os.chdir(here)
+            os.chdir(working_directory)
         texts = token_texts(self._data.tokenizer)
         trainer = config.trainer
         self._tracer = Tracer(self._data, trainer.batch_schedule, min(record.last, trainer.num_train_steps), texts)
@@ -56,16 +56,16 @@ class DataTrace:
         from lm_trainer.data.find import Match
         from lm_trainer.data.verbatim import longest_spans
 
-        found = []
+        spans = []
         for span in longest_spans(self._data, tokens):
             traced = self._tracer.trace(span.cache, Match(span.first, 0, span.first + span.stop - span.start))
             text = self._data.tokenizer.decode(list(tokens[span.start : span.stop]))
-            at = [each._asdict() for each in traced.trained_at]
-            found.append(
+            steps = [training._asdict() for training in traced.trained_at]
+            spans.append(
                 {"text": text, "tokens": span.stop - span.start, "where": traced.where}
-                | {"character": traced.character, "trained_at": at}
+                | {"character": traced.character, "trained_at": steps}
             )
-        return found
+        return spans
 
     def show(self, tokens: Sequence[int]) -> None:
         """Prints the spans."""
@@ -77,7 +77,7 @@ def _lines(spans: list[dict[str, Any]]) -> Iterator[str]:
 
     yield "" if spans else "\nno 8 tokens in a row stand in the data of the run"
     for span in spans:
-        steps = ", ".join(str(at["step"]) for at in span["trained_at"][:4]) or "none"
+        steps = ", ".join(str(training["step"]) for training in span["trained_at"][:4]) or "none"
         shown = span["text"].replace("\n", "\\n")
-        place = f"{span['where']}, character {span['character']} (steps {steps})"
-        yield f"{span['tokens']} tokens stand in {place}: {shown}"
+        location = f"{span['where']}, character {span['character']} (steps {steps})"
+        yield f"{span['tokens']} tokens stand in {location}: {shown}"

@@ -1,4 +1,4 @@
-"""`lmt train`: the run, from a YAML file to a trained model."""
+"""`lmt train`: trains a model from a YAML file."""
 
 from typing import Annotated
 
@@ -14,20 +14,20 @@ def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration and the devices, say what would run, and stop.")
+        bool, typer.Option("--dry-run", help="Check configuration and devices, print the plan of the run, and exit.")
     ] = False,
     allow_config_change: Annotated[
         bool,
         typer.Option(
             "--allow-config-change",
-            help="Go on with a run whose configuration or data differ from what it was begun with, and write down how.",
+            help="Resume a run although its configuration or data have changed, and record the differences.",
         ),
     ] = False,
 ) -> None:
-    """Train a model; the same command again resumes the run where it stopped.
+    """Train a model; repeat the command to resume the run where it stopped.
 
-    Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 4 out of memory, 75 start it again:
-    stopped by a signal with all saved, or by the watchdog; 76 stopped by the file stop-after-save, with all saved.
+    Exit codes: 0 done, 1 crash, 2 invalid configuration, 3 non-finite loss, 4 out of memory, 75 restart it: stopped by
+    a signal with everything saved, or by the watchdog; 76 stopped by the file stop-after-save, with everything saved.
 
     Examples:
         lmt train configs/gpt2_nano.yaml
@@ -36,7 +36,7 @@ def train(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    # Before anything imports jax, whose allocator and threads it sets.
+    # Before jax is imported: sets its allocator and threads.
     tuned = prepare_process()
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.health.power_off import shut_down_at_exit
@@ -49,7 +49,7 @@ def train(
         for line in plan(run, name=config.stem):
             clean.echo(line)
         return
-    # Arranged before the run starts, so that it holds for a crash as well.
+    # Registered before the run starts, so it also applies after a crash.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with (
         explained_out_of_memory(run, config, overrides or []),

@@ -1,4 +1,4 @@
-"""`lmt transcribe`: the text of recordings."""
+"""`lmt transcribe`: transcribes recordings."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,34 +14,31 @@ def transcribe(
     model: ModelArgument,
     files: Annotated[list[Path], path_argument(metavar="FILE...", help="Recordings: wav, flac, mp3, ogg.")],
     language: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Language, such as en.", show_default="what is heard")
+        str | None, typer.Option(metavar="NAME", help="Language, such as en.", show_default="detected")
     ] = None,
     task: Annotated[
         Literal["transcribe", "translate"] | None,
-        typer.Option(help="Write it in its own language, or in English.", show_default="the model's"),
+        typer.Option(help="Transcribe in the spoken language, or translate to English.", show_default="the model's"),
     ] = None,
     timestamps: Annotated[
-        bool, typer.Option("--timestamps", help="Cut the text into passages with their times.")
+        bool, typer.Option("--timestamps", help="Split the text into segments with timestamps.")
     ] = False,
     max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens of a window.", show_default="the model's room")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Maximum tokens per window.", show_default="the model's limit"),
     ] = None,
-    beams: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Grow N texts side by side, and write the likeliest.")
-    ] = 1,
-    output: Annotated[
-        Literal["text", "json", "srt", "vtt"], typer.Option("--format", help="Form of what is written.")
-    ] = "text",
-    out: Annotated[Path | None, path_option(metavar="DIR", help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
+    beams: Annotated[int, typer.Option(metavar="N", min=1, help="Beam size; 1 is greedy decoding.")] = 1,
+    output: Annotated[Literal["text", "json", "srt", "vtt"], typer.Option("--format", help="Output format.")] = "text",
+    out: Annotated[Path | None, path_option(metavar="DIR", help="Write NAME.txt, .json, .srt or .vtt to DIR.")] = None,
     devices: Annotated[
-        int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
+        int, typer.Option(metavar="N", help="Shard the model over the first N devices.", show_default="all")
     ] = 0,
     step: CheckpointOption = None,
 ) -> None:
-    """Write down what is said in recordings.
+    """Transcribe recordings.
 
-    By the likeliest token, or by beam search, as `generate` of transformers without sampling. Recordings longer than
-    the model hears are cut into windows at timestamps, which are then written whether they are asked for or not.
+    Decodes greedily or by beam search, as `generate` of transformers without sampling. Recordings longer than the
+    model's window are split into windows at timestamps; the timestamps are then written in any case.
 
     For example:
 
@@ -78,12 +75,12 @@ def transcribe(
     chosen = local_devices(devices)
     transcriber = Transcriber(open_model(model, step=step, devices=chosen), settings, chosen)
     for file in files:
-        found = transcriber.transcribe(file)
+        transcript = transcriber.transcribe(file)
         text = {
-            "text": lambda found=found: found.text + "\n",
-            "json": lambda found=found: json_line(as_json(found)) + "\n",
-            "srt": lambda found=found: as_srt(found),
-            "vtt": lambda found=found: as_vtt(found),
+            "text": lambda transcript=transcript: transcript.text + "\n",
+            "json": lambda transcript=transcript: json_line(as_json(transcript)) + "\n",
+            "srt": lambda transcript=transcript: as_srt(transcript),
+            "vtt": lambda transcript=transcript: as_vtt(transcript),
         }[output]()
         if out is None:
             clean.echo(text, nl=False)

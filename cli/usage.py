@@ -1,4 +1,4 @@
-"""Usage errors in the words and the form of all other errors, with a pointer for commands that other programs have."""
+"""Usage errors, formatted like all other errors, with hints for command names of other programs."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ OTHER_NAMES = {
     "version": "lmt --version",
     "help": "lmt --help",
 }
-"""Commands that people from other programs type, by the name without `-` and `_`, and what does it here."""
+"""Names of commands in other programs, without `-` and `_`, mapped to the equivalent command here."""
 
 UsageError: Any = typer.BadParameter.__base__
-"""Its class; typer exports what derives from it alone."""
+"""click's UsageError; typer exports only classes derived from it."""
 
 
 def other_name(arguments: Sequence[str]) -> str | None:
-    """The command that does what was asked for by a name that there is not; None where none is known."""
+    """The command equivalent to an unknown command name; None if there is no known equivalent."""
     name = arguments[0].lower().replace("_", "-") if arguments else ""
-    known = {key.replace("_", "-"): told for key, told in OTHER_NAMES.items()}
-    return known.get(name) or known.get(name.replace("-", ""))
+    equivalents = {key.replace("_", "-"): equivalent for key, equivalent in OTHER_NAMES.items()}
+    return equivalents.get(name) or equivalents.get(name.replace("-", ""))
 
 
-def refuse(name: str, known: str) -> Any:
-    """The error for a command that has another name here."""
-    return UsageError(f"no command {name!r}: here it is {known}")
+def refuse(name: str, equivalent: str) -> Any:
+    """The error for a command with another name here."""
+    return UsageError(f"no command {name!r}: here it is {equivalent}")
 
 
 def describe(error: Any) -> str:
-    """One line that says what is wrong with a command line, and which command's help tells more; '' for bare help."""
+    """One line with the usage error and the command to get help; '' if only the help was requested."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     message = error.format_message().strip().rstrip(".").replace(". Did you mean", "; did you mean")

@@ -1,4 +1,4 @@
-"""`lmt verify`: computes parts of a run again, and compares bits."""
+"""`lmt verify`: recomputes segments of a run, and compares them bit for bit."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,24 +17,29 @@ def verify(
     run: RunArgument,
     overrides: OverridesArgument = None,
     segments: Annotated[
-        int, typer.Option("--segments", metavar="K", min=1, help="Compute so many segments again, drawn at random.")
+        int, typer.Option("--segments", metavar="K", min=1, help="Number of random segments to recompute.")
     ] = 1,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="N", help="The same seed draws the same segments.", show_default="new"),
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Seed of the random choice; the same seed chooses the same segments.",
+            show_default="random",
+        ),
     ] = None,
     max_steps: Annotated[
         int | None,
-        typer.Option("--max-steps", metavar="N", min=1, help="Stop a segment after so many steps.", show_default="all"),
+        typer.Option("--max-steps", metavar="N", min=1, help="Maximum steps per segment.", show_default="all"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute random segments of a run again, from checkpoint to checkpoint, and compare what comes out bit for bit.
+    """Recompute random segments of a run, from checkpoint to checkpoint, and compare the results bit for bit.
 
-    Losses, gradient norms, fingerprints of the parameters and the optimizer's state are compared. Nothing of the run,
-    which may be going on, is changed; the outcome is added to RUN_DIR/verified.jsonl. The devices may be others than
-    the run's: settings may change whatever changes no number. Exit codes: 0 all equal, 1 with the first difference.
-    Lines of metrics that the run has lost are named; they are no difference.
+    Compares losses, gradient norms, and fingerprints of the parameters and the optimizer state. Does not modify the
+    run, which may still be in progress; the result is appended to RUN_DIR/verified.jsonl. The devices may differ from
+    the run's: overrides may change any setting that does not affect the numbers. Exit codes: 0 if all are equal, 1 at
+    the first difference. Missing lines of metrics are reported, and do not count as differences.
 
     Examples:
         lmt verify my-run --segments 3
@@ -43,7 +48,7 @@ def verify(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    # Before anything imports jax, whose allocator and threads it sets.
+    # Before jax is imported: sets its allocator and threads.
     prepare_process()
     check_is_run(run)
     import json
@@ -54,37 +59,37 @@ def verify(
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (
+        append_result,
         choose_segments,
         environment_changes,
         find_segments,
         verify_segments,
-        write_down,
     )
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
-    # Drawn here and printed, so that the same segments can be verified again.
+    # Chosen here and printed, so the same segments can be verified later.
     seed = random.randrange(10**6) if seed is None else seed
-    found = find_segments(record, max_steps)
-    chosen = choose_segments(found, segments, seed)
+    candidates = find_segments(record, max_steps)
+    chosen = choose_segments(candidates, segments, seed)
     changes = environment_changes(record, chosen, overrides or [])
     lost = lost_lines(record.path, record.checkpoints)
     if not as_json:
         gaps = lost.named(record.path, record.id) if lost else []
-        _begin(record.id, f"{len(chosen)} of {len(found)} segments, seed {seed}", gaps, changes)
+        _begin(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", gaps, changes)
     done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         for segment in verify_segments(record, chosen, overrides=overrides or [], progress=progress):
             done.append(segment)
             if not as_json:
                 _show(segment)
-    if not write_down(record, done, seed) and not as_json:
+    if not append_result(record, done, seed) and not as_json:
         clean.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
     differs = done[-1].difference
     if as_json:
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
         content["missing"] = lost.lines if lost else {}
-        # The key is older than the word: scripts read it.
+        # The JSON keeps the old key for existing scripts.
         clean.echo(json.dumps(encode(content | {"stretches": [_plain(segment) for segment in done]})))
     elif differs:
         clean.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
@@ -101,8 +106,8 @@ def _plain(segment: "Segment") -> dict[str, Any]:
     return asdict(segment) | {"difference": segment.difference and segment.difference._asdict()}
 
 
-def _begin(name: str, what: str, gaps: list[str], changes: list[str]) -> None:
-    clean.echo(f"run {name}: {what}")
+def _begin(name: str, description: str, gaps: list[str], changes: list[str]) -> None:
+    clean.echo(f"run {name}: {description}")
     for gap in gaps:
         clean.echo(f"warning: {gap}")
     if changes:

@@ -172,7 +172,7 @@ def test_the_page_of_commands_has_every_command_and_no_text_that_is_cut() -> Non
     assert len(commands) > 30
     assert not [name for name in commands if f"# `{name}` {{" not in page]
     assert not re.findall(r"^\|.*\.\.\. \|$", page, re.MULTILINE)
-    assert "Train a model; the same command again resumes the run where it stopped. |" in page
+    assert "Train a model; repeat the command to resume the run where it stopped. |" in page
     assert "```bash\nlmt train configs/gpt2_nano.yaml\n" in page
 
 

@@ -24,15 +24,15 @@ from lm_trainer.run.weights.saved_state import save_state, saved_arrays
 
 
 def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measured:
-    """Saves the state of a run into a directory of its own beside the run's checkpoints, which is removed at the end.
+    """Saves the state of a run to a temporary directory next to the run's checkpoints.
 
-    In turn: `steps` training steps alone; as many with a save before the first; a plain write of as many bytes.
+    Alternates `steps` training steps, as many with a save before the first, and a plain write of as many bytes.
 
     Raises:
-        UserError: as `configured_setup`, or when the directory cannot be written.
+        UserError: as `configured_setup`, or if the directory cannot be written.
     """
     base = local_path(config.trainer.checkpointer.base_path)
-    # The innermost first.
+    # Innermost first.
     missing = [directory for directory in (base, *base.parents) if not directory.exists()]
     make_writable(base, "trainer.checkpointer.base_path")
     with tempfile.TemporaryDirectory(dir=base, prefix=".bench-") as directory:
@@ -40,19 +40,19 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
         with closing(store):
             run = _Run(resolve_model(config, "bench"), store, steps)
             write = _writer(Path(directory) / "plain", run.num_bytes)
-            # Once untimed: the first turn compiles, allocates and creates files.
+            # Untimed: the first run compiles, allocates and creates files.
             for warm in (run.train, run.save_and_train, write):
                 warm()
             run.blocked.clear()
             run.finished.clear()
-            # In turn, so that a machine that slows down meanwhile slows all of them alike.
-            found = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
+            # Interleaved, so a slowdown of the machine affects all of them alike.
+            timings = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
             restores = [timed(run.restore) for _ in range(repeats)]
-    for made in missing:
-        # Others may have written there meanwhile.
+    for directory in missing:
+        # Other processes may have written files there.
         with contextlib.suppress(OSError):
-            made.rmdir()
-    return _report(run, found, restores)
+            directory.rmdir()
+    return _report(run, timings, restores)
 
 
 class _Run:
@@ -68,21 +68,21 @@ class _Run:
         self.num_bytes = sum(x.nbytes for x in arrays.values())
         self._like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in arrays.items()}
         self.blocked: list[float] = []
-        """Seconds of each save that training stood still."""
+        """Seconds of each save during which training was blocked."""
         self.finished: list[float] = []
-        """Seconds from the start of each save until all of it was on disk and the steps beside it were done."""
+        """Seconds from the start of each save until it was on disk and the concurrent steps were done."""
 
     def train(self) -> float:
-        """Seconds of some steps, each of which is waited for."""
+        """Seconds of some steps, waiting for each."""
         started = time.perf_counter()
         for _ in range(self.steps):
             self._state, metrics = self._program.step(self._state, self._placed, 1e-4)
-            # A call returns before its step is computed: without the wait, this would time the dispatch.
+            # A call returns before its step is computed: without the wait, this would measure the dispatch.
             jax.block_until_ready(metrics)
         return time.perf_counter() - started
 
     def save_and_train(self) -> float:
-        """Seconds of a save and the steps after it; returns when all is on disk, which is not counted."""
+        """Seconds of a save and the steps after it; then waits, untimed, until the save is on disk."""
         started = time.perf_counter()
         save_state(self._store, self._state, self._program, {})
         self.blocked.append(time.perf_counter() - started)
@@ -99,7 +99,7 @@ class _Run:
 
 
 def _writer(path: Path, count: int) -> Callable[[], float]:
-    # Random, so that no file system can store it in less space.
+    # Random, so no file system can compress it.
     content = np.random.default_rng(0).bytes(count)
 
     def write() -> float:
@@ -107,22 +107,22 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
         with path.open("wb") as file:
             file.write(content)
             file.flush()
-            # Without it only the copy into memory of the kernel would be timed.
+            # Without it, only the copy to kernel memory would be timed.
             os.fsync(file.fileno())
         return time.perf_counter() - started
 
     return write
 
 
-def _report(run: _Run, found: dict[str, list[float]], restores: list[float]) -> Measured:
+def _report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> Measured:
     count, steps = run.num_bytes, run.steps
     spreads = {
-        "step": Spread.of([seconds / steps for seconds in found["alone"]]),
+        "step": Spread.of([seconds / steps for seconds in timings["alone"]]),
         "blocked": Spread.of(run.blocked),
-        "cost": Spread.of([b - a for a, b in zip(found["alone"], found["saving"], strict=True)]),
+        "cost": Spread.of([b - a for a, b in zip(timings["alone"], timings["saving"], strict=True)]),
         "finished": Spread.of(run.finished),
         "restore": Spread.of(restores),
-        "plain_write": Spread.of(found["write"]),
+        "plain_write": Spread.of(timings["write"]),
     }
     values = {
         "bytes": count,

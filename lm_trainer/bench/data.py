@@ -1,4 +1,4 @@
-"""Rate at which the data of a run are loaded, and the time that its steps wait for them."""
+"""Rate of loading a run's data, and the time that its steps wait for data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
-"""Batches before and after those that are timed, so that at both ends equally many have been read ahead by threads."""
+"""Untimed batches before and after the timed ones, so threads have read ahead equally many at both ends."""
 
 
 def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
-    """Loads batches as fast as they come, and then as fast as training steps take them, in turn.
+    """Loads batches as fast as possible, and at the rate of training steps, alternately.
 
-    What is not tokenised yet is tokenised first, into the cache that training uses.
+    Text without a cache is tokenised first, into the cache training uses.
 
     Raises:
         UserError: for missing or damaged data, or as `configured_setup`.
@@ -37,14 +37,14 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
         wall, cpu, waits, steps = [], [], [], []
         train = _trainer(setup)
         for turn in range(repeats):
-            # Each turn reads other rows, since those of the turn before are in memory.
+            # Each round reads different rows, because the previous ones are in memory.
             start = turn * (batches + 2 * _AHEAD)
             seconds, work = _load(_batches(config, data, setup, start, batches), batches)
             wall.append(seconds / batches)
             cpu.append(work / batches)
-            for waited, whole in train(_batches(config, data, setup, start, batches), batches):
-                waits.append(waited / whole)
-                steps.append(whole)
+            for waited, step_seconds in train(_batches(config, data, setup, start, batches), batches):
+                waits.append(waited / step_seconds)
+                steps.append(step_seconds)
     loading, work, share, step = Spread.of(wall), Spread.of(cpu), Spread.of(waits), Spread.of(steps)
     values = {
         "tokens_per_batch": tokens,
@@ -81,8 +81,8 @@ def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, co
 
 
 def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
-    """Seconds, and seconds of all threads, for `count` batches."""
-    # Batches that threads have read before the clock starts say nothing about the rate.
+    """Wall seconds, and CPU seconds of all threads, for `count` batches."""
+    # Skips batches that threads have read before the clock starts.
     for _ in range(_AHEAD):
         next(batches)
     started, used = time.perf_counter(), time.process_time()
@@ -92,7 +92,7 @@ def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
 
 
 def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
-    """A function that trains on batches and returns, for each, the seconds of waiting for it and of the whole step."""
+    """A function that trains on batches and returns, for each, the seconds of data wait and of the full step."""
     state = setup.init()
 
     def step(batches: Iterator[Batch]) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tupl
         started = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - started
-        # At the first batch, whose time is not counted.
+        # At the first batch, which is untimed.
         if not setup.step.compiled(0):
             setup.step.compile(batch)
         state, metrics = setup.step(state, setup.step.put(batch), 1e-4)

@@ -1,4 +1,4 @@
-"""Rate of decoding with a key-value cache, beside the bound that reading the weights from memory sets."""
+"""Rate of decoding with a key-value cache, compared with the bound from reading the weights from memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lm_trainer.run.weights.pretrained import resolve_model
 
 
 def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> Measured:
-    """Times reading `rows` prompts of `prompt` tokens, and writing `new` tokens to each, with random weights, in turn.
+    """Times prefill of `rows` prompts of `prompt` tokens and decoding of `new` tokens for each, with random weights.
 
     Raises:
-        UserError: when prompt and new tokens do not fit into the model's context, or as `configured_setup`.
+        UserError: if prompt and new tokens do not fit into the model's context, or as `configured_setup`.
     """
     program, vocab_size = configured_setup(config := resolve_model(config, "bench"))
     context = config.model.spec(vocab_size).num_positions
@@ -32,27 +32,27 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     with jax.default_device(jax.local_devices()[0]):
         params = jax.jit(program.model.init)()
     dtype = config.trainer.mp.compute_dtype
-    # Cast once, so that each token reads the weights in the compute dtype and not in float32.
+    # Cast once, so each token reads the weights in the compute dtype instead of float32.
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     model = for_decoding(program.model.merge(params), dtype)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()
 
     settings = GenerateSettings(max_new_tokens=new, temperature=0, dtype=dtype)
     generation = Generation.prepare(model, prompts, settings)
-    after = jax.block_until_ready(generation.prefill())
+    prefilled = jax.block_until_ready(generation.prefill())
     probe = CopyProbe(jax.local_devices()[0])
     runs = {
         "read": lambda: timed(lambda: jax.block_until_ready(generation.prefill())),
-        "write": lambda: timed(lambda: jax.block_until_ready(generation.decode(*after))),
+        "write": lambda: timed(lambda: jax.block_until_ready(generation.decode(*prefilled))),
         "copy": lambda: probe.num_bytes / probe.run(),
     }
-    # Once untimed, since the first call compiles.
-    for once in runs.values():
-        once()
-    found = interleaved(runs, repeats)
-    first, token = Spread.of(found["read"]), Spread.of([seconds / new for seconds in found["write"]])
-    bandwidth = Spread.of(found["copy"])
-    # Each token reads every weight, and the whole cache, at least once: the bandwidth bounds its time from below.
+    # Untimed, because the first call compiles.
+    for run in runs.values():
+        run()
+    timings = interleaved(runs, repeats)
+    first, token = Spread.of(timings["read"]), Spread.of([seconds / new for seconds in timings["write"]])
+    bandwidth = Spread.of(timings["copy"])
+    # Each token reads all weights and the full cache at least once, so the bandwidth gives a lower bound.
     read = float(sum(x.nbytes for x in jax.tree.leaves(params)) + _cache_bytes(config, vocab_size, rows, prompt + new))
     fraction = read / token.median / bandwidth.median
     values = {
@@ -82,6 +82,6 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
 
 
 def _cache_bytes(config: RunConfig, vocab_size: int, rows: int, length: int) -> int:
-    """Keys and values of all layers when `length` tokens are cached."""
+    """Bytes of the keys and values of all layers for `length` cached tokens."""
     width = sum(2 * b.attention.kv_heads * b.attention.head_dim for b in config.model.spec(vocab_size).blocks)
     return rows * length * width * config.trainer.mp.compute_dtype.itemsize

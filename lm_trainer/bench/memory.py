@@ -1,4 +1,4 @@
-"""Memory of a training step on a device, and the part that gradient checkpointing and blocks of the loss save."""
+"""Memory of a training step on a device, and the savings of gradient checkpointing and a blockwise loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = (None, 1024, 512)
 
 
 def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
-    """Compiles the gradient once for each way to save memory, reads XLA's analysis, and times all of them in turn.
+    """Compiles the gradient for each way to save memory, reads XLA's memory analysis, and times all of them.
 
     Raises:
         UserError: as `configured_setup`.
@@ -37,7 +37,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     programs = {name: configured_setup(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
-    # Once untimed, since the first call allocates.
+    # Untimed, because the first call allocates.
     for run in runs.values():
         run()
     seconds = {name: Spread.of(values) for name, values in interleaved(runs, repeats).items()}
@@ -69,13 +69,13 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
 
 
 def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
-    """The configuration as it is, and with one setting changed, by the setting; `tokens` are those of a microbatch."""
+    """The configuration unchanged, and with one setting changed, by setting; `tokens` is the size of a microbatch."""
     model = config.model
     yield "as configured", config
-    # Layer by layer, what a policy keeps is no temporary memory of a program, which is what is compared.
+    # Layer by layer, activations a policy stores are not temporary memory of a program.
     for policy in () if config.trainer.gathers_layers else POLICIES:
         changed = model.model_copy(update={"gradient_checkpointing": policy})
-        # The configured policy is the first row already.
+        # The configured policy is already the first row.
         if changed.remat != model.remat:
             yield f"gradient_checkpointing: {policy}", config.model_copy(update={"model": changed})
     for block in BLOCKS:
@@ -86,19 +86,19 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
 
 
 def _gradient(setup: TrainingSetup, state: TrainState, batch: Batch) -> Callable[[], float]:
-    """A function that computes the gradient of a whole batch and returns how many seconds it took."""
+    """A function that computes the gradient of a full batch and returns its seconds."""
     placed = setup.step.put(batch)
     return lambda: timed(lambda: jax.block_until_ready(setup.step.gradient(state, placed)))
 
 
 def _temporary(setup: TrainingSetup, batch: Batch) -> int | None:
-    """Bytes that the gradient of a microbatch needs beside what it is given and what it returns."""
+    """Temporary bytes of a microbatch's gradient, without its inputs and outputs."""
     memory = setup.step.compile(batch).memory()
     return None if memory is None else memory.temp_size_in_bytes
 
 
 def _held(state: TrainState) -> dict[str, int]:
-    """Bytes at rest on each device."""
+    """Bytes of the state on each device, between steps."""
     parts = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 

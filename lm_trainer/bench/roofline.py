@@ -1,4 +1,4 @@
-"""The roofline of a training step: which parts of the gradient are bound by products, and which by memory."""
+"""The roofline of a training step: compute-bound and memory-bound parts of the gradient."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from lm_trainer.profile.roofline import Bound, bounds, operations
 from lm_trainer.profile.timing import Measured, Spread, si
 
 PARTS = ("embedding", "attention", "mlp", "loss")
-"""The scopes that `lm_trainer.nn` names."""
+"""Named scopes of `lm_trainer.nn`."""
 _COPIES, _LARGEST = 20, 8
 
 
 def roofline(session: BenchSession, report: MfuReport) -> Measured:
-    """The least time of the gradient's operations, with the limits measured: the product of `report`, and a copy."""
+    """The minimum time of the gradient's operations, limited by the product of `report` and a measured copy."""
     probe = CopyProbe(jax.devices()[0])
     copies = Spread.of([probe.num_bytes / probe.run() for _ in range(_COPIES)])
     bandwidth = copies.median
-    # The probe multiplies on all devices together; the operations are those of one.
+    # The probe's FLOP/s are for all devices, the operations for one.
     flops = report.matmul_flops.median / session.device_count
-    found = [op for program, times in session.gradient.runs() for op in operations(program.hlo(), PARTS, times=times)]
+    device_operations = [
+        op for program, times in session.gradient.runs() for op in operations(program.hlo(), PARTS, times=times)
+    ]
 
-    def by(what: str) -> list[Bound]:
-        return bounds(found, flops_per_second=flops, bytes_per_second=bandwidth, by=what)
+    def by(key: str) -> list[Bound]:
+        return bounds(device_operations, flops_per_second=flops, bytes_per_second=bandwidth, by=key)
 
     parts, largest = by("part"), by("name")[:_LARGEST]
-    whole = session.gradients_per_step * sum(part.seconds for part in parts)
+    step_bound = session.gradients_per_step * sum(part.seconds for part in parts)
     heading = f"{'FLOPs':>9} {'bytes':>9} {'least ms':>9}  bound by"
     table = [
-        ("least time of the step", f"{1e3 * whole:.1f} ms, {whole / report.step_seconds.median:.0%} of what it takes"),
+        (
+            "least time of the step",
+            f"{1e3 * step_bound:.1f} ms, {step_bound / report.step_seconds.median:.0%} of what it takes",
+        ),
         (
             "limits",
             f"{si(flops)}FLOP/s (matrix product) and {si(bandwidth)}B/s (copy, quartiles "
@@ -45,7 +50,7 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
         *((op.name, _row(op)) for op in largest),
     ]
     values = {
-        "least_step_seconds": whole,
+        "least_step_seconds": step_bound,
         "flops_per_second": flops,
         "bytes_per_second": bandwidth,
         "copies": copies.as_dict(),

@@ -1,4 +1,4 @@
-"""A configuration's training step on made-up tokens."""
+"""A configuration's training step on random tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from lm_trainer.step.state.train_state import TrainState
 
 @dataclass
 class BenchSession:
-    """A training step that can be repeated, with its size and its devices."""
+    """A repeatable training step, with its size and devices."""
 
     tokens_per_step: int
     flops_per_token: float
-    """FLOPs of a training step, forward and backward, for each token."""
+    """FLOPs of a training step, forward and backward, per token."""
     recomputed_flops_per_token: float
-    """FLOPs that rematerialisation adds to them."""
+    """Additional FLOPs per token of rematerialisation."""
     device_kind: str
     device_count: int
     dtype: str
@@ -39,26 +39,26 @@ class BenchSession:
     num_params: int
     vocab_size: int
     gradient: Executable | Executables
-    """The program or programs that compute the gradient of a microbatch, or, where that is one program, of the step."""
+    """The program or programs that compute the gradient of a microbatch, or of the step if it is a single program."""
     gradients_per_step: int
-    """Times that each device computes it in a step."""
+    """Number of gradient computations per device and step."""
     _program: TrainingSetup
     _state: TrainState
     _batch: Any
 
     def run_step(self) -> None:
-        """Takes one whole training step; returns when its result is computed."""
+        """Runs one full training step; returns when its result is computed."""
         self._state, metrics = self._program.compute_step(self._state, self._batch)
-        # The call returns before its programs have run, and the metrics alone do not wait for all of them.
+        # The call returns before its programs have run, and the metrics depend only on some of them.
         jax.block_until_ready((self._state.params, metrics))
 
 
 @contextmanager
 def bench_session(config: RunConfig) -> Iterator[BenchSession]:
-    """Compiles the step of `lmt train` for `config` and gives it a batch of random tokens; writes nothing.
+    """Compiles the step of `lmt train` for `config` and gives it a batch of random tokens; writes no files.
 
     Raises:
-        UserError: when the devices or the sharding rules do not fit.
+        UserError: if the devices or the sharding rules do not fit.
     """
     setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
     config = with_gather(config, vocab_size)

@@ -1,6 +1,6 @@
-"""Time from the start of a process to its first finished step, with an empty and with a filled compilation cache.
+"""Time from process start to the first finished step, with an empty and with a warm compilation cache.
 
-Each start is a process of its own: `python -m lm_trainer.bench.start` reads a configuration on its standard input.
+Each start is a separate process: `python -m lm_trainer.bench.start` reads a configuration on stdin.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _BUILT, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_
 
 
 def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
-    """Starts with an empty cache and starts again with what that left there, in turn.
+    """Alternates starts with an empty cache and starts with the cache filled by them.
 
     Raises:
-        UserError: when the configuration cannot start, with what it said.
+        UserError: if a start fails, with its output.
     """
-    found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    starts_by_kind: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:
             trainer = config.trainer.model_copy(update={"jax_compilation_cache_dir": cache})
             text = config.model_copy(update={"trainer": trainer}).model_dump_json()
-            # In this order: the first start fills the cache that the second reads.
-            for start in found.values():
+            # Order matters: the first start fills the cache the second reads.
+            for start in starts_by_kind.values():
                 start.append(_start(text))
             size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
     spreads = {
         kind: {phase: Spread.of([start[phase] for start in starts]) for phase in PHASES}
-        for kind, starts in found.items()
+        for kind, starts in starts_by_kind.items()
     }
-    programs = {kind: int(starts[-1]["programs"]) for kind, starts in found.items()}
-    read = {kind: int(starts[-1]["read"]) for kind, starts in found.items()}
+    programs = {kind: int(starts[-1]["programs"]) for kind, starts in starts_by_kind.items()}
+    read = {kind: int(starts[-1]["read"]) for kind, starts in starts_by_kind.items()}
     values: dict[str, Any] = {
         "samples": repeats,
         "cache_bytes": size,
@@ -75,7 +75,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
 
 
 def _start(config: str) -> dict[str, float]:
-    # The clock starts here, so that the start of Python itself is counted.
+    # The clock starts here, to include the start of Python.
     command = [sys.executable, "-m", "lm_trainer.bench.start", repr(time.time())]
     done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -84,7 +84,7 @@ def _start(config: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Starts once; prints the seconds of each phase as JSON, or what is wrong on standard error."""
+    """Starts once; prints the seconds of each phase as JSON, or an error on stderr."""
     try:
         _measure()
     except UserError as error:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _measure() -> None:
-    # Imported here and not above, since the time of the imports is one of the phases.
+    # Imported here, because the import time is one of the phases.
     started = float(sys.argv[1])
     from lm_trainer.core.runtime import prepare_process
 
@@ -112,15 +112,15 @@ def _measure() -> None:
         return time.time()
 
     config = RunConfig.model_validate_json(sys.stdin.read())
-    now = time.time()
+    phase_start = time.time()
     program, vocab_size = configured_setup(config)
     batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
     program.step.compile(batch)
-    now = mark("compile", now)
+    phase_start = mark("compile", phase_start)
     state = jax.block_until_ready(program.init())
-    now = mark("initialise", now)
+    phase_start = mark("initialise", phase_start)
     jax.block_until_ready(program.step(state, program.step.put(batch), 1e-3))
-    mark("first_step", now)
+    mark("first_step", phase_start)
     mark("total", started)
     sys.stdout.write(json.dumps({**marks, "programs": events[_BUILT], "read": events[_READ]}) + "\n")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -14,7 +14,7 @@ from lm_trainer.core.credentials import without_credentials
 
 
 class Difference(NamedTuple):
-    """One key with its two values, of which one may be absent."""
+    """One key with its old and new value, either of which may be absent."""
 
     key: str
     old: str
@@ -30,23 +30,23 @@ _ABSENT = "(absent)"
 def differences(old: Config, new: Config) -> list[Difference]:
     """Lists the keys in which two configurations differ, in the order of `new`, values as YAML.
 
-    Credentials are blanked, and so make no difference.
+    Credentials are blanked, and never differ.
     """
     dumped = (without_credentials(config.model_dump(mode="json")) for config in (old, new))
-    before, after = (dict(_leaves(plain, ())) for plain in dumped)
-    found = []
-    for key in dict.fromkeys([*after, *before]):
-        a, b = (flow(side[key]) if key in side else _ABSENT for side in (before, after))
+    old_values, new_values = (dict(_leaves(plain, ())) for plain in dumped)
+    changes = []
+    for key in dict.fromkeys([*new_values, *old_values]):
+        a, b = (flow(side[key]) if key in side else _ABSENT for side in (old_values, new_values))
         if a != b:
-            found.append(Difference(dotted(key), a, b))
-    return found
+            changes.append(Difference(dotted(key), a, b))
+    return changes
 
 
 def differences_from_defaults(config: Config) -> list[Difference]:
     """Lists the keys in which a configuration differs from the defaults.
 
-    A block whose `type` is not the default one is compared with the defaults of its own type: those of another type
-    would differ in every key and say nothing.
+    A block with a non-default `type` is compared with the defaults of that type: compared with another type, every
+    key would differ.
     """
     plain = type(config)()
     values = config.model_dump(mode="json")
@@ -54,14 +54,14 @@ def differences_from_defaults(config: Config) -> list[Difference]:
         same_types = type(config).model_validate(_types(values))
     except ValidationError:  # a type that has keys without default
         return differences(plain, config)
-    # The types that are not the default ones, and the rest against the defaults of those types.
+    # The non-default types, then all other keys compared with the defaults of these types.
     types = [d for d in differences(plain, same_types) if d.key.rsplit(".", 1)[-1] == "type"]
     order = {dotted(path): number for number, (path, _) in enumerate(_leaves(values, ()))}
     return sorted([*types, *differences(same_types, config)], key=lambda d: order.get(d.key, len(order)))
 
 
-def _types(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration reduced to the `type` of each of its blocks."""
+def _types(value: Mapping[str, object]) -> dict[str, object]:
+    """Reduces a configuration to the `type` of each of its blocks."""
     return {
         key: _types(item) if isinstance(item, Mapping) else item
         for key, item in value.items()
@@ -69,7 +69,7 @@ def _types(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+def _leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))

@@ -1,4 +1,4 @@
-"""Document: plain data with the position of each value, and the problems found so far."""
+"""Documents: plain data with the position of each value, and the problems found so far."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_SUGGESTED = 20
-"""Unknown keys for which the keys that were meant are looked for, each among all that there are."""
+"""Maximum number of unknown keys for which suggestions are searched, each among all keys."""
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
@@ -16,12 +16,12 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """The origin of a value or a key. Sorts in the order in which a person reads the sources."""
+    """The origin of a value or key. Sorts in reading order of the sources."""
 
     order: tuple[int, int, int]
-    """Source, line, column."""
+    """Source number, line, column."""
     text: str
-    """`file:line:column`, or the override as it was typed."""
+    """`file:line:column`, or the override as typed."""
     is_override: bool = False
 
 
@@ -43,22 +43,22 @@ class Document:
     keys: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[KeyPath] = field(default_factory=set)
-    """Places that a problem names already; any other problem there is a consequence."""
+    """Paths with a recorded problem; further problems at these paths are consequences."""
     notes: list[str] = field(default_factory=list)
-    """Effects of keys and overrides that the user may not expect."""
+    """Effects of keys and overrides the user may not expect."""
     suggested: int = 0
-    """Unknown keys for which the keys that were meant have been looked for."""
+    """Number of unknown keys for which suggestions have been searched."""
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """The origin of the value at `path`, else of the first value inside it, else of its nearest ancestor."""
+        """The origin of the value at `path`, else of the first value inside it, else of the nearest ancestor."""
         if path not in self.values:
-            inside = [origin for known, origin in self.values.items() if known[: len(path)] == path]
+            inside = [origin for value_path, origin in self.values.items() if value_path[: len(path)] == path]
             if inside:
                 return min(inside)
         return next((self.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.values), None)
 
     def key_origin(self, path: KeyPath) -> Origin | None:
-        """The origin of the key at the end of `path`, else of the nearest ancestor's value."""
+        """The origin of the last key of `path`, else of the nearest ancestor's value."""
         return self.keys.get(path) or self.origin(path)
 
     def report(self, path: KeyPath, text: str, *, at_key: bool = False) -> None:
@@ -67,33 +67,33 @@ class Document:
         self.problems.append(Problem(origin, f"{dotted(path)}: {text}" if path else text))
 
     def may_suggest(self) -> bool:
-        """Returns True for the first unknown keys: to look for all of them in a file of something else takes long."""
+        """True for the first unknown keys: searching for all of them in an unrelated file would take long."""
         self.suggested += 1
         return self.suggested <= _MAX_SUGGESTED
 
     def forget(self, path: KeyPath) -> None:
         """Drops the positions at and below `path`."""
         for table in (self.values, self.keys):
-            for known in [p for p in table if p[: len(path)] == path]:
-                del table[known]
+            for key_path in [p for p in table if p[: len(path)] == path]:
+                del table[key_path]
         self.unreadable -= {p for p in self.unreadable if p[: len(path)] == path}
 
     def move(self, path: KeyPath, to: KeyPath) -> None:
         """Moves the positions at and below `path`."""
         for table in (self.values, self.keys):
-            for known in [p for p in table if p[: len(path)] == path]:
-                table[*to, *known[len(path) :]] = table.pop(known)
-        for known in [p for p in self.unreadable if p[: len(path)] == path]:
-            self.unreadable.remove(known)
-            self.unreadable.add((*to, *known[len(path) :]))
+            for key_path in [p for p in table if p[: len(path)] == path]:
+                table[*to, *key_path[len(path) :]] = table.pop(key_path)
+        for key_path in [p for p in self.unreadable if p[: len(path)] == path]:
+            self.unreadable.remove(key_path)
+            self.unreadable.add((*to, *key_path[len(path) :]))
 
     def is_unreadable(self, path: KeyPath) -> bool:
-        """Returns True if a problem with `path` or something above it is known already."""
+        """True if a problem with `path` or one of its ancestors has been recorded."""
         return any(path[:n] in self.unreadable for n in range(len(path) + 1))
 
     def lines(self) -> list[str]:
         """All problems, each once, in the order of the sources."""
-        # Problems without a position come last.
+        # Problems without a position sort last.
         last = (1 << 30, 0, 0)
         ordered = sorted(self.problems, key=lambda p: p.origin.order if p.origin else last)
         return list(dict.fromkeys(map(str, ordered)))
@@ -105,26 +105,26 @@ def dotted(path: KeyPath) -> str:
 
 
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "", strict: bool = False) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing when no option is near; `prefix` is printed before each.
+    """`; did you mean 'a' or 'b'?`, or "" if no option is similar; `prefix` is printed before each.
 
-    Near are misspellings, names that contain all parts of `word` (`batch_size`: train_batch_size), and names whose
-    initials it is (`lr`: learning_rate); if `strict`, only misspellings of a letter or two.
+    Similar options are misspellings, names that contain all parts of `word` (`batch_size`: train_batch_size), and names
+    with these initials (`lr`: learning_rate); with `strict`, only misspellings of a letter or two.
     """
     return suggest([prefix + option for option in nearest(word, list(dict.fromkeys(options)), strict=strict)])
 
 
 def suggest(names: Sequence[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing."""
+    """`; did you mean 'a' or 'b'?`, or "" without names."""
     return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[str]:
-    """The options that `word` may have been meant to be, best first; see `did_you_mean`."""
+    """The options similar to `word`, best first; see `did_you_mean`."""
     if not word:
         return []
-    # From the surest guess to the boldest: the first that finds anything decides.
-    if same := [option for option in options if option.lower().replace("-", "_") == word.lower().replace("-", "_")]:
-        return same[:1]
+    # From the most to the least certain method: the first one with a result wins.
+    if equal := [option for option in options if option.lower().replace("-", "_") == word.lower().replace("-", "_")]:
+        return equal[:1]
     if misspelt := _misspelt(word, options, 0.75):
         return misspelt
     tails = [(option, option.rsplit(".", 1)[-1].split("_")) for option in options]
@@ -139,13 +139,13 @@ def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[
 
 def _misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
     """The closest option, and a second one if it is about as close."""
-    found = difflib.get_close_matches(word, options, n=2, cutoff=cutoff)
-    closeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in found]
-    return [option for option, ratio in zip(found, closeness, strict=True) if ratio > closeness[0] - 0.05]
+    matches = difflib.get_close_matches(word, options, n=2, cutoff=cutoff)
+    closeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in matches]
+    return [option for option, ratio in zip(matches, closeness, strict=True) if ratio > closeness[0] - 0.05]
 
 
-def display(value: Any) -> str:
-    """A value as a person would recognise it in an error, on one short line."""
+def display(value: object) -> str:
+    """Formats a value for an error message, on one short line."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Errors of pydantic as a person would put them, each at the position of the mistake."""
+"""Translation of pydantic's errors into readable problems, each at the position of the mistake."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child
 from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
-from lm_trainer.config.foreign import lists_of
-from lm_trainer.config.shape import Shape, tags
+from lm_trainer.config.foreign import config_class_of
+from lm_trainer.config.value_type import ValueType, tags
 from lm_trainer.core.credentials import is_secret_name
 
-# By the first word of pydantic's name of an error: `int_parsing`, `int_type` and `int_from_float` are alike.
+# Keyed by the first word of a pydantic error type: `int_parsing`, `int_type` and `int_from_float` share an entry.
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -33,7 +32,7 @@ _TYPES = {
     "none": "null",
     "finite": "a finite number",
 }
-# By pydantic's name of an error: the key of the limit in its context, and the phrase.
+# Pydantic error type -> key of the limit in the error's context, and the phrase.
 _LIMITS = {
     "greater_than": ("gt", "a number greater than {}"),
     "greater_than_equal": ("ge", "a number of at least {}"),
@@ -51,30 +50,30 @@ SECRET_REFUSED = (
     "(HF_TOKEN, WANDB_API_KEY)"
 )
 _MAX_LISTED = 12
-"""Keys that are listed when none is near to what was written."""
+"""Maximum keys to list if no key is similar to the written one."""
 
 
 class Explainer:
-    """Translator of the errors of a document whose root should be a `root`; records them as its problems."""
+    """Translates validation errors of a document with root class `root`, and records them as its problems."""
 
     def __init__(self, document: Document, root: type[BaseModel]):
         self.document = document
         self.root = root
 
-    def find(self, path: KeyPath) -> tuple[ConfigNode | None, Any]:
-        """The place of `path`, None if there is none, and the value there."""
-        place, value = ConfigNode.root(self.root), self.document.data
+    def find(self, path: KeyPath) -> tuple[ConfigNode | None, object]:
+        """The node at `path` (None if the path is not declared) and its value."""
+        node, value = ConfigNode.root(self.root), self.document.data
         for key in path:
             try:
-                place = place.step(value, key)
+                node = node.step(value, key)
             except NoSuchKey:
                 return None, None
             value = child(value, key)
-        return place, value
+        return node, value
 
     def explain(self, error: ValidationError) -> None:
         """Records every error of a failed validation."""
-        # pydantic reports each member of a union that did not fit; together they are one mistake of the user.
+        # pydantic reports an error for each member of a union; to the user they are one mistake.
         groups: dict[KeyPath, list[ErrorDetails]] = {}
         for path, detail in self._located(error, ConfigNode.root(self.root), self.document.data):
             groups.setdefault(path, []).append(detail)
@@ -84,27 +83,33 @@ class Explainer:
             self._report(path, details)
 
     def _below_unknown_type(self, path: KeyPath) -> dict[KeyPath, list[ErrorDetails]]:
-        """The errors in a block of unknown `type` that are errors whichever type was meant, by their paths."""
-        place, block = self.find(path)
-        if place is None or not isinstance(block, dict):
+        """The errors in a block of unknown `type` that hold for every possible type, by path."""
+        node, block = self.find(path)
+        if node is None or not isinstance(block, dict):
             return {}
-        models = [model for model in place.models(block, every=True) if tags(model)]
-        found = [self._as_if(model, path, block) for model in models]
+        models = [model for model in node.models(block, every=True) if tags(model)]
+        errors_by_model = [self._as_if(model, path, block) for model in models]
         below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
-        for below in (below for one in found for below in one if len(below) > len(path)):
+        for below in (below for model_errors in errors_by_model for below in model_errors if len(below) > len(path)):
             below_key[below[len(path)]][below] = None
         errors: dict[KeyPath, list[ErrorDetails]] = {}
         for key in block.keys() - {"type"}:
-            # A type without the key says nothing about its value, unless none has it.
-            having = [one for model, one in zip(models, found, strict=True) if key in model.model_fields] or found
+            # A type without the key cannot judge its value, unless no type has the key.
+            having = [
+                model_errors
+                for model, model_errors in zip(models, errors_by_model, strict=True)
+                if key in model.model_fields
+            ] or errors_by_model
             for below in below_key[key]:
-                if all(below in one for one in having):
+                if all(below in model_errors for model_errors in having):
                     errors[below] = having[0][below]
-        # In the order of the file.
-        return {below: errors[below] for one in found for below in one if below in errors}
+        # Keeps the order of the file.
+        return {below: errors[below] for model_errors in errors_by_model for below in model_errors if below in errors}
 
-    def _as_if(self, model: type[BaseModel], path: KeyPath, block: dict[str, Any]) -> dict[KeyPath, list[ErrorDetails]]:
-        """The errors of the block at `path` if it were of one class of its union."""
+    def _as_if(
+        self, model: type[BaseModel], path: KeyPath, block: dict[str, object]
+    ) -> dict[KeyPath, list[ErrorDetails]]:
+        """The errors of the block at `path` if its class were `model`."""
         typed = {**block, "type": tags(model)[0]}
         try:
             model.model_validate(copy.deepcopy(typed))
@@ -116,42 +121,42 @@ class Explainer:
         return {}
 
     def _located(
-        self, error: ValidationError, place: ConfigNode, value: Any, path: KeyPath = ()
+        self, error: ValidationError, node: ConfigNode, value: object, path: KeyPath = ()
     ) -> Iterator[tuple[KeyPath, ErrorDetails]]:
-        """Yields the errors of `value`, which stands at a place with this path, each with its own path."""
+        """Yields the errors of `value` at `path`, each with its full path."""
         for detail in error.errors(include_url=False):
-            below = self._path_of(detail["loc"], place, value, path)
+            below = self._path_of(detail["loc"], node, value, path)
             if below is not None and not self.document.is_unreadable(below):
                 yield below, detail
 
     @staticmethod
-    def _path_of(location: tuple[int | str, ...], place: ConfigNode, value: Any, path: KeyPath) -> KeyPath | None:
-        """Turns the location of an error into a path, without names of union members; None for a member not meant."""
+    def _path_of(location: tuple[int | str, ...], node: ConfigNode, value: object, path: KeyPath) -> KeyPath | None:
+        """Converts an error location to a path without names of union members; None for a member that was not meant."""
         for index, key in enumerate(location):
-            if place.shape.alternatives:
-                # A member is named, not a key. Of those that cannot hold such a value (a list, a block) nothing is said
-                # if another can.
-                branch = place.shape.branch(str(key))
-                if not _fits(branch, value) and any(_fits(other, value) for other in place.shape.alternatives):
+            if node.value_type.alternatives:
+                # The location names a member, not a key. Skips members that cannot hold such a value (a list, a block)
+                # if another one can.
+                branch = node.value_type.branch(str(key))
+                if not _fits(branch, value) and any(_fits(other, value) for other in node.value_type.alternatives):
                     return None
-                place = ConfigNode(branch, place.default)
-            elif place.shape.tagged and isinstance(value, dict):
-                # The `type` is named, not a key.
-                model = place.model_for(value)
-                place = ConfigNode(Shape("model", model, (model,) if model else ()), place.default)
+                node = ConfigNode(branch, node.default)
+            elif node.value_type.tagged and isinstance(value, dict):
+                # The location names the `type`, not a key.
+                model = node.model_for(value)
+                node = ConfigNode(ValueType("model", model, (model,) if model else ()), node.default)
             elif location[index + 1 :] == ("[key]",):
                 return path
             else:
                 path = (*path, key)
                 try:
-                    place = place.step(value, key)
+                    node = node.step(value, key)
                 except NoSuchKey:
                     return path
                 value = child(value, key)
         return path
 
     def _report(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
-        """Records the errors at one place: each message of a validator, but those of a union's members as one."""
+        """Records the errors at one path: each validator message separately, the errors of union members as one."""
         kinds = {detail["type"] for detail in details}
         if "extra_forbidden" in kinds:
             self.document.report(path, self.unknown_key(path), at_key=True)
@@ -159,32 +164,32 @@ class Explainer:
             self.document.report(path, "required, but missing")
         elif "union_tag_invalid" in kinds:
             context = details[0].get("ctx", {})
-            options, found = _quoted(context.get("expected_tags")), str(context.get("tag"))
-            reason = self._refused_type(path, found)
-            text = f"unknown type {found!r}, expected {_one_of(options)}{reason or did_you_mean(found, options)}"
+            options, tag = _quoted(context.get("expected_tags")), str(context.get("tag"))
+            reason = self._refused_type(path, tag)
+            text = f"unknown type {tag!r}, expected {_one_of(options)}{reason or did_you_mean(tag, options)}"
             self.document.report((*path, "type"), text)
-        elif own := [d for d in details if d["type"] in ("value_error", "assertion_error")]:
-            for detail in own:
+        elif messages := [d for d in details if d["type"] in ("value_error", "assertion_error")]:
+            for detail in messages:
                 self._report_validator_message(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
         else:
             self._report_expected(path, details)
 
-    def _refused_type(self, path: KeyPath, found: str) -> str:
-        """The reason why the union at `path` lacks a type, behind a semicolon; empty without one."""
-        place, _ = self.find(path)
-        models = place.models(None, every=True) if place else ()
-        reasons = (lists_of(model).refused_types.get(found) for model in models)
+    def _refused_type(self, path: KeyPath, tag: str) -> str:
+        """The reason why the union at `path` does not support a type, after a semicolon; empty if unknown."""
+        node, _ = self.find(path)
+        models = node.models(None, every=True) if node else ()
+        reasons = (config_class_of(model).refused_types.get(tag) for model in models)
         return next((f"; {reason}" for reason in reasons if reason), "")
 
     def _report_expected(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
-        wanted = list(dict.fromkeys(self._expected(detail, path) for detail in details))
-        found = details[0]["input"]
+        expected = list(dict.fromkeys(self._expected(detail, path) for detail in details))
+        value = details[0]["input"]
         hint = ""
-        if isinstance(found, str):
-            hint = did_you_mean(found, [o for d in details for o in _options(d)])
-        elif "text" in wanted and isinstance(found, bool | int | float):
+        if isinstance(value, str):
+            hint = did_you_mean(value, [o for d in details for o in _options(d)])
+        elif "text" in expected and isinstance(value, bool | int | float):
             hint = "; quote it to make it text"
-        self.document.report(path, f"expected {' or '.join(wanted)}, got {display(found)}{hint}")
+        self.document.report(path, f"expected {' or '.join(expected)}, got {display(value)}{hint}")
 
     def _expected(self, detail: ErrorDetails, path: KeyPath) -> str:
         kind, context = detail["type"], detail.get("ctx", {})
@@ -195,22 +200,22 @@ class Explainer:
             limit = context.get(name)
             return text.format(f"{limit:g}" if isinstance(limit, float) else limit)
         if kind in ("union_tag_not_found", "model_type", "model_attributes_type"):
-            place, _ = self.find(path)
-            options = [tag for m in (place.models(None, every=True) if place else ()) for tag in tags(m)]
+            node, _ = self.find(path)
+            options = [tag for m in (node.models(None, every=True) if node else ()) for tag in tags(m)]
             return f"a block with type: {_one_of(options)}" if len(options) > 1 else "a block of keys"
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
     def unknown_key(self, path: KeyPath, *, full: bool = False) -> str:
-        """Says why there is no key at `path`, and which one was meant; with `full`, suggestions are whole paths."""
+        """Explains why `path` is not a key, and suggests similar keys; with `full`, suggestions are full paths."""
         parent, key = path[:-1], str(path[-1])
-        place, value = self.find(parent)
-        if place is None:
+        node, value = self.find(parent)
+        if node is None:
             return "unknown key"
         if path == ("include",):
             return "unknown key; a file can stand for the value of a key (data: !include data.yaml), not be merged"
-        models = place.models(value)
+        models = node.models(value)
         for model in models:
-            lists = lists_of(model)
+            lists = config_class_of(model)
             if key in lists.renamed_keys:
                 return f"means the same as {lists.renamed_keys[key]}, which is set too; remove one of them"
             reason = lists.refused_keys.get(key)
@@ -218,16 +223,16 @@ class Explainer:
                 return f"refused: {reason}"
         if is_secret_name(key):
             return SECRET_REFUSED
-        others = _types_with(place, models, key)
-        if models and others:
+        other_types = _types_with(node, models, key)
+        if models and other_types:
             chosen = "" if (*parent, "type") in self.document.values else " by default"
-            own = tags(models[0])[0]
-            return f"a key of type {_one_of(others)}, but this block has type {own!r}{chosen}; set its `type`"
+            actual = tags(models[0])[0]
+            return f"a key of type {_one_of(other_types)}, but this block has type {actual!r}{chosen}; set its `type`"
         return f"unknown key{self._suggestion(path, models, full)}"
 
     @cached_property
-    def _known(self) -> list[tuple[str, str]]:
-        """Every dotted key that may be written in the document, and its last part."""
+    def _all_keys(self) -> list[tuple[str, str]]:
+        """Every dotted key allowed in the document, and its last part."""
         keys = all_keys(ConfigNode.root(self.root), self.document.data)
         return [(name, name.rsplit(".", 1)[-1]) for name in keys]
 
@@ -236,50 +241,50 @@ class Explainer:
             return ""
         parent, key = path[:-1], str(path[-1])
         prefix = f"{dotted(parent)}." if full and parent else ""
-        here = list(dict.fromkeys(name for model in models for name in model.model_fields))
-        same = [name for name, last in self._known if last == key]
-        near = nearest(key, [last for _, last in self._known], strict=True)
-        # From the likeliest: misspelt here, the same key elsewhere, vaguely like one here, misspelt elsewhere.
+        siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
+        namesakes = [name for name, last in self._all_keys if last == key]
+        near = nearest(key, [last for _, last in self._all_keys], strict=True)
+        # Most likely first: misspelt here, same key elsewhere, vaguely similar here, misspelt elsewhere.
         return (
-            did_you_mean(key, here, prefix=prefix, strict=True)
-            or suggest(same[:2])
-            or did_you_mean(key, here, prefix=prefix)
-            or suggest([name for name, last in self._known if last in near][:2])
-            or (f"; there are {', '.join(here)}" if 0 < len(here) <= _MAX_LISTED else "")
+            did_you_mean(key, siblings, prefix=prefix, strict=True)
+            or suggest(namesakes[:2])
+            or did_you_mean(key, siblings, prefix=prefix)
+            or suggest([name for name, last in self._all_keys if last in near][:2])
+            or (f"; there are {', '.join(siblings)}" if 0 < len(siblings) <= _MAX_LISTED else "")
         )
 
     def _report_validator_message(self, path: KeyPath, message: str) -> None:
-        """Records the message of a validator at the key that it names, or else mentions."""
+        """Records a validator's message at the key it names or mentions."""
         if path:
             message = message.removeprefix(f"{path[-1]}: ")
-        place, value = self.find(path)
+        node, value = self.find(path)
         # `keep: only the last entry may lack until` is about the key `keep` of this block.
-        while (match := re.match(r"(\w+): ", message)) and match[1] in _keys(place, value):
+        while (match := re.match(r"(\w+): ", message)) and match[1] in _keys(node, value):
             path, message = (*path, match[1]), message[match.end() :]
-            place, value = self.find(path)
-        keys = {*_keys(place, value), *(value if isinstance(value, dict) else ())}
+            node, value = self.find(path)
+        keys = {*_keys(node, value), *(value if isinstance(value, dict) else ())}
         spoken_of = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
         written = [p for p in spoken_of if p in self.document.values]
-        # Of several keys that do not fit together, the one on the command line is the news.
+        # Of several conflicting keys, reports the one from the command line.
         written.sort(key=lambda p: not self.document.values[p].is_override)
         origin = self.document.origin(written[0] if written else path)
         self.document.problems.append(Problem(origin, f"{dotted(path)}: {message}" if path else message))
 
 
-def _keys(place: ConfigNode | None, value: Any) -> set[str]:
-    """The declared keys of a block."""
-    return {name for model in (place.models(value) if place else ()) for name in model.model_fields}
+def _keys(node: ConfigNode | None, value: object) -> set[str]:
+    """The keys declared by the class of a block."""
+    return {name for model in (node.models(value) if node else ()) for name in model.model_fields}
 
 
-def _fits(shape: Shape, value: Any) -> bool:
+def _fits(value_type: ValueType, value: object) -> bool:
     if isinstance(value, dict):
-        return shape.kind in ("model", "mapping")
+        return value_type.kind in ("model", "mapping")
     if isinstance(value, list | tuple):
-        return shape.kind == "list"
-    return shape.kind == "scalar"
+        return value_type.kind == "list"
+    return value_type.kind == "scalar"
 
 
-def _quoted(text: Any) -> list[str]:
+def _quoted(text: object) -> list[str]:
     return re.findall(r"'([^']*)'", str(text))
 
 
@@ -292,7 +297,7 @@ def _one_of(options: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
 
 
-def _types_with(place: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
-    """The types of the other classes of a union that have `key`."""
-    every = place.models(None, every=True)
+def _types_with(node: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
+    """The types of the other union members that have `key`."""
+    every = node.models(None, every=True)
     return [tags(m)[0] for m in every if m not in models and key in m.model_fields and tags(m)]

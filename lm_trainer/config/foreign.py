@@ -1,152 +1,155 @@
-"""Foreign keys: those of other frameworks' configurations that are read as keys of ours, or dropped with a note.
+"""Foreign keys: keys of other frameworks' configurations that are renamed to ours, or dropped with a note.
 
-What else is foreign stays, and is refused as an unknown key with its reason.
+Other foreign keys stay, and are rejected as unknown keys with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from lm_trainer.config.config_node import ConfigNode, child
 from lm_trainer.config.document import Document, KeyPath, Origin, dotted
 from lm_trainer.core.config import Config
 
 _NOT_READ = object()
-"""The value of a key of which only something inside it is set."""
+"""Placeholder value of a key when an override sets something inside it."""
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A foreign key and the note on it, if there is one."""
+class _Adopted:
+    """A foreign key and the note on it, if any."""
 
     path: KeyPath
     origin: Origin | None
     note: str
 
 
-def lists_of(model: type[BaseModel] | None) -> type[Config]:
-    """Returns the class whose lists of foreign keys hold for a block of `model`; `Config` (empty lists) for none."""
+def config_class_of(model: type[BaseModel] | None) -> type[Config]:
+    """Returns the class with the lists of foreign keys of `model`; `Config` (empty lists) if it has none."""
     return model if model is not None and issubclass(model, Config) else Config
 
 
-def adopt(place: ConfigNode, data: Any, path: KeyPath, document: Document) -> None:
-    """Rewrites the data at a place to the keys that there are here, and adds notes to the document.
+def adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> None:
+    """Renames foreign keys in the data of a node to our keys, and adds notes to the document.
 
     Args:
-        place: of the data.
-        data: as it was written; changed in place.
-        path: the place's path; positions below it are moved with their keys.
-        document: holds the positions, and takes the notes.
+        node: the node of the data.
+        data: the data as written; modified in node.
+        path: the path of the node; positions below it move with their keys.
+        document: holds the positions, and receives the notes.
     """
-    found = list(_adopt(place, data, path, document))
-    for note in dict.fromkeys(one.note for one in found if one.note):
-        first, *others = [one for one in found if one.note == note]
-        where = f"{first.origin.text}: {dotted(first.path)}" if first.origin else dotted(first.path)
-        more = f" (and {len(others)} more)" if others else ""
-        document.notes.append(f"{where}{more} {note}")
+    adopted = list(_adopt(node, data, path, document))
+    for note in dict.fromkeys(entry.note for entry in adopted if entry.note):
+        first, *repeated = [entry for entry in adopted if entry.note == note]
+        location = f"{first.origin.text}: {dotted(first.path)}" if first.origin else dotted(first.path)
+        more = f" (and {len(repeated)} more)" if repeated else ""
+        document.notes.append(f"{location}{more} {note}")
 
 
 def adopt_override(
-    path: KeyPath, value: Any, document: Document, root: type[BaseModel], shown: str
-) -> tuple[KeyPath, Any] | None:
-    """The path of an override in keys of ours, and the value there: `value` itself unless a key is read as one of ours
-    with another value. None for a key that is dropped.
+    path: KeyPath, value: JsonValue, document: Document, root: type[BaseModel], shown: str
+) -> tuple[KeyPath, JsonValue] | None:
+    """Translates the path and value of an override to our keys.
 
     Args:
-        path: as it was typed.
-        value: what the last key is set to.
-        document: holds the data that the override is for, and takes the notes.
-        root: the class of that data.
-        shown: the override in a note.
+        path: the path as typed.
+        value: the value of the last key.
+        document: holds the data to override, and receives the notes.
+        root: the class of the data.
+        shown: the override as shown in notes.
+
+    Returns:
+        The path and value: `value` itself, unless a key is respelt with another value. None for a dropped key.
     """
-    place, data, own = ConfigNode.root(root), document.data, ()
+    node, data, our_path = ConfigNode.root(root), document.data, ()
     for depth, key in enumerate(path):
-        model, given = place.model_for(data), value if depth == len(path) - 1 else _NOT_READ
-        # What the key of ours is set to in the file does not count: an override takes its place.
-        if respelt := _respelt(model, key, given, {}):
-            if note := _former(model, key, given, respelt):
+        model, key_value = node.model_for(data), value if depth == len(path) - 1 else _NOT_READ
+        # The value of our key in the file does not matter: the override replaces it.
+        if respelt := _respelt(model, key, key_value, {}):
+            if note := _former(model, key, key_value, respelt):
                 document.notes.append(f"{shown}: {dotted(path[: depth + 1])} {note}")
             key, value = respelt
-        elif (found := _meaning(model, key, given)) is not None:
-            key, note = found
+        elif (meaning := _meaning(model, key, key_value)) is not None:
+            key, note = meaning
             if note:
                 document.notes.append(f"{shown}: {dotted(path[: depth + 1])} {note}")
             if key is None:
                 return None
-        own = (*own, key)
-        place, data = place.step_or_nowhere(data, key), child(data, key)
-    return own, value
+        our_path = (*our_path, key)
+        node, data = node.step_or_undeclared(data, key), child(data, key)
+    return our_path, value
 
 
-def sets_type(path: KeyPath, value: Any, document: Document, root: type[BaseModel]) -> bool:
-    """Returns true for an override that sets the `type` of a block, by that key or by a foreign one that means it."""
+def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseModel]) -> bool:
+    """True if an override sets the `type` of a block, by that key or by an equivalent foreign one."""
     *parent, key = path
-    place, data = ConfigNode.root(root), document.data
+    node, data = ConfigNode.root(root), document.data
     for step in parent:
-        place, data = place.step_or_nowhere(data, step), child(data, step)
-    respelt = _respelt(place.model_for(data), key, value, {})
+        node, data = node.step_or_undeclared(data, step), child(data, step)
+    respelt = _respelt(node.model_for(data), key, value, {})
     return (key if respelt is None else respelt[0]) == "type"
 
 
-def _adopt(place: ConfigNode, data: Any, path: KeyPath, document: Document) -> Iterator[_Found]:
+def _adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_Adopted]:
     if isinstance(data, list):
         for index, item in enumerate(data):
-            yield from _adopt(place.step_or_nowhere(data, index), item, (*path, index), document)
+            yield from _adopt(node.step_or_undeclared(data, index), item, (*path, index), document)
     if not isinstance(data, dict):
         return
-    model = place.model_for(data)
+    model = node.model_for(data)
     for key in list(data):
         if respelt := _respelt(model, key, data[key], data):
-            yield _Found((*path, key), document.key_origin((*path, key)), _former(model, key, data[key], respelt))
-            own, data[own] = respelt
+            yield _Adopted((*path, key), document.key_origin((*path, key)), _former(model, key, data[key], respelt))
+            our_key, data[our_key] = respelt
             del data[key]
-            document.move((*path, key), (*path, own))
+            document.move((*path, key), (*path, our_key))
             continue
         meaning = _meaning(model, key, data[key])
-        beside = meaning[0] if meaning and meaning[0] in data else None
-        if meaning and beside is not None and beside in lists_of(model).replaced_keys.get(key, ()):
-            document.forget((*path, beside))
-            del data[beside]
-            meaning = beside, f"{meaning[1]}, in the place of the {beside} beside it, which has no effect"
-        # Two keys that mean the same would hide one of two values: the foreign one stays, and is refused.
+        conflicting = meaning[0] if meaning and meaning[0] in data else None
+        if meaning and conflicting is not None and conflicting in config_class_of(model).replaced_keys.get(key, ()):
+            document.forget((*path, conflicting))
+            del data[conflicting]
+            meaning = conflicting, f"{meaning[1]}, in the place of the {conflicting} beside it, which has no effect"
+        # Two equivalent keys would hide one of the values: the foreign one stays, and is rejected.
         if meaning is None or meaning[0] in data:
             continue
-        own, note = meaning
-        yield _Found((*path, key), document.key_origin((*path, key)), note)
+        our_key, note = meaning
+        yield _Adopted((*path, key), document.key_origin((*path, key)), note)
         value = data.pop(key)
-        if own is None:
+        if our_key is None:
             document.forget((*path, key))
         else:
-            data[own] = value
-            document.move((*path, key), (*path, own))
+            data[our_key] = value
+            document.move((*path, key), (*path, our_key))
     for key, item in data.items():
-        yield from _adopt(place.step_or_nowhere(data, key), item, (*path, key), document)
+        yield from _adopt(node.step_or_undeclared(data, key), item, (*path, key), document)
 
 
-def _respelt(model: type[BaseModel] | None, key: str | int, value: Any, block: Any) -> tuple[str, Any] | None:
-    """The key and the value of ours that a foreign key with this value means; else None."""
+def _respelt(
+    model: type[BaseModel] | None, key: str | int, value: object, block: Container[str]
+) -> tuple[str, JsonValue] | None:
+    """Our key and value for a foreign key with this value; None without such a rule."""
     if not isinstance(key, str) or not isinstance(value, bool | int | str):
         return None
-    found = lists_of(model).respelt_keys.get(key, {}).get(value)
-    return None if found is None or found[0] in block else found
+    rule = config_class_of(model).respelt_keys.get(key, {}).get(value)
+    return None if rule is None or rule[0] in block else rule
 
 
-def _former(model: type[BaseModel] | None, key: str | int, value: Any, respelt: tuple[str, Any]) -> str:
-    """The note on a key of ours whose value was spelt so once; empty for a foreign key."""
-    return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in lists_of(model).model_fields else ""
+def _former(model: type[BaseModel] | None, key: str | int, value: object, respelt: tuple[str, JsonValue]) -> str:
+    """The note on an old spelling of a value of our key; empty for a foreign key."""
+    return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in config_class_of(model).model_fields else ""
 
 
-def _meaning(model: type[BaseModel] | None, key: str | int, value: Any) -> tuple[str | None, str] | None:
-    """The key of ours (None: it is dropped) and a note, for a foreign key that is not refused; else None."""
-    lists = lists_of(model)
+def _meaning(model: type[BaseModel] | None, key: str | int, value: object) -> tuple[str | None, str] | None:
+    """Our key (None if dropped) and a note, for a foreign key that is accepted; else None."""
+    lists = config_class_of(model)
     if key in lists.model_fields or not isinstance(key, str):
         return None
     ignored, renamed = lists.ignored_keys.get(key), lists.renamed_keys.get(key)
-    # What is unset there says nothing.
+    # An unset key has no meaning.
     if value is None and (ignored or renamed or key in lists.refused_keys):
         return None, ""
     if renamed is not None:

@@ -1,4 +1,4 @@
-"""Overrides: settings on the command line, as `trainer.seed=1`, `--trainer.seed 1` or `--trainer.seed=1`."""
+"""Overrides: settings from the command line, as `trainer.seed=1`, `--trainer.seed 1` or `--trainer.seed=1`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child, complete
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted, suggest
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
-from lm_trainer.config.foreign import adopt, adopt_override, lists_of, sets_type
-from lm_trainer.config.shape import tags
+from lm_trainer.config.foreign import adopt, adopt_override, config_class_of, sets_type
+from lm_trainer.config.value_type import tags
 from lm_trainer.config.yaml_nodes import read_text
 from lm_trainer.core.credentials import COMMAND, is_secret_name, without_credentials
 
 _SOURCE = 1 << 20
-"""The number of the command line among the sources: overrides sort after all files."""
+"""Source number of the command line: overrides sort after all files."""
 _MAX_SHOWN = 100
-"""Characters of an override that a message shows."""
+"""Maximum characters of an override in a message."""
 _BRACKETED = re.compile(r"\[(.*)\]", re.DOTALL)
 _KEY = re.compile(r"[^\w.-]")
 _INNER_KEY = re.compile(r"[\w-]+(?=['\"]?\s*:)")
@@ -32,7 +32,7 @@ _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 
 @dataclass(frozen=True)
 class Override:
-    """One setting as it was typed."""
+    """One setting from the command line."""
 
     path: KeyPath
     text: str
@@ -41,7 +41,7 @@ class Override:
 
 @dataclass
 class _Typed:
-    """The words of one setting, and their fault, if they have one."""
+    """The words of one setting, and the problem with them, if any."""
 
     words: list[str]
     name: str
@@ -51,44 +51,46 @@ class _Typed:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Names that an unknown option may have meant, beside keys."""
+    """Names to suggest for an unknown option, in addition to keys."""
 
     options: Sequence[str] = ()
     """Options of the command, such as `--dry-run`."""
     foreign: Callable[[str], Sequence[str]] | None = None
-    """Keys of ours for a setting that other frameworks name so."""
+    """Returns our keys for an option name of other frameworks."""
 
 
 def parse(
     arguments: Sequence[str], document: Document, root: type[BaseModel], suggestions: Suggestions
 ) -> list[Override]:
-    """Reads the arguments; an argument that is no override becomes a problem of the document.
+    """Parses the arguments; an argument that is not an override becomes a problem of the document.
 
     Args:
         arguments: the words of the command line after the configuration file.
-        document: takes the problems.
+        document: the document to which problems are added.
         root: the class whose keys can be set.
-        suggestions: for a word that is misspelt.
+        suggestions: names to suggest for misspelt words.
     """
-    found: list[Override] = []
+    parsed: list[Override] = []
     waiting = list(arguments)
     while waiting:
         order = (_SOURCE, len(arguments) - len(waiting), 0)
         typed = _next(waiting, root, suggestions, document)
         shown = _shown(typed)
         if typed.problem:
-            where = f"override `{shown}`" if "=" in shown else shown
-            document.problems.append(Problem(Origin(order, where), typed.problem))
+            location = f"override `{shown}`" if "=" in shown else shown
+            document.problems.append(Problem(Origin(order, location), typed.problem))
             continue
-        first, *rest = typed.name.split(".")
-        path = (first, *(int(part) if part.isdecimal() else part for part in rest))
-        found.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
-    # A block comes before the keys inside it, and its type before its other keys, in whatever order they were typed.
-    return sorted(found, key=lambda each: len(each.path) - sets_type(each.path, _plain(each), document, root))
+        first, *inner = typed.name.split(".")
+        path = (first, *(int(part) if part.isdecimal() else part for part in inner))
+        parsed.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
+    # Blocks come before keys inside them, and types before other keys, regardless of the order on the command line.
+    return sorted(
+        parsed, key=lambda override: len(override.path) - sets_type(override.path, _plain(override), document, root)
+    )
 
 
 def _shown(typed: _Typed) -> str:
-    """The setting for a message, without a value that may be a secret."""
+    """The setting as shown in messages, without values that may be secret."""
     if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
         return f"{_KEY.split(typed.name)[0]}=..."
     text = " ".join(typed.words)
@@ -98,7 +100,7 @@ def _shown(typed: _Typed) -> str:
 
 
 def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document) -> _Typed:
-    """Takes the words of one setting from the front."""
+    """Removes the words of one setting from the front of `waiting`."""
     word = waiting.pop(0)
     name, equals, text = word.removeprefix("--").partition("=")
     typed = _Typed([word], name.strip(), text)
@@ -107,7 +109,7 @@ def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, d
         if "." not in name and typed.name not in root.model_fields:
             hint = _meant_option(word.partition("=")[0], root, suggestions) if document.may_suggest() else ""
             typed.problem = f"no such option{hint}"
-            # The next word is its value, which would otherwise be a second problem.
+            # Skips its value, which would be reported as a second problem.
             if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
                 waiting.pop(0)
             return typed
@@ -118,7 +120,7 @@ def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, d
             typed.text = waiting.pop(0)
             typed.words.append(typed.text)
     elif _SHORT_OPTION.match(word):
-        # The commonest of SLURM's, tar's and the like: `-p gpu`, `-pgpu`.
+        # Short options as in SLURM or tar: `-p gpu`, `-pgpu`.
         meant = [option for option in suggestions.options if option[2:3] == word[1].lower()]
         typed.problem = f"no such option{suggest(meant[:3])}"
         if waiting and len(word) == 2 and not _STARTS_ANOTHER.match(waiting[0]) and "=" not in waiting[0]:
@@ -135,11 +137,11 @@ def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, d
 
 
 def _meant_option(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
-    """The options that a word may have meant, as `suggest`."""
+    """Suggested options for a word, formatted by `suggest`."""
     keys = [f"--{key}" for key in all_keys(ConfigNode.root(root))]
     foreign = suggestions.foreign(word.lstrip("-")) if suggestions.foreign is not None else ()
-    theirs = [f"--{key}" for key in foreign if f"--{key}" in keys]
-    return suggest(theirs) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
+    from_foreign = [f"--{key}" for key in foreign if f"--{key}" in keys]
+    return suggest(from_foreign) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
 
 
 def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:
@@ -155,7 +157,7 @@ def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> st
 
 
 def apply(overrides: Sequence[Override], document: Document, root: type[BaseModel]) -> None:
-    """Puts the overrides into the document's data; one that does not fit becomes a problem."""
+    """Applies the overrides to the document's data; an override that does not fit becomes a problem."""
     for override in overrides:
         try:
             _apply_one(override, document, root)
@@ -168,83 +170,85 @@ def _apply_one(override: Override, document: Document, root: type[BaseModel]) ->
     adopted = adopt_override(override.path, plain, document, root, override.origin.text)
     if adopted is None:
         return
-    own, meant = adopted
-    override = replace(override, path=own)
-    place, holders = _descend(override, document, root)
+    our_path, meant = adopted
+    override = replace(override, path=our_path)
+    node, holders = _descend(override, document, root)
     key, holder = override.path[-1], holders[-1]
-    value = _value(override, place) if meant is plain else meant
-    adopt(place, value, override.path, document)
-    # Only now that nothing can fail any more, new blocks are hung in.
+    value = _value(override, node) if meant is plain else meant
+    adopt(node, value, override.path, document)
+    # Inserts new blocks only now, when no step can fail any more.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
         outer[step] = inner
-    around, _ = Explainer(document, root).find(override.path[:-1])
-    if key == "type" and isinstance(holder, dict) and not _same_type(around, holder.get("type"), value):
-        _start_afresh(holder, override, document)
+    parent, _ = Explainer(document, root).find(override.path[:-1])
+    if key == "type" and isinstance(holder, dict) and not _same_type(parent, holder.get("type"), value):
+        _clear_block(holder, override, document)
     elif value not in (None, [], {}):
         _replace(ConfigNode.root(root), override, document)
     document.forget(override.path)
-    holder[key] = complete(place, value)
-    # Of the value as it was typed: a `type` that was added by default has no position.
+    holder[key] = complete(node, value)
+    # Positions of the typed value only: a `type` added by default has no position.
     for path in (override.path, *_below(value, override.path)):
         document.values[path] = document.keys[path] = override.origin
 
 
 def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[ConfigNode, list[Any]]:
-    """Finds the place that the override names, and the blocks and lists around it from the root on, new if missing.
+    """Finds the node of an override, and its enclosing blocks and lists from the root on, new ones if missing.
 
     Raises:
-        ValueError: if there is no such place.
+        ValueError: if the path is not allowed.
     """
-    place, value, holders = ConfigNode.root(root), document.data, []
+    node, value, holders = ConfigNode.root(root), document.data, []
     for depth, key in enumerate(override.path):
-        at = override.path[:depth]
+        parent = override.path[:depth]
         if depth:
-            value = _entered(value, key, place, override, depth)
+            value = _entered(value, key, node, override, depth)
         holders.append(value)
         try:
-            inner = place.step(value, key)
+            inner = node.step(value, key)
         except NoSuchKey as reason:
-            if isinstance(key, str) and place.models(value):
-                raise ValueError(Explainer(document, root).unknown_key((*at, key), full=True)) from None
-            raise ValueError(f"{dotted(at)} {reason}") from None
+            if isinstance(key, str) and node.models(value):
+                raise ValueError(Explainer(document, root).unknown_key((*parent, key), full=True)) from None
+            raise ValueError(f"{dotted(parent)} {reason}") from None
         if isinstance(value, list) and not (isinstance(key, int) and key < len(value)):
-            raise ValueError(f"{dotted(at)} has {len(value)} items, counted from 0")
-        place, value = inner, child(value, key)
-    return place, holders
+            raise ValueError(f"{dotted(parent)} has {len(value)} items, counted from 0")
+        node, value = inner, child(value, key)
+    return node, holders
 
 
-def _entered(value: Any, key: str | int, place: ConfigNode, override: Override, depth: int) -> Any:
-    """The block or list in which `key` is looked up: the value that stands there, else a new block.
+def _entered(value: Any, key: str | int, node: ConfigNode, override: Override, depth: int) -> Any:
+    """The block or list that contains `key`: the existing value, else a new block.
 
     Raises:
-        ValueError: if a plain value stands there, or a list instead of a block or the reverse.
+        ValueError: if the existing value is a scalar, or a list instead of a block or vice versa.
     """
-    at, rest = dotted(override.path[:depth]), dotted(override.path[depth + 1 :])
+    parent, suffix = dotted(override.path[:depth]), dotted(override.path[depth + 1 :])
     if isinstance(key, int):
         if isinstance(value, dict):
-            raise ValueError(f"{at} is one block, not a list; {f'use {at}.{rest}=...' if rest else 'name a key of it'}")
-        if value is None and place.shape.choice("list"):
-            raise ValueError(f"{at} is not set, so no item of it can be changed; give the whole list")
+            raise ValueError(
+                f"{parent} is one block, not a list; {f'use {parent}.{suffix}=...' if suffix else 'name a key of it'}"
+            )
+        if value is None and node.value_type.choice("list"):
+            raise ValueError(f"{parent} is not set, so no item of it can be changed; give the whole list")
         return value
     if isinstance(value, list):
-        hint = f"; name an item by its number: {at}.0.{key}" if place.shape.choice("list") else ""
-        raise ValueError(f"{at} is a list{hint}")
-    if value is None or (key == "type" and not isinstance(value, dict) and place.models(None)):
-        return complete(place, {})
+        hint = f"; name an item by its number: {parent}.0.{key}" if node.value_type.choice("list") else ""
+        raise ValueError(f"{parent} is a list{hint}")
+    if value is None or (key == "type" and not isinstance(value, dict) and node.models(None)):
+        return complete(node, {})
     if not isinstance(value, dict):
-        hint = f"; set {at}.type too" if any(map(tags, place.models(None, every=True))) else ""
-        raise ValueError(f"{at} is {display(value)}, not a block of keys{hint}")
+        hint = f"; set {parent}.type too" if any(map(tags, node.models(None, every=True))) else ""
+        raise ValueError(f"{parent} is {display(value)}, not a block of keys{hint}")
     return value
 
 
-def _same_type(place: ConfigNode | None, old: Any, new: Any) -> bool:
-    """True if a block's new `type` is its old one, or another word for it."""
-    named = [place.model_for({"type": each}) for each in (old, new)] if place else [None, None]
+def _same_type(node: ConfigNode | None, old: object, new: object) -> bool:
+    """True if a block's new `type` is the old one, or an alias of it."""
+    named = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
     return old == new or (named[0] is not None and named[0] is named[1])
 
 
-def _start_afresh(holder: dict[str, Any], override: Override, document: Document) -> None:
-    """Empties a block whose type changes: its keys were meant for the other type."""
+def _clear_block(holder: dict[str, object], override: Override, document: Document) -> None:
+    """Clears a block whose type changes: its keys belong to the old type."""
     parent = override.path[:-1]
     dropped = [key for key in holder if key != "type"]
     for key in dropped:
@@ -255,13 +259,13 @@ def _start_afresh(holder: dict[str, Any], override: Override, document: Document
         document.notes.append(f"{override.origin.text} starts a new block, without {names} of the file")
 
 
-def _replace(place: ConfigNode, override: Override, document: Document) -> None:
-    """Drops the keys of the file in whose place the override stands, as `Config.replaced_keys` says."""
+def _replace(node: ConfigNode, override: Override, document: Document) -> None:
+    """Drops the file's keys replaced by the override, according to `Config.replaced_keys`."""
     *parent, key = override.path
     block = document.data
     for step in parent:
-        place, block = place.step_or_nowhere(block, step), child(block, step)
-    replaced = lists_of(place.model_for(block)).replaced_keys.get(str(key), ())
+        node, block = node.step_or_undeclared(block, step), child(block, step)
+    replaced = config_class_of(node.model_for(block)).replaced_keys.get(str(key), ())
     paths = {other: (*parent, other) for other in replaced if block.get(other) not in (None, [])}
     of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
     for other in of_file:
@@ -276,27 +280,27 @@ def _is_overridden(path: KeyPath, document: Document) -> bool:
     return path in document.values and document.values[path].is_override
 
 
-def _value(override: Override, place: ConfigNode) -> Any:
-    """The value that the text of an override has at its place."""
+def _value(override: Override, node: ConfigNode) -> JsonValue:
+    """The value of an override's text, as interpreted at its node."""
     text = override.text.strip()
     listed = _BRACKETED.fullmatch(text)
     try:
         value = read_text(text, override.path, override.origin)
     except ValueError:
-        # A shell may have eaten the quotes of ["a-{1..8}.jsonl"].
-        if listed and place.shape.choice("list"):
+        # The shell may have removed the quotes in ["a-{1..8}.jsonl"].
+        if listed and node.value_type.choice("list"):
             return [_list_item(item) for item in _LIST_ITEM.findall(listed[1])]
-        if place.shape.takes_as_text([]):
+        if node.value_type.takes_as_text([]):
             return text
         raise
-    # Where only text can stand, 123 is text, and so is `a #b`, which YAML cuts short.
-    if value is not None and text[:1] not in ("'", '"') and place.shape.takes_as_text(value):
+    # If only text is allowed, 123 is text, and so is `a #b`, which YAML would truncate.
+    if value is not None and text[:1] not in ("'", '"') and node.value_type.takes_as_text(value):
         return text
     return value
 
 
-def _plain(override: Override) -> Any:
-    """The value of an override wherever it may stand; its text where that is no YAML."""
+def _plain(override: Override) -> JsonValue:
+    """The value of an override independent of its node; its text if it is not valid YAML."""
     try:
         return read_text(override.text.strip(), override.path, override.origin)
     except ValueError:
@@ -307,8 +311,8 @@ def _list_item(text: str) -> str:
     return text.strip().strip("'\"")
 
 
-def _below(value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """The paths of everything inside a value."""
+def _below(value: object, path: KeyPath) -> Iterator[KeyPath]:
+    """The paths of all values nested in a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)

@@ -1,9 +1,9 @@
-"""A configuration as YAML that `load` reads back as an equal one."""
+"""Writes a configuration as YAML that `load` reads back as an equal one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TypeGuard
 
 from lm_trainer.config.document import KeyPath
 from lm_trainer.config.yaml_syntax import flow
@@ -20,8 +20,8 @@ def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, 
 
     Args:
         config: any configuration.
-        comment: gives the comment behind the value at a path, for example its origin.
-        shown: blank the credentials in URLs and commands, for a text that others may read.
+        comment: returns the comment after the value at a path, for example its origin.
+        shown: blank the credentials in URLs and commands, for output that others may read.
     """
     plain = config.model_dump(mode="json")
     plain = without_credentials(plain) if shown else plain
@@ -30,17 +30,17 @@ def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, 
     return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
 
 
-def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
-    """The lines of a non-empty block or list, each with the path of the leaf on it, () where there is none."""
+def _block(value: Mapping[str, object] | list[object], path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+    """The lines of a non-empty block or list, each with the path of its leaf, or () without a leaf."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
         lead = f"{flow(key)}:" if isinstance(value, Mapping) else "-"
-        at = (*path, key)
+        item_path = (*path, key)
         if not _is_nested(item):
-            yield f"{lead} {flow(item)}", at
+            yield f"{lead} {flow(item)}", item_path
             continue
-        # In a list, the first line of a block stands beside the dash.
-        inner = [(f"  {text}", leaf) for text, leaf in _block(item, at)]
+        # In a list, the first line of a block follows the dash.
+        inner = [(f"  {text}", leaf) for text, leaf in _block(item, item_path)]
         if isinstance(value, Mapping):
             yield lead, ()
             yield from inner
@@ -49,8 +49,8 @@ def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
             yield from inner[1:]
 
 
-def _is_nested(value: Any) -> bool:
-    """Returns True if a value takes lines of its own: a block, or a list of blocks."""
+def _is_nested(value: object) -> TypeGuard[Mapping[str, object] | list[object]]:
+    """True if a value is written on separate lines: a block, or a list of blocks."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)

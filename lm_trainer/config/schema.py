@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticUndefined
 
 from lm_trainer.core.config import Config
 
 
-def json_schema(root: type[Config]) -> dict[str, Any]:
-    """Makes a draft 2020-12 schema in which a block without `type` is as valid as the loader finds it.
+def json_schema(root: type[Config]) -> JsonSchemaValue:
+    """Builds a draft 2020-12 schema that accepts blocks without `type`, as the loader does.
 
-    It knows nothing of `!include`: an editor has to be told of the tag (`yaml.customTags: ["!include mapping"]`).
+    It does not describe `!include`: configure the tag in the editor (`yaml.customTags: ["!include mapping"]`).
     """
     schema = root.model_json_schema()
     defaults = {model.__name__: model for model in _models(root, set())}
@@ -27,8 +28,8 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Replaces pydantic's defaults by their form in YAML, which a serializer may have changed."""
+def _write_defaults(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
+    """Replaces pydantic's defaults by their YAML form, which a serializer may change."""
     for name, info in model.model_fields.items():
         default = info.get_default(call_default_factory=False)
         shown = schema.get("properties", {}).get(name)
@@ -38,38 +39,38 @@ def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
         shown["default"] = TypeAdapter(written).dump_python(default, mode="json")
 
 
-def _write_foreign_keys(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Adds, as deprecated, the keys that the loader takes besides those of the class."""
+def _write_foreign_keys(schema: JsonSchemaValue, model: type[BaseModel]) -> None:
+    """Adds foreign keys the loader accepts, marked as deprecated."""
     if not issubclass(model, Config):
         return
     keys = schema.setdefault("properties", {})
-    for key, own in model.renamed_keys.items():
-        keys[key] = {"deprecated": True, "description": f"The same as {own}."}
+    for key, target in model.renamed_keys.items():
+        keys[key] = {"deprecated": True, "description": f"The same as {target}."}
     for key, ignored in model.ignored_keys.items():
         values = {} if ignored.values is None else {"enum": [*ignored.values, None]}
         keys[key] = {"deprecated": True, "description": f"No effect: {ignored.reason}.", **values}
 
 
-def _models(annotation: Any, seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
-    """All configuration classes that an annotation reaches."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in seen:
-        seen.add(annotation)
+def _models(annotation: object, visited: set[type[BaseModel]]) -> set[type[BaseModel]]:
+    """All configuration classes reachable from an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in visited:
+        visited.add(annotation)
         for info in annotation.model_fields.values():
-            _models(info.annotation, seen)
+            _models(info.annotation, visited)
     for argument in get_args(annotation):
-        _models(argument, seen)
-    return seen
+        _models(argument, visited)
+    return visited
 
 
-def _loosen(node: Any) -> None:
-    """Rewrites in place the rules of pydantic that are too strict for a file that a person writes."""
+def _loosen(node: object) -> None:
+    """Relaxes, in place, rules that are too strict for hand-written files."""
     if isinstance(node, list):
         for item in node:
             _loosen(item)
     if not isinstance(node, dict):
         return
     if "discriminator" in node and "oneOf" in node:
-        # A block without `type` fits several members, which `oneOf` forbids.
+        # A block without `type` matches several members, which `oneOf` forbids.
         node["anyOf"] = node.pop("oneOf")
         del node["discriminator"]
     for item in list(node.values()):

@@ -1,4 +1,4 @@
-"""Reader of YAML files: plain data with the position of each value, `!include` resolved."""
+"""Reader of YAML files: plain data with the position of each value, with `!include` resolved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
+from pydantic import JsonValue
 
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, nearest
 from lm_trainer.config.yaml_syntax import (
@@ -25,16 +25,16 @@ from lm_trainer.config.yaml_syntax import (
 )
 from lm_trainer.core.files import expanded, variable_problem
 
-# Larger than any configuration; a data file that was named by mistake must not be read whole.
+# Larger than any configuration: a data file passed by mistake must not be read in full.
 MAX_BYTES = 4 << 20
 MAX_VALUES = 50_000
-"""More values than any configuration has: a few nested aliases can stand for billions."""
+"""More values than any configuration has: a few nested aliases can expand to billions."""
 MAX_FILES = 200
 MAX_DEPTH = 50
 
 
 def read_file(path: Path) -> Document:
-    """Reads a file and all that it includes. Problems are recorded; after the gravest the document has no data."""
+    """Reads a file and its includes. Records problems; after a fatal one, the document has no data."""
     document = Document()
     try:
         data = _Builder(document).file(path, (), ())
@@ -50,11 +50,11 @@ def read_file(path: Path) -> Document:
     return document
 
 
-def read_text(text: str, path: KeyPath, origin: Origin) -> Any:
-    """The value of an override; a file that it includes is relative to the working directory.
+def read_text(text: str, path: KeyPath, origin: Origin) -> JsonValue:
+    """Parses the value of an override; included files are relative to the working directory.
 
     Raises:
-        ValueError: for text that is not YAML, or a value that means nothing.
+        ValueError: for text that is not YAML, or an invalid value.
     """
     try:
         root = compose(text)
@@ -73,23 +73,23 @@ def read_text(text: str, path: KeyPath, origin: Origin) -> Any:
 
 
 class _TooLarge(Exception):
-    """There is more than any configuration has; the problem is recorded."""
+    """The input is larger than any configuration; the problem has been recorded."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One file while it is read, or an override."""
+    """A file being read, or an override."""
 
     path: Path
     override: Origin | None = None
     number: int = 0
     including: tuple[Path, ...] = ()
-    """The files whose `!include` led here, and this one."""
+    """The chain of including files, and this one."""
 
     def locate(self, line: int, column: int) -> Origin:
         return self.override or Origin((self.number, line, column), f"{self.path}:{line}:{column}")
 
-    def at(self, node: Node) -> Origin:
+    def origin(self, node: Node) -> Origin:
         return self.locate(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
@@ -97,9 +97,9 @@ class _Builder:
     """Builds the plain data of a document from the nodes of its files.
 
     Attributes:
-        files: how many have been read.
-        values: how many there are so far, those of aliases counted each time.
-        open: the ids of the nodes around the present one, outermost first.
+        files: number of files read.
+        values: number of values so far, counting values of aliases each time.
+        open: ids of the nodes around the current one, outermost first.
     """
 
     def __init__(self, document: Document):
@@ -108,11 +108,11 @@ class _Builder:
         self.values = 0
         self.open: list[int] = []
 
-    def file(self, path: Path, at: KeyPath, including: tuple[Path, ...]) -> Any:
-        """Reads `path` as the value at `at`.
+    def file(self, path: Path, key_path: KeyPath, including: tuple[Path, ...]) -> JsonValue:
+        """Reads the file `path` as the value at `key_path`.
 
         Raises:
-            ValueError: if there is nothing to read.
+            ValueError: if the file is missing, unreadable or empty.
         """
         source = _Source(path, number=self.files, including=(*including, _real(path)))
         self.files += 1
@@ -121,81 +121,81 @@ class _Builder:
             root = compose(text)
         except (yaml.YAMLError, RecursionError) as error:
             line, column, message = _syntax_error(error, text)
-            return self._fail(source.locate(line, column), message, at)
+            return self._fail(source.locate(line, column), message, key_path)
         if root is None:
             raise ValueError("is empty; write {} for all defaults")
         if explicit_tag(root) == INCLUDE:
             message = f"a whole file cannot be an {INCLUDE}; include the value of a key (data: {INCLUDE} data.yaml)"
-            return self._fail(source.at(root), message, at)
-        return self.node(root, at, source)
+            return self._fail(source.origin(root), message, key_path)
+        return self.node(root, key_path, source)
 
-    def _fail(self, origin: Origin, message: str, at: KeyPath) -> None:
+    def _fail(self, origin: Origin, message: str, key_path: KeyPath) -> None:
         self.document.problems.append(Problem(origin, message))
-        self.document.unreadable.add(at)
+        self.document.unreadable.add(key_path)
 
-    def node(self, node: Node, at: KeyPath, source: _Source) -> Any:
-        """The plain data of a node; None, and a recorded problem, where it has none."""
-        origin = source.at(node)
-        self.document.values[at] = origin
+    def node(self, node: Node, key_path: KeyPath, source: _Source) -> JsonValue:
+        """The plain data of a node; None, and a recorded problem, if it is invalid."""
+        origin = source.origin(node)
+        self.document.values[key_path] = origin
         self.values += 1
         if self.values > MAX_VALUES:
             self.document.problems.append(Problem(origin, f"more than {MAX_VALUES} values, counting those of aliases"))
             raise _TooLarge
-        # Every alias is the same node object, so that one inside itself would never end.
+        # Every alias is the same node object, so a recursive one would never end.
         if id(node) in self.open:
-            return self._fail(origin, "this alias contains itself", at)
+            return self._fail(origin, "this alias contains itself", key_path)
         if len(self.open) >= MAX_DEPTH:
-            return self._fail(origin, f"nested more than {MAX_DEPTH} levels deep", at)
+            return self._fail(origin, f"nested more than {MAX_DEPTH} levels deep", key_path)
         self.open.append(id(node))
         try:
-            return self._value(node, at, source, origin)
+            return self._value(node, key_path, source, origin)
         except ValueError as error:
-            return self._fail(origin, str(error), at)
+            return self._fail(origin, str(error), key_path)
         finally:
             self.open.pop()
 
-    def _value(self, node: Node, at: KeyPath, source: _Source, origin: Origin) -> Any:
+    def _value(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
         tag = explicit_tag(node)
         if tag == INCLUDE:
-            return self._include(node, at, source, origin)
+            return self._include(node, key_path, source, origin)
         if tag is not None:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             raise ValueError(f"the tag {shown} is not supported, only {INCLUDE}; quote a value to make it text")
         if isinstance(node, ScalarNode):
             return scalar(node)
         if isinstance(node, SequenceNode):
-            return [self.node(item, (*at, index), source) for index, item in enumerate(node.value)]
+            return [self.node(item, (*key_path, index), source) for index, item in enumerate(node.value)]
         assert isinstance(node, MappingNode)
-        return self._mapping(node, at, source)
+        return self._mapping(node, key_path, source)
 
-    def _mapping(self, node: MappingNode, at: KeyPath, source: _Source) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, key_path: KeyPath, source: _Source) -> dict[str, JsonValue]:
         merged: dict[str, tuple[Node, Node]] = {}
-        own: dict[str, tuple[Node, Node]] = {}
+        own_entries: dict[str, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
             if key_node.tag == MERGE and explicit_tag(key_node) is None:
-                # Nodes, not values: a key that is written here as well must not be built from the merged one.
-                for key, pair in self._merged(value_node, at, source).items():
+                # Merges nodes, not values: a key written here must not be built from the merged one.
+                for key, pair in self._merged(value_node, key_path, source).items():
                     merged.setdefault(key, pair)
                 continue
             key = self._key(key_node, source)
-            if key in own:
-                first = source.at(own[key][0]).text
+            if key in own_entries:
+                first = source.origin(own_entries[key][0]).text
                 problem = f"the key {key!r} stands here twice; the first is at {first}"
-                self.document.problems.append(Problem(source.at(key_node), problem))
+                self.document.problems.append(Problem(source.origin(key_node), problem))
             elif key is not None:
-                own[key] = (key_node, value_node)
+                own_entries[key] = (key_node, value_node)
         result = {}
-        for key, (key_node, value_node) in {**merged, **own}.items():
-            self.document.keys[*at, key] = source.at(key_node)
-            result[key] = self.node(value_node, (*at, key), source)
+        for key, (key_node, value_node) in {**merged, **own_entries}.items():
+            self.document.keys[*key_path, key] = source.origin(key_node)
+            result[key] = self.node(value_node, (*key_path, key), source)
         return result
 
-    def _problem(self, node: Node, source: _Source, at: KeyPath, message: str) -> None:
-        self.document.problems.append(Problem(source.at(node), message))
-        self.document.unreadable.add(at)
+    def _problem(self, node: Node, source: _Source, key_path: KeyPath, message: str) -> None:
+        self.document.problems.append(Problem(source.origin(node), message))
+        self.document.unreadable.add(key_path)
 
     def _key(self, node: Node, source: _Source) -> str | None:
-        """The text of a key; None, and a recorded problem, if it is anything else."""
+        """The text of a key; None, and a recorded problem, if it is not text."""
         if isinstance(node, ScalarNode) and explicit_tag(node) is None:
             with contextlib.suppress(ValueError):
                 value = scalar(node)
@@ -203,31 +203,33 @@ class _Builder:
                     return value
         shown = repr(node.value) if isinstance(node, ScalarNode) else "a list or a block"
         message = f"a key must be text, got {shown}"
-        self.document.problems.append(Problem(source.at(node), message + ("; quote it" if "'" in shown else "")))
+        self.document.problems.append(Problem(source.origin(node), message + ("; quote it" if "'" in shown else "")))
         return None
 
-    def _merged(self, node: Node, at: KeyPath, source: _Source) -> dict[str, tuple[Node, Node]]:
-        """The keys that `<<:` brings in, of one mapping or of a list of them of which the first wins."""
+    def _merged(self, node: Node, key_path: KeyPath, source: _Source) -> dict[str, tuple[Node, Node]]:
+        """The keys merged by `<<:`, from one mapping or a list of mappings, of which the first wins."""
         if explicit_tag(node) == INCLUDE:
-            self._problem(node, source, at, f"{INCLUDE} cannot be merged with `<<`; include the value of a key instead")
+            self._problem(
+                node, source, key_path, f"{INCLUDE} cannot be merged with `<<`; include the value of a key instead"
+            )
             return {}
         mappings = node.value if isinstance(node, SequenceNode) else [node]
-        found: dict[str, tuple[Node, Node]] = {}
+        entries: dict[str, tuple[Node, Node]] = {}
         for mapping in mappings:
             if not isinstance(mapping, MappingNode) or id(mapping) in self.open:
-                self._problem(mapping, source, at, "`<<` takes an alias of a block, or a list of such aliases")
+                self._problem(mapping, source, key_path, "`<<` takes an alias of a block, or a list of such aliases")
                 continue
             self.open.append(id(mapping))
             for key_node, value_node in mapping.value:
                 if key_node.tag == MERGE:
-                    for key, pair in self._merged(value_node, at, source).items():
-                        found.setdefault(key, pair)
+                    for key, pair in self._merged(value_node, key_path, source).items():
+                        entries.setdefault(key, pair)
                 elif (key := self._key(key_node, source)) is not None:
-                    found.setdefault(key, (key_node, value_node))
+                    entries.setdefault(key, (key_node, value_node))
             self.open.pop()
-        return found
+        return entries
 
-    def _include(self, node: Node, at: KeyPath, source: _Source, origin: Origin) -> Any:
+    def _include(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
         name = node.value
         if not isinstance(node, ScalarNode) or not name.strip():
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
@@ -235,7 +237,7 @@ class _Builder:
             raise ValueError(f"cannot include {name}: only local files can be included")
         if problem := variable_problem(name):
             raise ValueError(problem)
-        # Normalised as text, so that messages show `b.yaml` and not `conf/../b.yaml`.
+        # Normalised as text: messages show `b.yaml`, not `conf/../b.yaml`.
         path = Path(os.path.normpath(source.path.parent / expanded(name.strip())))
         if _real(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
@@ -244,11 +246,11 @@ class _Builder:
             self.document.problems.append(Problem(origin, f"more than {MAX_FILES} files are included"))
             raise _TooLarge
         try:
-            value = self.file(path, at, source.including)
+            value = self.file(path, key_path, source.including)
         except ValueError as error:
             raise ValueError(f"cannot include {path}: {error}") from None
-        # The root of the included file has set it already, unless the file could not be read.
-        self.document.values.setdefault(at, origin)
+        # Already set by the root of the included file, unless the file could not be read.
+        self.document.values.setdefault(key_path, origin)
         return value
 
 
@@ -257,10 +259,10 @@ def _real(path: Path) -> Path:
 
 
 def _read(path: Path, including: Sequence[Path]) -> str:
-    """The text of a file, which those in `including` led to.
+    """Reads the text of a file; the files in `including` led to it.
 
     Raises:
-        ValueError: saying why it cannot be read, and what to do.
+        ValueError: with the reason why it cannot be read, and advice.
     """
     try:
         if path.is_dir():
@@ -293,8 +295,8 @@ def _similar_file(path: Path, including: Sequence[Path]) -> str:
             return f"; did you mean {candidate}?"
     if not path.parent.is_dir():
         return f", nor a directory {path.parent}"
-    there = (p for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-    names = sorted(p.name for p in there if _real(p) not in including)
+    yaml_files = (p for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    names = sorted(p.name for p in yaml_files if _real(p) not in including)
     near = nearest(path.name, names)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
@@ -304,11 +306,11 @@ def _syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
     if isinstance(error, RecursionError):
         return 1, 1, f"nested more than {MAX_DEPTH} levels deep"
     if isinstance(error, yaml.reader.ReaderError):
-        before = text[: error.position]
-        line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
+        preceding = text[: error.position]
+        line, column = preceding.count("\n") + 1, error.position - (preceding.rfind("\n") + 1) + 1
         return line, column, f"the character #x{ord(text[error.position]):04x} is not allowed in YAML"
     assert isinstance(error, yaml.MarkedYAMLError)
-    # PyYAML's own words for the two commonest mistakes do not name them.
+    # PyYAML's messages for the two most common mistakes are unclear.
     mark = error.problem_mark or error.context_mark
     message = str(error.problem or error.context)
     if "'\\t'" in message:

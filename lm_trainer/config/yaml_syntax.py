@@ -1,6 +1,6 @@
-"""YAML as configurations are written: numbers and booleans of YAML 1.2, text for everything else that is plain.
+"""The YAML dialect of configurations: numbers and booleans of YAML 1.2; all other plain scalars are text.
 
-PyYAML follows YAML 1.1: there `6E-4` is text, `on` a boolean, `010` eight, `12:30:00` a number, `2026-01-01` a date.
+PyYAML follows YAML 1.1, in which `6E-4` is text, `on` a boolean, `010` eight, `12:30:00` a number, `2026-01-01` a date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEADING_ZERO = "leading-zero"
 _DEEP = re.compile(r"(?:[\[{]\s*){100}")
 
 _DIGITS = r"\d+(?:_\d+)*"
-# Tag, pattern and possible first characters of each kind, tried in this order; everything else is text.
+# Tag, pattern and possible first characters of each kind, tried in order; all other scalars are text.
 _PLAIN_SCALARS = (
     (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -37,12 +37,12 @@ _PLAIN_SCALARS = (
 
 
 class NodeLoader(yaml.SafeLoader):
-    """Composes nodes, each with `explicit_tag`: the tag that stands in the text, or None.
+    """Composes nodes, each with `explicit_tag`: the tag in the text, or None.
 
-    It constructs no objects: what a tag means is for the caller to decide.
+    It does not construct objects; the caller interprets tags.
     """
 
-    # PyYAML adds to the table of the class itself: without one of its own, those of YAML 1.1 would stay.
+    # PyYAML adds to the class's table: without a new table, the YAML 1.1 resolvers would remain.
     yaml_implicit_resolvers = {}
 
     def _tagged(self, node: Node, tag: str | None) -> Node:
@@ -67,17 +67,17 @@ for _tag, _pattern, _first in _PLAIN_SCALARS:
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Quotes whatever `NodeLoader` would read as something other than text."""
+    """Quotes text that `NodeLoader` would not read as text."""
 
     yaml_implicit_resolvers = NodeLoader.yaml_implicit_resolvers
 
-    def ignore_aliases(self, data: Any) -> bool:
-        # Equal values of two keys are written twice: anchors (`&id001`) would puzzle the reader.
+    def ignore_aliases(self, data: object) -> bool:
+        # Writes equal values twice: anchors (`&id001`) would confuse readers.
         del data
         return True
 
     def represent_text(self, data: str) -> Node:
-        # Without a style, text that is not printable would be folded over several lines.
+        # Unprintable text needs a style, or it would be folded over several lines.
         return self.represent_scalar(_STR, data, style=None if data.isprintable() else '"')
 
 
@@ -100,17 +100,17 @@ def compose(text: str) -> Node | None:
 
 
 def check_depth(text: str) -> None:
-    """Raises RecursionError for text that opens a hundred lists or blocks at once, over which PyYAML takes seconds."""
+    """Raises RecursionError for text that opens a hundred lists or blocks at once, which takes PyYAML seconds."""
     if _DEEP.search(text):
         raise RecursionError("nested too deeply")
 
 
 def explicit_tag(node: Node) -> str | None:
-    """The tag that stands in the text (`!include`, `!!str` in its long form), or None."""
+    """The tag in the text (`!include`, `!!str` in its long form), or None."""
     return getattr(node, "explicit_tag", None)
 
 
-def scalar(node: ScalarNode) -> Any:
+def scalar(node: ScalarNode) -> str | int | float | bool | None:
     """Converts a scalar without explicit tag to its value.
 
     Raises:
@@ -131,12 +131,12 @@ def scalar(node: ScalarNode) -> Any:
     return text
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """Writes plain data as YAML on one line; `compose` reads it back as the same data."""
     text = yaml.dump(
         value, Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
     )
-    # PyYAML ends a bare scalar with the end of the document.
+    # PyYAML writes a document end marker after a bare scalar.
     return text.removesuffix("\n").removesuffix("\n...")
 
 

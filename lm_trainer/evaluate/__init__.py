@@ -1,1 +1,1 @@
-"""Evaluation of models that are there: losses on texts, comparisons, tasks."""
+"""Evaluation of trained models: losses on texts, comparisons, tasks."""

@@ -1,6 +1,6 @@
 """Comparison of two models on the same documents.
 
-Shape letters: D documents that both models were asked for.
+Shape letters: D documents evaluated by both models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.evaluate.losses import Documents, Mean, SetLosses
 
 EXCERPT_TOKENS = 40
-"""Tokens from the beginning of a document that are shown."""
+"""Number of tokens shown from the beginning of a document."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class DocumentDifference:
     """A document on which two models differ."""
 
     where: str
-    """File and line or row."""
+    """Location: file and line or row."""
     difference: float
-    """Difference of the document's means, in the unit of the comparison: the first model less the second."""
+    """Difference of the document's means, in the unit of the comparison: first model minus second."""
     first: float
     second: float
     excerpt: str
@@ -42,14 +42,14 @@ class SetComparison:
     first: float
     second: float
     difference: Mean
-    """The first model less the second: below 0 where the first predicts better."""
+    """First model minus second: below 0 if the first predicts better."""
     interval: tuple[float, float]
-    """95 % of the differences that other documents of the same kind would show."""
+    """95 % confidence interval, for documents drawn from the same distribution."""
     worst: list[DocumentDifference]
-    """The documents that contribute most to the difference, whichever its sign."""
+    """The documents that contribute most to the difference, in absolute value."""
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The comparison as plain data."""
         return {**asdict(self), "difference": self.difference.value, "difference_error": self.difference.error}
 
 
@@ -57,13 +57,13 @@ def compare_sets(first: SetLosses, second: SetLosses, *, same_tokens: bool, docu
     """The paired difference on one set.
 
     Args:
-        first: of one model.
-        second: of the other, on the same text.
-        same_tokens: true if both models have the same tokenizer; else bytes of text are the only common measure.
-        documents: how many of those that differ most are named.
+        first: losses of one model.
+        second: losses of the other model on the same text.
+        same_tokens: True if both models have the same tokenizer; else bytes of text are the only common measure.
+        documents: number of documents with the largest differences to report.
 
     Raises:
-        UserError: where the models cannot be compared on this set.
+        UserError: if the models cannot be compared on this set.
     """
     a, b, common = _paired(first.documents, second.documents)
     by_bytes = a.bytes_D is not None and b.bytes_D is not None
@@ -75,7 +75,7 @@ def compare_sets(first: SetLosses, second: SetLosses, *, same_tokens: bool, docu
     x_D, y_D = _terms(a, by_bytes)
     u_D, v_D = _terms(b, by_bytes)
     difference = _difference(x_D, y_D, u_D, v_D)
-    # The part of each document in the difference of the sets' means.
+    # Contribution of each document to the difference of the means.
     shares_D = x_D / math.fsum(y_D) - u_D / math.fsum(v_D)
     largest = np.argsort(-np.abs(shares_D), kind="stable")[:documents]
     means = ((int(d), float(x_D[d] / y_D[d]), float(u_D[d] / v_D[d])) for d in largest if y_D[d] and v_D[d])
@@ -94,7 +94,7 @@ def compare_sets(first: SetLosses, second: SetLosses, *, same_tokens: bool, docu
 
 
 def compare(first: Sequence[SetLosses], second: Sequence[SetLosses], *, same_tokens: bool) -> list[SetComparison]:
-    """The paired differences on all sets, which both models have been asked for in the same order."""
+    """The paired differences on all sets, evaluated by both models in the same order."""
     return [compare_sets(a, b, same_tokens=same_tokens) for a, b in zip(first, second, strict=True)]
 
 
@@ -105,7 +105,7 @@ def _terms(documents: Documents, by_bytes: bool) -> tuple[np.ndarray, np.ndarray
 
 
 def _difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np.ndarray) -> Mean:
-    """Sum x / sum y - sum u / sum v with its standard error by linearisation, the documents being the same in both."""
+    """Sum x / sum y - sum u / sum v with its standard error by linearisation, for the same documents in both."""
     y, v, count = math.fsum(y_D), math.fsum(v_D), len(x_D)
     r, s = math.fsum(x_D) / y, math.fsum(u_D) / v
     if count < 2:
@@ -116,20 +116,20 @@ def _difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np.ndarr
 
 def _paired(a: Documents, b: Documents) -> tuple[Documents, Documents, np.ndarray]:
     common, in_a, in_b = np.intersect1d(a.numbers_D, b.numbers_D, return_indices=True)
-    return _taken(a, in_a), _taken(b, in_b), common
+    return _select(a, in_a), _select(b, in_b), common
 
 
-def _taken(documents: Documents, which: np.ndarray) -> Documents:
+def _select(documents: Documents, indices: np.ndarray) -> Documents:
     counts_D = documents.bytes_D
     return Documents(
-        documents.numbers_D[which],
-        documents.nats_D[which],
-        documents.tokens_D[which],
-        None if counts_D is None else counts_D[which],
+        documents.numbers_D[indices],
+        documents.nats_D[indices],
+        documents.tokens_D[indices],
+        None if counts_D is None else counts_D[indices],
     )
 
 
-def _of_document(of: SetLosses, number: int, first: float, second: float) -> DocumentDifference:
-    passage = of.held_out.passage(number, EXCERPT_TOKENS)
+def _of_document(losses: SetLosses, number: int, first: float, second: float) -> DocumentDifference:
+    passage = losses.held_out.passage(number, EXCERPT_TOKENS)
     excerpt = " ".join(passage.text.split())
     return DocumentDifference(passage.where, first - second, first, second, excerpt)

@@ -1,4 +1,4 @@
-"""Losses of texts: by document, by set, and over groups of sets.
+"""Losses of texts: per document, per set, and over groups of sets.
 
 Shape letters: D documents of a set, B rows of a batch, S positions, N targets of a batch.
 """
@@ -23,25 +23,24 @@ class Mean(NamedTuple):
 
     value: float
     error: float
-    """NaN where there are fewer than two documents."""
+    """Standard error; NaN with fewer than two documents."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Sums over the tokens of each document that were predicted; documents without such a token are not among them.
+    """Sums over the predicted tokens of each document, without documents that have none.
 
-    The first token of a document is predicted from nothing where the tokenizer puts no token before it, and so is no
-    target, here as in training.
+    The first token of a document is not a target if the tokenizer puts no token before it, as in training.
     """
 
     numbers_D: np.ndarray
-    """int64: the document's place among those of its set, from 0."""
+    """int64: index of the document in its set, from 0."""
     nats_D: np.ndarray
     """float64: sum of -log p."""
     tokens_D: np.ndarray
     """float64: sum of the weights of the targets, each 1."""
     bytes_D: np.ndarray | None
-    """float64: UTF-8 bytes of the text that the targets stand for; None where they are not known."""
+    """float64: UTF-8 bytes of the targets' text; None if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -58,42 +57,42 @@ class Documents:
 
     @property
     def bits_per_byte(self) -> Mean | None:
-        """Bits of all targets, the ends of documents among them, over the bytes of their text."""
+        """Bits of all targets, including ends of documents, divided by the bytes of their text."""
         return None if self.bytes_D is None else ratio(self.nats_D / math.log(2), self.bytes_D)
 
-    def joined(self, others: Sequence[Documents]) -> Documents:
-        """The documents of several sets as those of one."""
-        every = (self, *others)
-        known = [each.bytes_D for each in every if each.bytes_D is not None]
+    def joined(self, other_sets: Sequence[Documents]) -> Documents:
+        """Concatenates the documents of several sets."""
+        every = (self, *other_sets)
+        byte_counts = [documents.bytes_D for documents in every if documents.bytes_D is not None]
         return Documents(
-            np.concatenate([each.numbers_D for each in every]),
-            np.concatenate([each.nats_D for each in every]),
-            np.concatenate([each.tokens_D for each in every]),
-            np.concatenate(known) if len(known) == len(every) else None,
+            np.concatenate([documents.numbers_D for documents in every]),
+            np.concatenate([documents.nats_D for documents in every]),
+            np.concatenate([documents.tokens_D for documents in every]),
+            np.concatenate(byte_counts) if len(byte_counts) == len(every) else None,
         )
 
 
 @dataclass(frozen=True)
 class SetLosses:
-    """A set with the losses of its documents."""
+    """A data set with the losses of its documents."""
 
     name: str
     tags: tuple[str, ...]
     held_out: HeldOut
     documents: Documents
-    cut: int
-    """Documents that do not stand in one row, so that some of their tokens are predicted from less than all before."""
+    num_split: int
+    """Number of documents split over rows, so some tokens are predicted without full context."""
 
 
 def ratio(numerators_D: np.ndarray, denominators_D: np.ndarray) -> Mean:
     """The ratio of two sums over documents, and its standard error by linearisation.
 
     The error is sqrt(D / (D - 1) sum_d (x_d - r y_d)^2) / sum_d y_d with r the ratio (Cochran 1977, Sampling
-    Techniques, equation 6.13, for a sample that is small beside its population).
+    Techniques, equation 6.13, for a sample that is small compared with its population).
 
     Args:
-        numerators_D: x.
-        denominators_D: y.
+        numerators_D: x, per document.
+        denominators_D: y, per document.
     """
     total, count = math.fsum(denominators_D), len(denominators_D)
     if not total:
@@ -109,73 +108,75 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     """Computes the losses of a set's documents, in rows as training reads them.
 
     Args:
-        model: predicts.
-        held_out: its rows have `model.row` tokens.
-        max_batches: where to stop; None: at the end of the set.
+        model: the model to evaluate.
+        held_out: a data set with rows of `model.row` tokens.
+        max_batches: number of batches to read; None means the full set.
     """
     rows, ends_D = held_out.rows, held_out.ends_D
     size, local = model.losses.batch_size, model.losses.local_rows
     counts_V = rows.token_bytes
     sums = np.zeros((3, len(ends_D)))
     batches = rows.batches(size, rows=local, max_batches=max_batches)
-    seen: list[Batch] = []
+    pending: list[Batch] = []
 
     def remembered(batch: Batch) -> Batch:
-        seen.append(batch)
+        pending.append(batch)
         return batch
 
     for index, nll_BS in enumerate(model.token_losses(map(remembered, batches))):
-        batch = seen.pop(0)
+        batch = pending.pop(0)
         numbers_B = index * size + np.asarray(local)
-        where_BS = batch.weights > 0
+        is_target_BS = batch.weights > 0
         # A target is the token after its input.
-        places_BS = rows.places_of(numbers_B) + 1
-        documents_N = np.searchsorted(ends_D, places_BS[where_BS], side="right")
-        weights_N = batch.weights[where_BS].astype(np.float64)
-        values = [nll_BS[where_BS] * weights_N, weights_N]
+        positions_BS = rows.places_of(numbers_B) + 1
+        documents_N = np.searchsorted(ends_D, positions_BS[is_target_BS], side="right")
+        weights_N = batch.weights[is_target_BS].astype(np.float64)
+        values = [nll_BS[is_target_BS] * weights_N, weights_N]
         if counts_V is not None:
-            values.append(counts_V[batch.targets[where_BS]] * weights_N)
+            values.append(counts_V[batch.targets[is_target_BS]] * weights_N)
         for total_D, value_N in zip(sums, values, strict=False):
             total_D += np.bincount(documents_N, value_N, minlength=len(ends_D))
     nats_D, tokens_D, bytes_D = sums
-    there = np.flatnonzero(tokens_D)
-    found = Documents(there, nats_D[there], tokens_D[there], None if counts_V is None else bytes_D[there])
-    return SetLosses(held_out.name, rows.tags, held_out, found, rows.num_cut(ends_D))
+    predicted = np.flatnonzero(tokens_D)
+    documents = Documents(
+        predicted, nats_D[predicted], tokens_D[predicted], None if counts_V is None else bytes_D[predicted]
+    )
+    return SetLosses(held_out.name, rows.tags, held_out, documents, rows.num_cut(ends_D))
 
 
 class Group(NamedTuple):
-    """Means over several sets."""
+    """Averages over several sets."""
 
     name: str
-    """A tag or the beginning of one, or "" for all sets."""
+    """A tag or a prefix of tags, or "" for all sets."""
     members: tuple[str, ...]
     micro_loss: Mean
-    """Mean of all tokens of the sets together."""
+    """Mean over all tokens of the sets."""
     macro_loss: Mean
-    """The mean of the sets' means, each of the same weight."""
+    """The mean of the sets' means, equally weighted."""
     micro_bits_per_byte: Mean | None
     macro_bits_per_byte: Mean | None
 
 
 def group_means(sets: Sequence[SetLosses]) -> list[Group]:
-    """The means of every group of `groups_of`."""
-    by_name = {each.name: each for each in sets}
-    groups = groups_of({each.name: each.tags for each in sets})
+    """The averages of every group of `groups_of`."""
+    by_name = {losses.name: losses for losses in sets}
+    groups = groups_of({losses.name: losses.tags for losses in sets})
     return [_group(name, [by_name[member] for member in members]) for name, members in groups.items()]
 
 
 def _group(name: str, sets: Sequence[SetLosses]) -> Group:
-    first, *others = [each.documents for each in sets]
-    together = first.joined(others)
-    bits = [each.documents.bits_per_byte for each in sets]
-    known = [each for each in bits if each is not None]
+    first, *other_documents = [losses.documents for losses in sets]
+    joined = first.joined(other_documents)
+    bits = [losses.documents.bits_per_byte for losses in sets]
+    known_bits = [losses for losses in bits if losses is not None]
     return Group(
         name,
-        tuple(each.name for each in sets),
-        together.loss,
-        _mean([each.documents.loss for each in sets]),
-        together.bits_per_byte,
-        _mean(known) if len(known) == len(bits) else None,
+        tuple(losses.name for losses in sets),
+        joined.loss,
+        _mean([losses.documents.loss for losses in sets]),
+        joined.bits_per_byte,
+        _mean(known_bits) if len(known_bits) == len(bits) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""A model that is there, with its parameters where they are computed with.
+"""A trained model with its parameters on the devices, for evaluation.
 
 Shape letters: B rows of a batch, S positions.
 """
@@ -36,10 +36,10 @@ from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
 
 MAX_ROW = 2048
-"""Tokens in a row for models that say nothing of training here; they may read a hundred times as many."""
+"""Maximum tokens per row for models not trained by a run; their context may be a hundred times as long."""
 
 _TOKENS_AT_ONCE = 8192
-"""Tokens in a microbatch of such models."""
+"""Tokens per microbatch for such models."""
 
 _ONE_PROCESS = (
     "trainer.distributed.initialize_jax_distributed=false",
@@ -50,22 +50,22 @@ _ONE_PROCESS = (
 
 @dataclass(frozen=True)
 class EvalModel:
-    """A model that gives the losses of tokens."""
+    """A model that computes the losses of tokens."""
 
     name: str
     step: int | None
-    """Step of the checkpoint; None for a model that is no run's."""
+    """Step of the checkpoint; None for a model without a run."""
     config: RunConfig
-    """Configuration of its run; of another model its `model` section, and the defaults for the rest."""
+    """Configuration of its run; for another model its `model` section, with defaults for all other sections."""
     tokenizer: HfTokenizer
     row: int
-    """Tokens in a row."""
+    """Tokens per row."""
     vocab_size: int
     """Rows of the embedding."""
     setup: TrainingSetup
     params: Params
     settings: HfSettings | None
-    """Those of the published model that it comes from."""
+    """Settings of the published model it was converted from."""
 
     @property
     def losses(self) -> Evaluator:
@@ -73,12 +73,12 @@ class EvalModel:
         return self.setup.evaluate
 
     def decoder(self) -> Decoder:
-        """The module with its parameters, as `local_params` gives them."""
+        """The module with its parameters, from `local_params`."""
         return self.setup.model.merge(local_params(self.setup, self.params))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
-        return (found["nll"] for found in self.losses.rows(self.params, batches))
+        return (row_losses["nll"] for row_losses in self.losses.rows(self.params, batches))
 
 
 def open_eval_model(
@@ -92,14 +92,14 @@ def open_eval_model(
     """Reads a model and plans its evaluation on the devices of this process.
 
     Args:
-        source: as for `lm_trainer.run.weights.open_model.open_model`.
-        step: which checkpoint of a run; None: the newest that is intact.
-        averaged: the averaged weights of a run that keeps them, instead of those that were trained.
-        context: tokens in a row; None: as in training, or `MAX_ROW` of a model that was trained elsewhere.
-        overrides: settings over those of the run, as `trainer.max_devices=2`.
+        source: a model, as for `lm_trainer.run.weights.open_model.open_model`.
+        step: step of a run's checkpoint; None means the newest intact one.
+        averaged: use the averaged weights if the run keeps them, instead of the raw weights.
+        context: tokens per row; None means as in training, or `MAX_ROW` for a model trained elsewhere.
+        overrides: settings that override the run's, such as `trainer.max_devices=2`.
 
     Raises:
-        UserError: when there is no such model, it is damaged, or the devices cannot share it.
+        UserError: if there is no such model, it is damaged, or the devices cannot share it.
     """
     path = local_model(source)
     if path is not None:
@@ -110,16 +110,16 @@ def open_eval_model(
     config = read_config(directory, [*_ONE_PROCESS, *overrides])
     _configure(config)
     loaded = load_whole(source, step, averaged=averaged)
-    # An adapter is merged by now.
+    # Adapters have been merged.
     config = config.model_copy(update={"adapter": None})
-    return _place(loaded, loaded.step, config, context)
+    return _to_devices(loaded, loaded.step, config, context)
 
 
 def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
     row = context or min(read_hf_config(path)[0].seq_len, MAX_ROW)
     rows = max(_TOKENS_AT_ONCE // row, 1)
     model = read_hf_config(path)[0]
-    # Written and read again, so that overrides are checked as for a run.
+    # Written and loaded, so overrides are checked as for a run.
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / f"{path.name}.yaml"
         file.write_text(to_yaml(RunConfig(model=model)))  # pyright: ignore[reportArgumentType]
@@ -127,7 +127,7 @@ def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> Eval
         config = load(file, [*settings, *_ONE_PROCESS, *overrides], RunConfig).config
     _configure(config)
     text = read_hf(path)
-    return _place(text, None, config, row)
+    return _to_devices(text, None, config, row)
 
 
 def _configure(config: RunConfig) -> None:
@@ -135,10 +135,10 @@ def _configure(config: RunConfig) -> None:
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
 
 
-def _place(model: LoadedModel | TextModel, step: int | None, config: RunConfig, context: int | None) -> EvalModel:
-    most = config.model.spec(model.vocab_size).num_positions
-    if context is not None and not 1 <= context <= most:
-        raise UserError(f"--context {context}: the model reads 1 to {most} tokens")
+def _to_devices(model: LoadedModel | TextModel, step: int | None, config: RunConfig, context: int | None) -> EvalModel:
+    max_length = config.model.spec(model.vocab_size).num_positions
+    if context is not None and not 1 <= context <= max_length:
+        raise UserError(f"--context {context}: the model reads 1 to {max_length} tokens")
     trainer = config.trainer
     loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
     traced = trace_model(config, model.vocab_size)

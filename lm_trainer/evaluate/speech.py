@@ -1,4 +1,4 @@
-"""Error rates of what a model writes when it hears a held-out set.
+"""Error rates of a speech model's transcripts of a held-out set.
 
 Shape letters: B rows of a batch, S positions.
 """
@@ -21,7 +21,7 @@ from lm_trainer.generate.speech_rules import SpeechRules
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """Errors of the texts of a set: insertions, deletions and substitutions over what was said."""
+    """Error rates on a set: insertions, deletions and substitutions divided by the length of the reference."""
 
     name: str
     rows: int
@@ -30,19 +30,19 @@ class ErrorRates:
     characters: float
     """The character error rate."""
     normalised_words: float | None
-    """The word error rate after Whisper's normaliser; None where transformers, which has it, is not installed."""
+    """The word error rate after Whisper's normaliser; None if transformers, which contains it, is not installed."""
     examples: list[tuple[str, str]]
-    """The words said and those written, of the first rows."""
+    """Reference and transcript of the first rows."""
 
 
 def error_rates(model: Any, held_out: HeardSet, generation: dict[str, Any], max_batches: int | None) -> ErrorRates:
-    """Writes all rows of a set with the likeliest tokens, each after its own prompt, and counts errors.
+    """Transcribes all rows of a set greedily, each after its own prompt, and counts errors.
 
     Args:
         model: the module with its parameters.
-        held_out: its rows have features.
-        generation: settings of generation as in the model's section.
-        max_batches: of `_ROWS` rows; None: the whole set.
+        held_out: a data set whose rows have features.
+        generation: generation settings, as in the model section.
+        max_batches: number of batches of `_ROWS` rows; None means the full set.
 
     Raises:
         UserError: if jiwer is not installed.
@@ -51,37 +51,37 @@ def error_rates(model: Any, held_out: HeardSet, generation: dict[str, Any], max_
         raise UserError("error rates need a package; run: pip install 'lm_trainer[audio]'")
     import jiwer
 
-    said, written = list[str](), list[str]()
+    references, written = list[str](), list[str]()
     for batch in held_out.batches(_ROWS, rows=range(_ROWS), max_batches=max_batches):
         for prompt, rows in _by_prompt(batch).items():
             targets_BS, weights_BS = np.asarray(batch.targets), np.asarray(batch.weights)
-            said += [_decoded(held_out, targets_BS[row][weights_BS[row] > 0]) for row in rows]
+            references += [_decoded(held_out, targets_BS[row][weights_BS[row] > 0]) for row in rows]
             rules = SpeechRules.from_config(generation, start_id=prompt[0], eos_id=held_out.eos_id)
-            found = write_heard(model, np.asarray(batch.features)[rows], rules, prompt=prompt)
-            written += [_decoded(held_out, ids) for ids in found]
-    # An empty text has no words to count errors by; what is written in its place is an insertion all the same.
+            transcripts = write_heard(model, np.asarray(batch.features)[rows], rules, prompt=prompt)
+            written += [_decoded(held_out, ids) for ids in transcripts]
+    # An empty reference has no words to divide by; its transcript counts as insertions.
     normalise = _normaliser()
     normalised = None
     if normalise is not None:
-        normalised = jiwer.wer([normalise(text) for text in said], [normalise(text) for text in written])
-    words, characters = jiwer.wer(said, written), jiwer.cer(said, written)
+        normalised = jiwer.wer([normalise(text) for text in references], [normalise(text) for text in written])
+    words, characters = jiwer.wer(references, written), jiwer.cer(references, written)
     return ErrorRates(
-        held_out.name, len(said), words, characters, normalised, list(zip(said, written, strict=True))[:8]
+        held_out.name, len(references), words, characters, normalised, list(zip(references, written, strict=True))[:8]
     )
 
 
 _ROWS = 16
-"""Rows that are written together."""
+"""Number of rows per batch."""
 
 
 def _by_prompt(batch: Batch) -> dict[tuple[int, ...], list[int]]:
-    """The rows that are no padding, by the tokens before the first that is learnt."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """The rows without padding, by the tokens before the first trained one."""
+    rows_by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens_S, weights_S) in enumerate(zip(batch.tokens, batch.weights, strict=True)):
         learnt = np.flatnonzero(weights_S > 0)
         if len(learnt):
-            found.setdefault(tuple(tokens_S[: learnt[0] + 1].tolist()), []).append(row)
-    return found
+            rows_by_prompt.setdefault(tuple(tokens_S[: learnt[0] + 1].tolist()), []).append(row)
+    return rows_by_prompt
 
 
 def _decoded(held_out: HeardSet, ids: Sequence[int] | np.ndarray) -> str:
@@ -89,7 +89,7 @@ def _decoded(held_out: HeardSet, ids: Sequence[int] | np.ndarray) -> str:
 
 
 def _normaliser() -> Callable[[str], str] | None:
-    """Whisper's normaliser for any language, as transformers has it."""
+    """Whisper's normaliser for any language, from transformers."""
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers.models.whisper.english_normalizer import BasicTextNormalizer

@@ -1,4 +1,4 @@
-"""Evaluation of a model on texts: of its own run, of a configuration, or of files."""
+"""Evaluation of a model on the text of its run, of a configuration, or of files."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Text(NamedTuple):
 
     config: DataConfig
     root: Path
-    """The directory from which relative paths count."""
+    """The directory to which relative paths refer."""
 
 
 class TextOptions(NamedTuple):
     """Options of an evaluation on texts."""
 
     stride: int | None = None
-    """Tokens from the beginning of a row to that of the next; None: rows lie end to end, as in training."""
+    """Tokens between the beginnings of consecutive rows; None means rows do not overlap, as in training."""
     max_batches: int | None = None
-    """Batches of each set; None: all."""
+    """Maximum batches per set; None means all."""
 
 
 class TextLosses(NamedTuple):
@@ -49,19 +49,19 @@ class TextLosses(NamedTuple):
     groups: list[Group]
     notes: list[str]
     rates: list[ErrorRates]
-    """Error rates of sets that are heard."""
+    """Error rates of speech sets."""
 
 
 def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
     """Finds the text to evaluate on.
 
     Args:
-        source: the model, as the user named it.
-        model: of a run, whose own held-out text is taken if no other is named.
+        source: the model, as named by the user.
+        model: the model; the held-out text of its run is used if no other is named.
         data: a configuration, or files of text; see `data.validation_urls`.
 
     Raises:
-        UserError: where there is none.
+        UserError: if no text is available.
     """
     if len(data) == 1 and data[0].endswith(_YAML):
         if problem := path_problem(data[0]):
@@ -75,14 +75,14 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
             f"configuration with a data section or files of text"
         )
     root = Path.cwd()
-    # Of a checkpoint directory alone it is not known where the run was started.
+    # For a checkpoint directory without a run directory, it is unknown where the run was started.
     with contextlib.suppress(UserError):
         root = root_of(find_run(source), model.config.trainer.log_dir)
     return Text(model.config.data, root)
 
 
 def _of_files(files: Sequence[str]) -> DataConfig:
-    """Each file as a set of its own; nothing is trained on, but a configuration says what would be."""
+    """Each file as a separate set; the training text is a placeholder the configuration requires."""
     names = [re.sub(r"[^\w.-]+", "-", Path(file).stem).lstrip(".-") or "text" for file in files]
     if len({*names}) < len(names):
         names = [re.sub(r"[^\w.-]+", "-", file).lstrip(".-") for file in files]
@@ -96,7 +96,7 @@ def evaluate_text(
     """Computes a model's losses on all held-out sets of a text.
 
     Raises:
-        UserError: where no text is held out, or a stride is longer than a row.
+        UserError: if no text is held out, or a stride is longer than a row.
     """
     stride = options.stride
     if stride is not None and not 1 <= stride <= model.row:
@@ -106,33 +106,33 @@ def evaluate_text(
         if model.vocab_size < model.tokenizer.vocab_size:
             for held_out in opened.sets:
                 held_out.cache.limit_ids(model.vocab_size)
-        sets = [evaluate_set(model, each, max_batches=options.max_batches) for each in opened.sets]
-        heard = [each.rows for each in opened.sets if isinstance(each.rows, HeardSet)]
-        decoder = model.decoder() if heard else None
+        sets = [evaluate_set(model, opened_set, max_batches=options.max_batches) for opened_set in opened.sets]
+        speech_sets = [opened_set.rows for opened_set in opened.sets if isinstance(opened_set.rows, HeardSet)]
+        decoder = model.decoder() if speech_sets else None
         generation = getattr(model.config.model, "generation_config", {})
-        rates = [error_rates(decoder, rows, generation, options.max_batches) for rows in heard]
+        rates = [error_rates(decoder, rows, generation, options.max_batches) for rows in speech_sets]
     return TextLosses(sets, group_means(sets), [*opened.notes, *_notes(model, sets, options)], rates)
 
 
 def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLosses) -> list[SetComparison]:
-    """The paired differences of two models on the same text; raises as `compare`."""
+    """The paired differences of two models on the same text; raises the errors of `compare`."""
     return compare(a.sets, b.sets, same_tokens=first.tokenizer.identity() == second.tokenizer.identity())
 
 
 def _notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) -> list[str]:
     notes = []
     stride = options.stride or model.row
-    for each in sets:
-        if each.cut and stride == model.row:
-            share = f"{each.cut:,} of {len(each.held_out.ends_D):,} documents"
+    for losses in sets:
+        if losses.num_split and stride == model.row:
+            share = f"{losses.num_split:,} of {len(losses.held_out.ends_D):,} documents"
             notes.append(
-                f"{each.name}: {share} do not stand in one row of {model.row} tokens, and go on in the next without "
+                f"{losses.name}: {share} do not stand in one row of {model.row} tokens, and go on in the next without "
                 f"what was before; --stride {max(model.row // 2, 1)} lets rows overlap"
             )
-        if not each.documents.tokens:
-            notes.append(f"{each.name}: no token of what was read has a loss, so that there is no mean")
-        if each.documents.bytes_D is None:
-            notes.append(f"{each.name}: token ids, of whose text nothing is known: no bits per byte")
+        if not losses.documents.tokens:
+            notes.append(f"{losses.name}: no token of what was read has a loss, so that there is no mean")
+        if losses.documents.bytes_D is None:
+            notes.append(f"{losses.name}: token ids, of whose text nothing is known: no bits per byte")
     if options.max_batches is not None:
         notes.append(f"at most {options.max_batches} batches of each set (--max-batches)")
     return notes

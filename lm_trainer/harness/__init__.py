@@ -1,1 +1,1 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, asked of a model of this package."""
+"""Runs tasks of EleutherAI's lm-evaluation-harness on models of this package."""

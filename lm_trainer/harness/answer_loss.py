@@ -1,4 +1,4 @@
-"""The loss of the right answers of questions with several answers, which laws of scaling start from."""
+"""The loss of correct answers in multiple-choice tasks, the input of scaling laws for tasks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ ANSWER_LOSS = "answer_bits_per_byte"
 def answer_loss(task: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float | None] | None:
     """Mean over questions of -log2 p(right answer) / UTF-8 bytes of the answer, and its standard error.
 
-    It is the task loss of Bhagia et al. 2024 (https://arxiv.org/abs/2412.04403, section 3.2): smooth where accuracy is
-    still that of guessing. The space before an answer is no byte of it; its bits count.
+    The task loss of Bhagia et al. 2024 (https://arxiv.org/abs/2412.04403, section 3.2), which is smooth even if
+    accuracy is at chance level. The space before an answer counts in the bits, but not in the bytes.
 
     Args:
-        task: of the harness.
-        samples: its questions, with the model's answers.
+        task: a task of the harness.
+        samples: the task's questions with the model's answers.
 
     Returns:
-        None for tasks of another kind, and where several answers are right.
+        Mean and standard error; None for other kinds of tasks, and for several correct answers.
     """
     if getattr(task, "OUTPUT_TYPE", None) != "multiple_choice" or not samples:
         return None

@@ -1,4 +1,4 @@
-"""Conversations, written out to the byte as lm-evaluation-harness has transformers write them out."""
+"""Chat formatting, byte-identical to lm-evaluation-harness with transformers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lm_trainer.data.tokenizer import HfTokenizer
 logger = logging.getLogger(__name__)
 
 _MARK = "\ufdd3 "
-"""The end of a message that is to be continued: a noncharacter of Unicode, and a blank that some templates trim."""
+"""Marks the end of a message to be continued: a Unicode noncharacter, and a space that some templates trim."""
 
 
 class TaskTemplate:
-    """The chat template of a tokenizer, for the questions of tasks.
+    """The chat template of a tokenizer, for formatting the questions of tasks.
 
     Raises:
-        UserError: if the tokenizer has none, or it is wrong.
+        UserError: if the tokenizer has no template, or an invalid one.
     """
 
     def __init__(self, tokenizer: HfTokenizer):
         if tokenizer.chat_template is None:
             raise UserError("the model's tokenizer has no chat template")
         self.source, self._variables = tokenizer.chat_template, tokenizer.named_tokens()
-        # Templates may write the date of today into a question, as they do in transformers.
+        # Templates may insert the current date, as in transformers.
         environment = template_environment(now=datetime.now)
         try:
             self._template = environment.from_string(self.source)
@@ -36,36 +36,36 @@ class TaskTemplate:
             raise UserError(f"the chat template of the model's tokenizer is wrong: {error}") from None
 
     def write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        """Writes messages out, with the beginning of an answer or up to the open end of the last message.
+        """Formats messages, ending with the start of an answer or with the open end of the last message.
 
-        A template that refuses the messages gets them without those of the system.
+        If the template rejects the messages, formats them without system messages.
 
         Raises:
-            UserError: if it refuses the others as well, or drops the message that is to be continued.
+            UserError: if it also rejects these, or drops the message to be continued.
         """
         errors = jinja()
         try:
             return self._write(messages, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
-            rest = [message for message in messages if message["role"] != "system"]
+            without_system = [message for message in messages if message["role"] != "system"]
             _warn_once(str(error))
         try:
-            return self._write(rest, add_generation_prompt=add_generation_prompt)
+            return self._write(without_system, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
             raise UserError(f"the chat template does not take a question: {error}") from None
 
     def _write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         if add_generation_prompt:
             return self._render(messages, add_generation_prompt=True)
-        *before, last = messages
-        text = self._render([*before, {**last, "content": last["content"] + _MARK}], add_generation_prompt=False)
-        start, mark, after = text.rpartition(_MARK.strip())
+        *history, last = messages
+        text = self._render([*history, {**last, "content": last["content"] + _MARK}], add_generation_prompt=False)
+        start, mark, tail = text.rpartition(_MARK.strip())
         if not mark or last["content"].strip() not in text:
             raise UserError(
                 f"the chat template leaves the beginning of an answer away, which a task gives: {last['content']!r}"
             )
-        # A template that trims what is said has trimmed the blank of the mark, and would trim those before it.
-        return start if after.startswith(_MARK[-1]) else start.rstrip()
+        # A template that trims content has trimmed the mark's space, and would trim spaces before it too.
+        return start if tail.startswith(_MARK[-1]) else start.rstrip()
 
     def _render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         try:
@@ -78,11 +78,11 @@ class TaskTemplate:
             )
         except jinja().TemplateError:
             raise
-        except Exception as error:  # a template is a program, and may fail in any way
+        except Exception as error:  # a template is a program, and may raise anything
             raise UserError(f"the chat template fails at a question: {error}") from None
 
 
-# Cached: every question of every task may be refused, and each reason is worth one warning.
+# Cached: every question may be rejected, and each reason deserves only one warning.
 @functools.cache
 def _warn_once(reason: str) -> None:
     logger.warning("the chat template refuses a question (%s); it is asked without the system's message", reason)

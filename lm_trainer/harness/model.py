@@ -1,4 +1,4 @@
-"""A decoder as lm-evaluation-harness asks models: what is likely, and what is written."""
+"""A decoder as a model of lm-evaluation-harness: log-likelihoods and generation."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from lm_trainer.nn.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 MAX_GEN_TOKS = 256
-"""New tokens where a task does not say, as the harness has it."""
+"""Default number of new tokens, as in the harness."""
 
 _DEFAULTS = {"top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
-"""Settings of `generate` of transformers where neither a task nor the model says them."""
+"""Defaults of transformers' `generate`, if neither the task nor the model sets them."""
 _GENERATED_TOGETHER = 8
 _CHUNK = 16
-"""New tokens between two looks for the end of an answer."""
+"""New tokens between two checks for the end of an answer."""
 
 
-class _Asked(NamedTuple):
-    """A continuation, and where its score belongs."""
+class _Query(NamedTuple):
+    """A continuation with its context, the key of its score."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
 
 class HarnessModel(TemplateLM):
-    """The interface of `lm_eval.api.model.LM` for a decoder of this package.
+    """Adapts a decoder of this package to `lm_eval.api.model.LM`.
 
-    Texts are written out and encoded as `lm_eval`'s own model for transformers does, so that results can be compared:
-    special tokens in a text are special, and the tokenizer adds its own.
+    Formats and encodes texts as `lm_eval`'s model for transformers, so results are comparable: special tokens in a
+    text are recognised, and the tokenizer adds its own.
 
     Args:
-        model: with its parameters.
+        model: the decoder with its parameters.
         tokenizer: the model's.
-        settings: of the published model that it comes from: further tokens that end an answer.
-        dtype: of the computation.
-        max_length: tokens that the model reads at most; None: its context.
+        settings: settings of the published model: additional end tokens.
+        dtype: compute dtype.
+        max_length: maximum number of tokens the model reads; None means its context.
     """
 
     def __init__(
@@ -77,66 +77,66 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of a document."""
+        """The end-of-document token."""
         return self._tokenizer.eos_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token in front of a text without context: the start token, or the end of the document before."""
+        """The token before a text without context: the start token, or the end of a previous document."""
         named = self._tokenizer.named_tokens().get("bos_token")
-        known = self._tokenizer.special_tokens()
+        special_tokens = self._tokenizer.special_tokens()
         start = self._tokenizer.eos_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
-        return start if named is None else known.get(named, start)
+        return start if named is None else special_tokens.get(named, start)
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the tokenizer that differs between any two."""
+        """A unique name of the tokenizer."""
         return str(self._tokenizer.identity()["sha256"])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encodes a text as transformers' tokenizer does."""
+        """Encodes a text like transformers' tokenizer."""
         del kwargs
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._tokenizer.decode_all([self.prefix_token_id]))
         return self._tokenizer.encode_special(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log probabilities of continuations, and whether they are the likeliest ones."""
+        """Log probabilities of continuations, and True for each one greedy decoding gives."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         del kwargs
-        # Questions with several answers come as that many requests; each context is computed once.
-        asked = [self._asked(context, continuation) for _, context, continuation in requests]
+        # Multiple-choice questions are several requests; each context is computed once.
+        queries = [self._query(context, continuation) for _, context, continuation in requests]
         answers: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
-        for each in asked:
-            answers.setdefault(each.context, {})[each.continuation] = None
+        for query in queries:
+            answers.setdefault(query.context, {})[query.continuation] = None
         contexts = [Context(tokens, list(continuations)) for tokens, continuations in answers.items()]
-        found: dict[_Asked, Score] = {}
+        by_query: dict[_Query, Score] = {}
         for number, scores in score(self._model, contexts, dtype=self._dtype):
             of = contexts[number]
             for continuation, value in zip(of.continuations, scores, strict=True):
-                found[_Asked(tuple(of.tokens), tuple(continuation))] = value
-        results = [(found[each].log_prob, found[each].is_greedy) for each in asked]
+                by_query[_Query(tuple(of.tokens), tuple(continuation))] = value
+        results = [(by_query[query].log_prob, by_query[query].is_greedy) for query in queries]
         for (key, _, _), result in zip(requests, results, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
-    def _asked(self, context: Sequence[int], continuation: Sequence[int]) -> _Asked:
-        # The last token of all is predicted and never read; what is too long loses its beginning.
+    def _query(self, context: Sequence[int], continuation: Sequence[int]) -> _Query:
+        # The last token is predicted and never read; texts that are too long are truncated at the beginning.
         room = self.max_length + 1 - len(continuation)
         if room < 1:
             raise UserError(
                 f"a task asks for an answer of {len(continuation)} tokens, but the model reads at most "
                 f"{self.max_length}; leave the task away, or take a model with a longer context"
             )
-        return _Asked(tuple(context[-room:]), tuple(continuation))
+        return _Query(tuple(context[-room:]), tuple(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log probabilities of whole texts, in windows that each have all tokens that the model reads at once."""
+        """Log probabilities of full texts, in windows of the model's maximum length."""
         del disable_tqdm
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
@@ -150,8 +150,8 @@ class HarnessModel(TemplateLM):
             of_text = [(None, *utils.make_disjoint_window(window)) for window in rolling]
             windows += of_text
             counts.append(len(of_text))
-        found = iter(self._loglikelihood_tokens(windows))
-        totals = [sum(next(found)[0] for _ in range(count)) for count in counts]
+        scores = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -168,17 +168,17 @@ class HarnessModel(TemplateLM):
         results: list[str] = [""] * len(requests)
         arguments: list[Any] = [request.args for request in requests]
         groups: dict[str, list[int]] = {}
-        for at, of_request in enumerate(arguments):
-            groups.setdefault(repr(of_request[1]), []).append(at)
+        for index, of_request in enumerate(arguments):
+            groups.setdefault(repr(of_request[1]), []).append(index)
         for group in groups.values():
-            lengths = {at: len(self.tok_encode(arguments[at][0])) for at in group}
-            ordered = sorted(group, key=lambda at: -lengths[at])
+            lengths = {index: len(self.tok_encode(arguments[index][0])) for index in group}
+            ordered = sorted(group, key=lambda index: -lengths[index])
             for first in range(0, len(ordered), _GENERATED_TOGETHER):
                 batch = ordered[first : first + _GENERATED_TOGETHER]
-                texts = self._generate([str(arguments[at][0]) for at in batch], arguments[batch[0]][1])
-                for at, text in zip(batch, texts, strict=True):
-                    results[at] = text
-                    self.cache_hook.add_partial("generate_until", arguments[at], text)
+                texts = self._generate([str(arguments[index][0]) for index in batch], arguments[batch[0]][1])
+                for index, text in zip(batch, texts, strict=True):
+                    results[index] = text
+                    self.cache_hook.add_partial("generate_until", arguments[index], text)
         return results
 
     def _generate(self, contexts: Sequence[str], gen_kwargs: dict[str, Any]) -> list[str]:
@@ -197,16 +197,16 @@ class HarnessModel(TemplateLM):
         prompts = [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts]
 
         def has_ended(tokens: Sequence[int]) -> bool:
-            # A text that ends an answer may be the name of a special token.
+            # Special tokens stay visible: a stop text may be the name of one.
             text = self._tokenizer.decode_all(tokens)
             return any(term and term in text for term in until)
 
-        # Rows are filled up, so that the last batch needs no program of its own.
+        # Pads the batch, so the last one needs no separate program.
         filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
         *_, written = generate_stream(
             self._writer, filled, settings, stop=lambda _, tokens: has_ended(tokens), chunk=_CHUNK
         )
-        # Up to the token with which the text is there that ends it: more may have been written since the last look.
+        # Up to the token that completes the stop text: more may have been generated since the last check.
         answers = [row.tokens[: _first_true(has_ended, row.tokens)] for row in written[: len(prompts)]]
         return [
             postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
@@ -214,7 +214,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def _setting(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """A setting of a task, else of the model, else of transformers."""
+        """A setting of the task, else of the model, else of transformers."""
         values = (kwargs.get(name), self._generation.get(name), _DEFAULTS[name])
         return next(value for value in values if value is not None)
 
@@ -222,13 +222,13 @@ class HarnessModel(TemplateLM):
     def _writer(self) -> Decoder:
         return for_decoding(self._model, self._dtype)
 
-    def _room(self, wanted: int) -> int:
-        """The new tokens that there is room for; half of the context where they would leave none for the question."""
-        room = wanted if wanted < self.max_length else max(self.max_length // 2, 1)
-        if room < wanted:
+    def _room(self, requested: int) -> int:
+        """The number of new tokens that fit; half of the context if they leave no room for the question."""
+        room = requested if requested < self.max_length else max(self.max_length // 2, 1)
+        if room < requested:
             logger.warning(
                 "a task asks for up to %d new tokens, but the model reads %d; it writes up to %d",
-                *(wanted, self.max_length, room),
+                *(requested, self.max_length, room),
             )
         return room
 
@@ -240,14 +240,14 @@ class HarnessModel(TemplateLM):
         return TaskTemplate(self._tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Writes a conversation out by the tokenizer's template; without a prompt for it, its last message is open."""
+        """Formats a conversation; without a generation prompt, the last message stays open."""
         return self._template.write(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the tokenizer's template."""
+        """The source code of the tokenizer's chat template."""
         return self._template.source if chat_template else None
 
 
 def _first_true(holds: Callable[[Sequence[int]], bool], tokens: Sequence[int]) -> int:
-    """The least number of first tokens for which `holds`, which holds for all longer ones then; else all."""
+    """The length of the shortest prefix of `tokens` for which `holds`, assumed monotonic; else the full length."""
     return bisect.bisect_left(range(len(tokens)), True, key=lambda count: holds(tokens[:count]))

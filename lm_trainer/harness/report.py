@@ -1,4 +1,4 @@
-"""Results of tasks for people, for programs and for metrics."""
+"""Results of tasks as a table, as JSON and as metrics."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
 _HEADINGS = ("task", "questions", "examples", "metric", "value")
 
 
-def task_rows(found: Sequence[TaskResult]) -> list[tuple[str, ...]]:
-    """Rows of a table, with the headings first and a row for each metric."""
+def task_rows(results: Sequence[TaskResult]) -> list[tuple[str, ...]]:
+    """Rows of a table: headings, then one row per metric."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
-    for each in found:
-        counts = ["" if x is None else str(x) for x in (each.num_questions, each.num_fewshot)]
-        for metric, value in each.metrics.items():
-            error = each.errors.get(metric)
-            rows.append((each.name, *counts, metric, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")))
+    for result in results:
+        counts = ["" if x is None else str(x) for x in (result.num_questions, result.num_fewshot)]
+        for metric, value in result.metrics.items():
+            error = result.errors.get(metric)
+            rows.append((result.name, *counts, metric, f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}")))
     return rows
 
 
-def task_metrics(found: Sequence[TaskResult]) -> dict[str, float]:
+def task_metrics(results: Sequence[TaskResult]) -> dict[str, float]:
     """Metrics of a run: `lm_eval/TASK/METRIC`."""
-    return {f"lm_eval/{each.name}/{metric}": value for each in found for metric, value in each.metrics.items()}
+    return {f"lm_eval/{result.name}/{metric}": value for result in results for metric, value in result.metrics.items()}
 
 
-def task_json(found: Sequence[TaskResult]) -> list[dict[str, Any]]:
+def task_json(results: Sequence[TaskResult]) -> list[dict[str, Any]]:
     """The results as plain data, without samples."""
     return [
         {
-            "name": each.name,
-            "questions": each.num_questions,
-            "num_fewshot": each.num_fewshot,
-            "metrics": dict(each.metrics),
-            "errors": dict(each.errors),
+            "name": result.name,
+            "questions": result.num_questions,
+            "num_fewshot": result.num_fewshot,
+            "metrics": dict(result.metrics),
+            "errors": dict(result.errors),
         }
-        for each in found
+        for result in results
     ]
 
 
-def write_samples(directory: Path, found: Sequence[TaskResult]) -> None:
-    """Writes every question with the model's answer to `TASK.jsonl` in a directory."""
+def write_samples(directory: Path, results: Sequence[TaskResult]) -> None:
+    """Writes all questions with the model's answers to `TASK.jsonl` in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    for each in found:
-        if each.samples:
-            lines = [json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in each.samples]
-            write_atomically(directory / f"{each.name.replace('/', '-')}.jsonl", "".join(lines))
+    for result in results:
+        if result.samples:
+            lines = [json.dumps(sample, default=str, ensure_ascii=False) + "\n" for sample in result.samples]
+            write_atomically(directory / f"{result.name.replace('/', '-')}.jsonl", "".join(lines))

@@ -1,4 +1,4 @@
-"""Asks a model the tasks of lm-evaluation-harness."""
+"""Runs tasks of lm-evaluation-harness on a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _HUB_SECONDS = 5.0
 
 FEWSHOT_SEED = 1234
-"""Seed of the examples in front of questions, as the harness has it."""
+"""Seed of few-shot examples, as in the harness."""
 
 
 @dataclass(frozen=True)
@@ -34,42 +34,42 @@ class TaskResult:
     """The results of a task, or of a group of tasks."""
 
     name: str
-    """Its alias, where it has one."""
+    """Name of the task, or its alias if it has one."""
     num_fewshot: int | None
     num_questions: int | None
-    """None for a group."""
+    """Number of questions; None for a group."""
     metrics: Mapping[str, float]
-    """Name -> value; with the filter of the answers behind a comma, where there is one."""
+    """Name -> value; the name includes the answer filter, if any, after a comma."""
     errors: Mapping[str, float]
-    """Name -> standard error, where it is known."""
+    """Name -> standard error, if known."""
     samples: Sequence[Mapping[str, Any]]
-    """Every question with the model's answer, where they are asked for."""
+    """Every question with the model's answer, if requested."""
 
 
 class Tasks:
-    """The tasks of a configuration, read once, which may be asked again and again.
+    """The tasks of a configuration, loaded once and reusable.
 
     Args:
-        config: names them.
-        num_fewshot: examples in front of each question, for all tasks but those that say that there are to be none.
+        config: the tasks and their settings.
+        num_fewshot: few-shot examples per question, for all tasks except tasks that are defined as zero-shot.
 
     Raises:
-        UserError: for a task that there is not, and data that cannot be read.
+        UserError: for an unknown task, and data that cannot be read.
     """
 
     def __init__(self, config: HarnessConfig, *, num_fewshot: int | None = None):
         self._config = config
-        specs = [each if isinstance(each, TaskConfig) else TaskConfig(task=each) for each in config.task_spec]
+        specs = [spec if isinstance(spec, TaskConfig) else TaskConfig(task=spec) for spec in config.task_spec]
         with _quiet():
             self._loaded = _load(_manager(config, specs), specs)
             for task in self._loaded["tasks"].values():
                 _set_examples(task, num_fewshot)
 
     def ask(self, model: HarnessModel) -> list[TaskResult]:
-        """Asks a model all tasks; the same model gives the same answers.
+        """Evaluates a model on all tasks, deterministically.
 
         Raises:
-            UserError: for answers that the model has no room for, and what the harness refuses.
+            UserError: for answers that do not fit into the context, and anything the harness rejects.
         """
         config, loaded = self._config, cast(Any, self._loaded)
         with _quiet():
@@ -81,7 +81,7 @@ class Tasks:
                     task_dict=loaded,
                     limit=config.max_examples,
                     bootstrap_iters=config.bootstrap_iters,
-                    # Answers are needed for their losses.
+                    # The answers are needed for their losses.
                     log_samples=True,
                     apply_chat_template=config.apply_chat_template,
                     fewshot_as_multiturn=config.fewshot_as_multiturn,
@@ -92,28 +92,28 @@ class Tasks:
         return [self._result(name, results) for name in results["results"]]
 
     def _result(self, name: str, results: Mapping[str, Any]) -> TaskResult:
-        found = _result(name, results)
-        loss = answer_loss(self._loaded["tasks"].get(name), found.samples)
+        result = _result(name, results)
+        loss = answer_loss(self._loaded["tasks"].get(name), result.samples)
         if loss is not None:
             mean, error = loss
-            errors = found.errors if error is None else {**found.errors, ANSWER_LOSS: error}
-            found = replace(found, metrics={**found.metrics, ANSWER_LOSS: mean}, errors=errors)
-        return found if self._config.log_samples else replace(found, samples=())
+            errors = result.errors if error is None else {**result.errors, ANSWER_LOSS: error}
+            result = replace(result, metrics={**result.metrics, ANSWER_LOSS: mean}, errors=errors)
+        return result if self._config.log_samples else replace(result, samples=())
 
 
 def _manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:
-    """Lists the tasks there are: of the user's directory alone where that has all, since the harness has thousands."""
+    """Lists tasks: only of the user's directory if that has all of them, because the harness has thousands."""
     directory = None if config.include_path is None else str(local_path(config.include_path))
     if directory is not None:
-        own = TaskManager(include_path=directory, include_defaults=False)
-        if all(spec.task in own.all_tasks for spec in specs):
-            return own
+        local_manager = TaskManager(include_path=directory, include_defaults=False)
+        if all(spec.task in local_manager.all_tasks for spec in specs):
+            return local_manager
     _go_offline_if_unreachable()
     return TaskManager(include_path=directory)
 
 
 def _go_offline_if_unreachable() -> None:
-    """Lets data be looked for on this machine alone where the hub cannot be reached: asking it takes half a minute."""
+    """Switches to offline mode if the hub is unreachable: a failing request takes half a minute."""
     import datasets.config
     from huggingface_hub import constants
 
@@ -129,10 +129,10 @@ def _go_offline_if_unreachable() -> None:
 
 
 def _check_name(manager: TaskManager, name: str) -> None:
-    known = manager.all_tasks
-    if name in known or name.endswith((".yaml", ".yml")):
+    names = manager.all_tasks
+    if name in names or name.endswith((".yaml", ".yml")):
         return
-    near = difflib.get_close_matches(name, known, 3)
+    near = difflib.get_close_matches(name, names, 3)
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm_eval ls tasks` lists all"
     raise UserError(f"the harness has no task {name}{hint}")
 
@@ -142,25 +142,25 @@ def _load(manager: TaskManager, specs: Sequence[TaskConfig]) -> dict[str, dict[s
     for spec in specs:
         _check_name(manager, spec.task)
         try:
-            found: Any = manager.load([spec.task])
-        # Data sets are read here, by a package that raises many kinds of errors, and tasks may run code of their own.
+            new_tasks: Any = manager.load([spec.task])
+        # Loads data sets with a package that raises many kinds of errors, and tasks may run arbitrary code.
         except Exception as error:
             raise UserError(f"the task {spec.task} cannot be read: {_first_line(error)}") from None
-        if twice := sorted(found["tasks"].keys() & loaded["tasks"].keys()):
+        if twice := sorted(new_tasks["tasks"].keys() & loaded["tasks"].keys()):
             raise UserError(f"the task {twice[0]} is named twice, the second time by {spec.task}")
-        for task in found["tasks"].values():
+        for task in new_tasks["tasks"].values():
             for key, value in spec.settings().items():
                 task.set_config(key=key, value=value)
         for kind, values in loaded.items():
-            values.update(found[kind])
+            values.update(new_tasks[kind])
     return loaded
 
 
 def _set_examples(task: Any, num_fewshot: int | None) -> None:
-    own = task.get_config("num_fewshot")
-    if num_fewshot is not None and own != 0:
+    configured = task.get_config("num_fewshot")
+    if num_fewshot is not None and configured != 0:
         task.set_config(key="num_fewshot", value=num_fewshot)
-    elif own is None:
+    elif configured is None:
         task.set_config(key="num_fewshot", value=0)
 
 
@@ -187,13 +187,13 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves the notes of the harness away; errors stay."""
+    """Silences the log messages of the harness, except errors."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
-    before = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for each, level in zip(loggers, before, strict=True):
-            each.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -19,11 +19,11 @@ class Planned:
     config: str
     """The name of the configuration."""
     devices: str
-    """As the user wrote them."""
+    """The devices as written by the user."""
     plan: RunPlan | None
-    """None where the devices cannot share the work."""
+    """None if the devices cannot share the work."""
     refused: str | None = None
-    """The reason, where there is no plan."""
+    """The reason, if `plan` is None."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -32,22 +32,22 @@ class Planned:
 
 
 def rates(plan: RunPlan) -> dict[str, Any]:
-    """Tokens per second, by the assumed MFU, and whether the run fits; None where nobody knows."""
+    """Tokens per second at the assumed MFU, and whether the run fits; None if unknown."""
     fits = None if plan.budget is None else plan.memory.peak.bytes <= plan.budget.bytes
     per_second = None if plan.time is None else plan.work.tokens_per_step / plan.time.step_seconds
     return {"fits": fits, "tokens_per_second": per_second}
 
 
 def prices(texts: Sequence[str]) -> Mapping[str, float]:
-    """Reads prices of a device for an hour: `2.5`, for all kinds, or `H100=2.5` for one.
+    """Parses prices per device-hour: `2.5` for all kinds, or `H100=2.5` for one.
 
     Returns:
-        The text of the kind, in lower case and "" for all, -> price.
+        Kind in lower case ("" for all kinds) -> price.
 
     Raises:
-        UserError: for what is no number, or a negative one.
+        UserError: if a price is not a number, or negative.
     """
-    found = {}
+    price_list = {}
     for text in texts:
         kind, _, number = text.rpartition("=")
         try:
@@ -56,21 +56,21 @@ def prices(texts: Sequence[str]) -> Mapping[str, float]:
             price = -1.0
         if not 0 <= price < float("inf"):
             raise UserError(f"--price {text}: expected a number, such as 2.5, or one for a kind of device: H100=2.5")
-        found[kind.strip().lower()] = price
-    return found
+        price_list[kind.strip().lower()] = price
+    return price_list
 
 
-def price_of(group: DeviceGroup, devices: str, given: Mapping[str, float]) -> float | None:
-    """The price of a device for an hour; None where none is given.
+def price_of(group: DeviceGroup, devices: str, price_list: Mapping[str, float]) -> float | None:
+    """The price per device-hour; None if none is given.
 
     Args:
         group: the devices.
-        devices: as the user wrote them, such as `8xH100` or `v5e:4x4`.
-        given: as of `prices`.
+        devices: as written by the user, such as `8xH100` or `v5e:4x4`.
+        price_list: the result of `prices`.
     """
     written = devices.lower()
-    names = (name for name in given if name and (name == group.kind.lower() or name in _parts(written)))
-    return next((given[name] for name in names), given.get(""))
+    names = (name for name in price_list if name and (name == group.kind.lower() or name in _parts(written)))
+    return next((price_list[name] for name in names), price_list.get(""))
 
 
 def _parts(written: str) -> tuple[str, ...]:
@@ -78,27 +78,28 @@ def _parts(written: str) -> tuple[str, ...]:
     return kind, kind.lstrip("0123456789").lstrip(" x*").strip()
 
 
-def comparison_lines(found: Sequence[Planned]) -> Iterator[str]:
-    """A table with one row for each plan, and the reasons why there are no others."""
+def comparison_lines(plans: Sequence[Planned]) -> Iterator[str]:
+    """A table with one row per plan, and the reasons for missing plans."""
     priced = any(
-        each.plan is not None and each.plan.time is not None and each.plan.time.cost is not None for each in found
+        planned.plan is not None and planned.plan.time is not None and planned.plan.time.cost is not None
+        for planned in plans
     )
     head = ["configuration", "devices", "peak", "of", "fits", "step", "tokens/s", "time", *(["cost"] if priced else [])]
-    yield from columns([head, *(_row(each, priced=priced) for each in found)])
-    for each in found:
-        if each.refused is not None:
-            yield f"{each.config} on {each.devices}: {each.refused}"
+    yield from columns([head, *(_row(planned, priced=priced) for planned in plans)])
+    for planned in plans:
+        if planned.refused is not None:
+            yield f"{planned.config} on {planned.devices}: {planned.refused}"
     yield "note: Steps and times are those at the assumed MFU (--mfu); lmt plan of one of them says more."
 
 
-def _row(each: Planned, *, priced: bool) -> list[str]:
-    plan = each.plan
+def _row(planned: Planned, *, priced: bool) -> list[str]:
+    plan = planned.plan
     if plan is None:
-        return [each.config, each.devices, "none: below", *[""] * (5 + priced)]
+        return [planned.config, planned.devices, "none: below", *[""] * (5 + priced)]
     room = "n/a" if plan.budget is None else size_of(plan.budget.bytes)
-    said = rates(plan)
-    fits = {None: "n/a", True: "yes", False: "NO"}[said["fits"]]
-    row = [each.config, each.devices, size_of(plan.memory.peak.bytes), room, fits]
+    rate_fields = rates(plan)
+    fits = {None: "n/a", True: "yes", False: "NO"}[rate_fields["fits"]]
+    row = [planned.config, planned.devices, size_of(plan.memory.peak.bytes), room, fits]
     if plan.time is None:
         return [*row, "n/a", "n/a", "n/a", *(["n/a"] if priced else [])]
     cost = "n/a" if plan.time.cost is None else f"{plan.time.cost:,.2f}"
@@ -106,7 +107,7 @@ def _row(each: Planned, *, priced: bool) -> list[str]:
     return [
         *row,
         step,
-        f"{said['tokens_per_second']:,.0f}",
+        f"{rate_fields['tokens_per_second']:,.0f}",
         duration_of(plan.time.seconds),
         *([cost] if priced else []),
     ]

@@ -1,4 +1,4 @@
-"""Flags of the TPU's compiler with which a step sends less."""
+"""Flags of the TPU compiler that reduce the communication of a step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SPARSE_CORES = " ".join(
         f"{_OFFLOAD}_nd_reduce_scatter",
     )
 )
-"""For LIBTPU_INIT_ARGS: all-gathers and reduce-scatters stay what they are, and run beside products."""
+"""For LIBTPU_INIT_ARGS: keeps all-gathers and reduce-scatters, and overlaps them with matrix products."""
 _MOSTLY = 10
-"""Above so many bytes of all-reduces for each of all-gathers, gathers are among the former: where sums alone are left
-whole, the two are of about the same size."""
+"""Ratio of all-reduce to all-gather bytes above which some all-reduces must be converted gathers: if only sums are
+all-reduces, both are of about the same size."""
 
 
 def sends_too_much(group: DeviceGroup, mesh: Mapping[str, int], programs: Sequence[ProgramWork]) -> str | None:
-    """The advice for a step whose all-gathers were made all-reduces, of twice the bytes; None where they were not.
+    """Advice for a step whose all-gathers were compiled to all-reduces of twice the bytes, else None.
 
-    The compiler does so over all chips of a v5p slice that is a whole torus, 4x4x4 and larger.
+    The compiler does this for collectives over all chips of a v5p slice that is a full torus, 4x4x4 and larger.
 
     Args:
-        group: the devices that the programs are for.
-        mesh: axis -> size; parameters are cut over `data`.
-        programs: of a step.
+        group: the target devices of the programs.
+        mesh: axis -> size; parameters are sharded over `data`.
+        programs: the programs of a step.
     """
     if group.kind != "TPU v5" or mesh.get("data", 1) == 1:
         return None

@@ -1,4 +1,4 @@
-"""The work of a run in FLOPs, and the time and money that it takes on devices by their datasheet."""
+"""The FLOPs of a run, and its time and cost on given devices according to their datasheet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_trainer.profile.peaks import Peak, datasheet_peak, tf32_allowed
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 MFU = 0.4
-"""The part of the datasheet's peak that training is assumed to reach."""
+"""Default model FLOP utilisation: the fraction of the datasheet's peak reached in training."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Work:
     """The computation of a run, by the definition of model FLOPs."""
 
     flops_per_token: int
-    """FLOPs of a training step, forward and backward, for each token."""
+    """FLOPs of a training step, forward and backward, per token."""
     tokens_per_step: int
     """In the first step."""
     steps: int
@@ -42,7 +42,7 @@ class Time:
     """The time of a run at the assumed MFU."""
 
     peak: float
-    """FLOP/s of one device, by its datasheet."""
+    """FLOP/s of one device, from its datasheet."""
     step_seconds: float
     """Seconds of the first step."""
     seconds: float
@@ -55,19 +55,19 @@ class Time:
 def training_time(
     work: Work, group: DeviceGroup, trainer: TrainerConfig, *, mfu: float = MFU, price: float | None = None
 ) -> Time | None:
-    """The time of a run on some devices; None where no datasheet has a figure.
+    """The time of a run on a device group; None if no datasheet has a figure.
 
     Args:
-        work: of the run.
+        work: the computation of the run.
         group: the devices.
-        trainer: of the run; precision and settings of JAX decide in which format matrices are multiplied.
-        mfu: part of the datasheet's peak that is reached.
-        price: of a device for an hour, in any currency.
+        trainer: its precision and JAX settings determine the format of matrix products.
+        mfu: fraction of the datasheet's peak that is reached.
+        price: per device-hour, in any currency.
     """
     peak = training_peak(group.kind, trainer)
     if peak is None:
         return None
-    # The assumed MFU stands for everything beside products: communication, data, idle devices.
+    # The assumed MFU accounts for everything but matrix products: communication, data, idle devices.
     rate = peak.flops * group.count * mfu
     hours = work.flops / rate / 3600 * group.count
     return Time(
@@ -80,8 +80,8 @@ def training_time(
 
 
 def training_peak(kind: str, trainer: TrainerConfig) -> Peak | None:
-    """The peak of one device for the matrix products of a run; None where no datasheet has a figure."""
-    # A plan need not have set JAX up as the run will.
+    """The peak of one device for the matrix products of a run; None if no datasheet has a figure."""
+    # JAX may not be configured in this process as it will be in the run.
     name = "jax_default_matmul_precision"
     precision = trainer.jax_config.get(name, jax.config.values[name])
     return datasheet_peak(kind, trainer.mp.compute, allow_tf32=tf32_allowed(precision))  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""The memory of a step without compiling it and without devices: a rehearsal, and formulas for what programs take."""
+"""The memory of a step without compilation and devices: a rehearsal, and formulas for temporary memory."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
 
-MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
-"""Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them; and
-the one program of `determinism: fast`."""
+MICROBATCH, LAYER, HEAD, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
+"""Programs that compute gradients: of the full model; layer by layer, of a layer and of the head; and the single
+program of `determinism: fast`."""
 
 _FLOAT32 = 4
 _LAYERS_AT_ONCE = 2
-"""Layers that XLA gathers in one program: one while it computes with the other."""
+"""Layers XLA holds gathered at a time: it gathers one while it computes with the other."""
 
 Temporary = Mapping[str, int]
-"""Name of a program of one microbatch -> bytes that it takes while it runs."""
+"""Name of a program of one microbatch -> bytes of its temporary memory."""
 
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device that is not there: enough of `jax.Device` for shardings and traces."""
+    """A description of a missing device: enough of `jax.Device` for shardings and traces."""
 
     id: int
     platform: str
@@ -55,7 +55,7 @@ class DescribedDevice:
 
 
 class Traces:
-    """Models and programs that are traced once, for layouts of one run on one kind of device."""
+    """A cache of traced models and programs, for all layouts of one run on one kind of device."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -70,8 +70,8 @@ class Traces:
         return self._models[key]
 
     def program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
-        """A program of a step, without what it takes while it runs."""
-        # Everything else that changes a program shows in the shapes and shardings of its arguments.
+        """A program of a step, without its temporary memory."""
+        # Everything else that changes a program is reflected in the shapes and shardings of its arguments.
         kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
         if (kind, key) not in self._programs:
             self._programs[kind, key] = measure_traced(program, key, args)
@@ -86,19 +86,20 @@ def estimate_step(
     *,
     limit: int | None = None,
 ) -> PhaseBytes:
-    """The phase of a step in which a device holds most.
+    """The phase of a step with the highest memory of a device.
 
     Args:
-        config: of the run, with a whole model section.
-        group: the devices of the run, which need not be there.
-        temporary: as `estimate_temporary` or `compile_temporary` gives it; of all other programs nothing is known.
-        traces: of the run.
-        limit: bytes above which the rest does not matter: the first phase that takes more is returned.
+        config: of the run, with a complete model section.
+        group: the devices of the run, which need not be present.
+        temporary: the result of `estimate_temporary` or `compile_temporary`; other programs have no known temporary
+            memory.
+        traces: the cache of the run.
+        limit: early exit: the first phase with more bytes than this is returned.
 
     Raises:
-        UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
+        UserError: if the devices do not fit the configured mesh, or a sharding rule does not fit.
     """
-    # Layers that are looped over are traced once.
+    # Layers in a loop are traced once.
     config = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
     model = traces.model(config)
     config = with_gather(config, traces.vocab_size)
@@ -125,18 +126,18 @@ def estimate_step(
 
 
 def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:
-    """The parameters and gradients that the one program of `determinism: fast` holds inside."""
+    """The parameters and gradients held inside the single program of `determinism: fast`."""
     itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, config.model.num_layers
-    places = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
-    gathered = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[n]) for n, x in model.shapes.items()}
+    shardings = {name: NamedSharding(sharding.mesh, specs.compute) for name, specs in sharding.params.items()}
+    gathered = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in model.shapes.items()}
     layered = [name for name, axes in model.axes.items() if axes and axes[0] == "layers"]
     layers = bytes_per_device([gathered[name] for name in layered]) // num_layers
-    others = bytes_per_device([x for name, x in gathered.items() if name not in layered])
+    unlayered = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
-    # Gathered in the dtype of the computation. Gradients are those of a microbatch, and their sum where there are more.
+    # Parameters are gathered in the compute dtype. Gradients: of one microbatch, and their sum if there are several.
     plan = max(config.trainer.step_plan.microbatches.values, key=taken_memory)
     sums = 1 + (plan.shares(sharding.mesh).most > 1)
-    in_parts = (_LAYERS_AT_ONCE * layers + others) * itemsize // _FLOAT32
+    in_parts = (_LAYERS_AT_ONCE * layers + unlayered) * itemsize // _FLOAT32
     return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
 
 
@@ -149,20 +150,22 @@ def estimate_temporary(
     fused: bool = False,
     axes: Mapping[str, int] | None = None,
 ) -> Temporary:
-    """Estimates what the gradient of a microbatch takes while it runs: the input of every block, the inside of one, and
-    the logits with their gradient; layer by layer, the last two apart.
+    """Estimates the temporary memory of a microbatch's gradient.
 
-    Beside XLA's own figure for TPU v5e, of a Llama with 1.2 billion parameters and 2048 positions in bfloat16, it is
-    5 % too low to 4 % too high where layers are recomputed or `model_axis_size` is 2, 7 % too low where everything is
-    kept, and 14 % too low with `context_axis_size: 2`.
+    Counts the input of every block, the intermediates of one block, and the logits with their gradient; layer by layer,
+    the last two are separate programs.
+
+    Compared with XLA's figure for TPU v5e, for a Llama with 1.2 billion parameters and 2048 positions in bfloat16, it
+    is 5 % too low to 4 % too high with rematerialisation or `model_axis_size` 2, 7 % too low without rematerialisation,
+    and 14 % too low with `context_axis_size: 2`.
 
     Args:
         config: of the run, with a model of one kind of block.
         vocab_size: rows of the token embedding.
-        itemsize: bytes of a number in the precision of the computation.
-        tokens: in the microbatch.
-        fused: attention is computed by a kernel, which keeps no scores.
-        axes: mesh axis -> devices along it, of those that share a microbatch; None: one device computes it.
+        itemsize: bytes per number in the compute dtype.
+        tokens: tokens in the microbatch.
+        fused: True if attention is a kernel that stores no scores.
+        axes: mesh axis -> number of devices, for the axes that share a microbatch; None means one device.
 
     Raises:
         UserError: for a model with an encoder.
@@ -175,52 +178,52 @@ def estimate_temporary(
             f"compiles its step and says what that needs"
         )
     attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
-    whole = tokens
-    # Rows or positions are divided by these axes, heads and the width of the MLP by tensor parallelism.
+    total_tokens = tokens
+    # These axes divide rows or positions; tensor parallelism divides heads and the width of the MLP.
     tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)
     tensor = axes.get("model", 1)
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    # For each token of a block: eight arrays as wide as the model (residuals, norms, what goes into and comes out of
-    # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
+    # For each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of attention
+    # and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
     wide = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
     inside = 8 * spec.hidden_dim + (3 * wide + 4 * width) // tensor
-    # Results of products with weights alone.
+    # Only results of products with weights.
     products = 2 * spec.hidden_dim + (2 * wide + width + 2 * kv_width) // tensor
-    # Scores before and after the softmax, in float32 and where products have another dtype in that too, of the one
-    # layer that is computed; a ring has those of one block of keys.
+    # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
+    # differs; a ring holds the scores of one block of keys.
     ring = attention.scores.backend == "ring"
     keys = RingLayout.of(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
     pairs = 0 if fused else attention.num_heads // tensor * min(keys, model.seq_len)
     narrow = itemsize < _FLOAT32
     scores = pairs * (2 * _FLOAT32 + narrow * itemsize)
-    # Logits and their gradient are float32, and exist for one block of tokens at a time.
+    # Logits and their gradient are float32, for one block of tokens at a time.
     logits = 2 * _FLOAT32 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
     block = tokens * (itemsize * inside + scores)
     if config.trainer.gathers_layers:
-        return {LAYER: block, LEAVE: logits}
-    # Full recomputation keeps the input of each block alone; otherwise the inside of all blocks waits for the backward
-    # pass. Compiled for a TPU v5e, norms and activations in bfloat16 leave their float32 terms as well.
+        return {LAYER: block, HEAD: logits}
+    # Full rematerialisation stores only the input of each block; otherwise the intermediates of all blocks are stored
+    # for the backward pass. Compiled for a TPU v5e, norms and activations in bfloat16 also store their float32 terms.
     everything = inside * (2 * _FLOAT32 if narrow else itemsize) + scores
-    each = {"full": itemsize * spec.hidden_dim, "dots_no_batch": itemsize * (spec.hidden_dim + products)}
+    stored_by_policy = {"full": itemsize * spec.hidden_dim, "dots_no_batch": itemsize * (spec.hidden_dim + products)}
     policy = model.remat if isinstance(model.remat, str) else ""
-    # A stage of a pipeline keeps what all rows leave in its layers, and turns without a row leave as much.
-    stages, rows = axes.get("pipeline", 1), max(1, whole // model.seq_len)
-    kept = round(len(spec.blocks) * (rows + stages - 1) / rows) * tokens * each.get(policy, everything)
+    # A pipeline stage stores the activations of all rows in its layers, and idle steps store as much.
+    stages, rows = axes.get("pipeline", 1), max(1, total_tokens // model.seq_len)
+    stored = round(len(spec.blocks) * (rows + stages - 1) / rows) * tokens * stored_by_policy.get(policy, everything)
     if not config.trainer.bitwise:
-        return {STEP: kept + max(block, logits)}
-    # Of whole parameters XLA makes a narrow copy before the loop over layers.
+        return {STEP: stored + max(block, logits)}
+    # XLA makes a low-precision copy of unsharded parameters before the loop over layers.
     layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
     copy = narrow * itemsize * layers // (tensor * stages * axes.get("expert", 1))
-    return {MICROBATCH: kept + max(block + copy, logits)}
+    return {MICROBATCH: stored + max(block + copy, logits)}
 
 
 def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
-    """As `estimate_temporary`, from XLA, which compiles the microbatch of a run for a device of this machine.
+    """As `estimate_temporary`, but measured: XLA compiles the run's microbatch for a device of this machine.
 
     Raises:
-        UserError: when the backend does not tell.
+        UserError: if the backend does not report memory.
     """
-    # One device is enough: the program of a microbatch is the same on every mesh.
+    # One device suffices: the program of a microbatch is the same on every mesh.
     setup = build_setup(config, vocab_size, jax.local_devices()[:1])
     compiled = setup.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name

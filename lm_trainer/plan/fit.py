@@ -1,4 +1,4 @@
-"""The largest microbatch that a memory holds."""
+"""Search for the largest microbatch that fits into a device's memory."""
 
 from __future__ import annotations
 
@@ -14,103 +14,103 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.model_parallel_limits import check_rows
 
 _TOO_HIGH = 1.1
-"""An estimate from other sizes is at most this many times the truth."""
+"""Maximum ratio of an interpolated estimate to the true value."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The microbatches that fit into the memory of a device; all figures are of compiled programs."""
+    """The microbatches that fit into a device's memory; all figures come from compiled programs."""
 
     rows: int | None
     """The rows of the largest microbatch that fits; None if not even the smallest does."""
     bytes: int
-    """The peak with `rows`, or with `least_rows` where none fits."""
+    """The peak with `rows`, or with `least_rows` if none fits."""
     least_rows: int
-    """The rows with which a step takes the least memory."""
+    """The rows for which a step takes the least memory."""
     microbatches: int | None
-    """In the largest step, which are also the most devices along the data axes."""
+    """Microbatches in the largest step, also the maximum number of devices along the data axes."""
     next_rows: int | None
-    """The next larger microbatch that the batch can be cut into; None if there is none."""
+    """The next larger microbatch into which the batch can be split; None if no larger one exists."""
     next_bytes: int | None
-    """The peak with it, which is more than there is."""
+    """The peak with `next_rows`, which exceeds the memory."""
     together: int | None = None
-    """The `microbatches_per_gather` with which all of this holds; None: as the configuration says."""
+    """The `microbatches_per_gather` to which these figures apply; None means as configured."""
 
 
 def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int]:
-    """The values of `per_device_parallelism` with which these devices can share every batch of the run."""
+    """The values of `per_device_parallelism` for which these devices can share every batch of the run."""
     plans = trainer.step_plan.microbatches.values
-    sizes, own = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
+    sizes, configured = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
     common = math.gcd(*sizes)
     divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
-    # A batch that may be filled up can be cut at any size: powers of two are enough to choose from.
+    # A batch that may be padded can be split at any size: powers of two are enough choice.
     powers = {1 << k for k in range(max(sizes).bit_length())} if trainer.allow_nondivisible_batch_size else set()
-    return sorted(rows for rows in divisors | powers | own if _can_share(trainer, rows, mesh))
+    return sorted(rows for rows in divisors | powers | configured if _can_share(trainer, rows, mesh))
 
 
 def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> bool:
     try:
         plan = trainer.model_copy(update={"per_device_parallelism": rows}).step_plan
         plan.check_shares(mesh)
-        for each in plan.microbatches.values:
-            check_rows(each.rows, mesh.shape)
+        for plan_group in plan.microbatches.values:
+            check_rows(plan_group.rows, mesh.shape)
     except (ValueError, UserError):
         return False
     return True
 
 
 def find_fit(memory: StepMemory, limit: int, rows: int) -> Fit:
-    """Looks for a step that takes at most `limit` bytes on a device, as near to the configured one as there is.
+    """Finds a step of at most `limit` bytes per device, as close to the configured one as possible.
 
-    Layer by layer the microbatches that share what is gathered decide no bits. So fewer of them are tried before other
-    microbatches are, which then are computed one by one.
+    Layer by layer, the number of microbatches that share a gather does not affect the bits. So smaller groups are tried
+    first, then other microbatch sizes with a group of one.
 
     Args:
-        memory: of the run.
+        memory: the memory of the run's step.
         limit: in bytes.
-        rows: of the microbatches that are configured.
+        rows: the configured rows of a microbatch.
     """
     if memory.plan().peak.bytes <= limit:
         return find_largest(memory, limit)
     trainer, mesh = memory.config.trainer, memory.setup.sharding.mesh
     layerwise = memory.setup.gathers_layers
     for together in memory.largest_step().fewer_together(mesh, trainer.microbatches_per_gather) if layerwise else ():
-        peak = memory.in_turns(together).plan().peak.bytes
+        peak = memory.with_gather(together).plan().peak.bytes
         if peak <= limit:
             return Fit(rows, peak, rows, memory.largest_step().count, None, None, together)
     largest = find_largest(memory, limit)
     if largest.rows is not None or not layerwise:
         return largest
-    one = find_largest(memory.in_turns(1), limit)
+    one = find_largest(memory.with_gather(1), limit)
     return largest if one.rows is None and one.bytes >= largest.bytes else dataclasses.replace(one, together=1)
 
 
 def find_largest(memory: StepMemory, limit: int) -> Fit:
     """The largest microbatch whose step takes at most `limit` bytes on a device.
 
-    Temporary memory grows almost linearly with the rows, so that a few compiled sizes say where to look. What is
-    returned has been compiled, and so has the next larger size, which does not fit.
+    Temporary memory grows almost linearly with the rows, so a few compiled sizes guide the search. The result has been
+    compiled, and so has the next larger size, which does not fit.
 
     Args:
-        memory: of the run.
+        memory: the memory of the run's step.
         limit: in bytes.
     """
     sizes = possible_rows(memory.config.trainer, memory.setup.sharding.mesh)
-    # The largest, and the smallest or what is configured: between two sizes all others can be interpolated.
-    planned = [rows for rows in sizes if memory.known(rows)] or sizes[:1]
-    ask = [*planned, sizes[-1]]
-    while ask:
-        for rows in ask:
+    # The largest, and the smallest or the configured one: others can be interpolated between two sizes.
+    planned = [rows for rows in sizes if memory.is_planned(rows)] or sizes[:1]
+    unplanned = [*planned, sizes[-1]]
+    while unplanned:
+        for rows in unplanned:
             memory.record(rows)
         peaks = {rows: memory.estimate(rows).peak.bytes for rows in sizes}
         best = max((rows for rows in sizes if peaks[rows] <= limit), default=None)
         larger = [rows for rows in sizes if best is None or rows > best]
         above = larger[0] if larger else None
-        # Fewer rows are not always less: they are more microbatches, and more sums of gradients.
+        # Fewer rows do not always take less: they mean more microbatches, and more sums of gradients.
         near = [rows for rows in larger if peaks[rows] <= _TOO_HIGH * limit]
         least = min(sizes, key=lambda rows: peaks[rows])
-        wanted = (least, above, *near) if best is None else (best, above, *near)
-        ask = [rows for rows in dict.fromkeys(wanted) if rows is not None and not memory.known(rows)]
+        candidates = (least, above, *near) if best is None else (best, above, *near)
+        unplanned = [rows for rows in dict.fromkeys(candidates) if rows is not None and not memory.is_planned(rows)]
     return Fit(
         rows=best,
         bytes=peaks[least if best is None else best],

@@ -1,8 +1,9 @@
-"""Descriptions of GPUs, by which the CUDA plug-in of JAX compiles for them where there are none.
+"""Descriptions of GPUs, for which the CUDA plug-in of JAX compiles without such a GPU.
 
-The compiler asks for a text in the format of XLA's `GpuTargetConfigProto`. The figures are those that CUDA reports for
-these devices (`cudaGetDeviceProperties`), which also stand in NVIDIA's whitepapers on the Ampere, Hopper and Blackwell
-architectures and, for the same purpose, in `xla/backends/gpu/target_config/specs` of the OpenXLA project (Apache-2.0).
+The compiler takes a text in the format of XLA's `GpuTargetConfigProto`. The figures equal the values that CUDA reports
+for these devices (`cudaGetDeviceProperties`). They are also published in NVIDIA's whitepapers on the Ampere, Hopper and
+Blackwell architectures and, for the same purpose, in `xla/backends/gpu/target_config/specs` of the OpenXLA project
+(Apache-2.0).
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.profile.devices import NODE
 
 _PLUGINS = {"jax-cuda12-pjrt": "cuda12", "jax-cuda13-pjrt": "cuda13"}
-"""Packages of the compiler, and the extras of JAX that bring them with all that they need."""
+"""Compiler packages, and the JAX extras that install them with their dependencies."""
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """The figures of a GPU that the compiler asks for."""
+    """GPU figures needed by the compiler."""
 
     capability: int
     """Major number of the compute capability; the minor one is 0."""
     cores: int
     """Streaming multiprocessors."""
     fpus: int
-    """Units for float32 in each of them."""
+    """Float32 units per multiprocessor."""
     clock: float
-    """GHz."""
+    """Clock rate in GHz."""
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     bandwidth: int
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     cache: int
-    """Bytes of the second level cache."""
+    """L2 cache in bytes."""
     shared: int
-    """KiB of shared memory of a multiprocessor."""
+    """Shared memory per multiprocessor, in KiB."""
 
     def text(self, kind: str) -> str:
         """The description, for the compiler."""
-        # A block may take all shared memory but one KiB, which is the system's.
+        # A block may use all shared memory except one KiB, which the system reserves.
         limits = {"threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048}
         limits |= {"block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1, "block_dim_limit_z": 2**16 - 1}
         limits |= {"thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64}
@@ -52,13 +53,13 @@ class _Gpu:
         sizes |= {"shared_memory_per_block": 48 << 10, "shared_memory_per_core": self.shared << 10}
         sizes |= {"shared_memory_per_block_optin": (self.shared - 1) << 10}
         fields = "\n".join(f"  {name}: {value}" for name, value in {**limits, **sizes}.items())
-        # From capability 9 on there are instructions of one architecture alone, which matrix products need.
-        own = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
+        # From capability 9 on, matrix products need architecture-specific instructions.
+        feature_extension = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
         versions = {"driver": "13.0.0", "runtime": "12.9.0", "compile_time_toolkit": "12.9.0", "dnn": "9.10.0"}
-        known = "\n".join(f'  {name}_version: "{version}"' for name, version in versions.items())
+        version_lines = "\n".join(f'  {name}_version: "{version}"' for name, version in versions.items())
         return (
-            f"gpu_device_info {{\n{fields}\n{known}\n"
-            f"  cuda_compute_capability {{ major: {self.capability} feature_extension: {own} }}\n}}\n"
+            f"gpu_device_info {{\n{fields}\n{version_lines}\n"
+            f"  cuda_compute_capability {{ major: {self.capability} feature_extension: {feature_extension} }}\n}}\n"
             f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 patch: 0 }}\n'
             f'device_description_str: "{kind}"\n'
         )
@@ -85,19 +86,19 @@ _GPUS = {
 
 
 def described_gpus() -> tuple[str, ...]:
-    """The kinds of GPUs that can be compiled for, as JAX names them."""
+    """The GPU kinds for which the compiler can be used, as JAX names them."""
     return tuple(_GPUS)
 
 
 def gpu_target(kind: str, count: int) -> dict[str, str]:
-    """Options of `jax.experimental.topologies.get_topology_desc` for GPUs in nodes of 8 that need not be there.
+    """Options of `jax.experimental.topologies.get_topology_desc` for GPUs in nodes of 8, which need not be present.
 
     Args:
-        kind: the same text as `jax.Device.device_kind`.
-        count: of the devices; of several nodes there may be more.
+        kind: equal to `jax.Device.device_kind`.
+        count: number of devices; with several nodes, the description may contain more.
 
     Raises:
-        UserError: for a GPU without a description, or without a plug-in that fits JAX.
+        UserError: for a GPU without a description, or without a compatible plug-in.
     """
     if kind not in _GPUS:
         raise UserError(
@@ -111,20 +112,20 @@ def gpu_target(kind: str, count: int) -> dict[str, str]:
 
 
 def _check_plugin() -> None:
-    found = {}
+    installed = {}
     for package, extra in _PLUGINS.items():
         try:
-            found[extra] = metadata.version(package)
+            installed[extra] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    if not found:
+    if not installed:
         raise UserError(
             "--compile needs the compiler for GPUs, which is JAX's CUDA plug-in: install it with pip install "
             "'lm_trainer[gpu]' (no GPU is needed), or leave --compile out"
         )
     compiler = metadata.version("jaxlib")
-    if compiler not in found.values():
-        extra, version = next(iter(found.items()))
+    if compiler not in installed.values():
+        extra, version = next(iter(installed.items()))
         raise UserError(
             f"--compile: JAX's CUDA plug-in {version} does not fit jaxlib {compiler}: install the one that does, with "
             f"pip install 'jax[{extra}]=={jax.__version__}'"

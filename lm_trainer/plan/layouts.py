@@ -1,4 +1,4 @@
-"""The layouts that a search chooses from: mesh axes, microbatches, what is gathered and what recomputed, attention."""
+"""The search space of layouts: mesh axes, microbatches, gathering, rematerialisation and attention."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_m
 _AXES = ("pipeline", "context", "expert", "model")
 """The mesh axes whose sizes are searched, each under `trainer.<axis>_axis_size`."""
 _TENSOR_AXES = ("heads", "mlp")
-"""Logical axes that tensor parallelism cuts where the configuration names none."""
+"""Logical axes tensor parallelism shards if the configuration names none."""
 _REMAT: dict[Any, Any] = {"full": True, "dots_no_batch": "dots_no_batch", "none": False}
-"""Policies and the values of `model.gradient_checkpointing` that mean them, from least memory to least computation."""
+"""Remat policy -> value of `model.gradient_checkpointing`, from least memory to least computation."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A run as it is laid out on devices."""
+    """One layout of a run on devices."""
 
     config: RunConfig
-    """With the settings of the layout."""
+    """The configuration with the settings of the layout."""
     settings: Mapping[str, Any]
-    """Dotted key -> value, of the keys whose value is not that of the configuration the search began with."""
+    """Dotted key -> value, for the keys whose values differ from the initial configuration."""
     changes: tuple[str, ...]
-    """Those among them that decide numbers: with other values the run has other bits."""
+    """Keys among them that affect the numbers: other values change the bits of the run."""
     plan: MicrobatchPlan = field(repr=False)
     """The largest batch of the run."""
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """`key=value` for each of the settings, as `lmt train` takes it."""
+        """`key=value` for each of the settings, as arguments of `lmt train`."""
         return tuple(f"{key}={_text(value)}" for key, value in self.settings.items())
 
 
@@ -52,34 +52,34 @@ def _text(value: Any) -> str:
 
 
 def layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
-    """All layouts of a run on `count` devices that the model and the batch admit.
+    """Yields all possible layouts of a run on `count` devices.
 
-    The batch, the length of rows, the optimizer and the data stay as they are. Where the configuration gives
-    `trainer.elastic_shards`, there are at least so many microbatches. A run with `determinism: fast` keeps it, and the
-    others keep the promise of bits that do not depend on the number of devices.
+    The batch, the row length, the optimizer and the data stay unchanged. With `trainer.elastic_shards`, a layout has at
+    least that many microbatches. A run with `determinism: fast` keeps it, and all other runs stay bit-identical on any
+    number of devices.
     """
     config = with_gather(config, vocab_size)
-    before = numeric_identity(config)
+    initial_identity = numeric_identity(config)
     for trainer in _meshes(config, vocab_size, count):
         for settings in _steps(config, trainer, count):
-            yield _layout(config, before, settings)
+            yield _layout(config, initial_identity, settings)
 
 
-def _layout(config: RunConfig, before: dict[str, Any], settings: Mapping[str, Any]) -> Layout:
+def _layout(config: RunConfig, initial_identity: dict[str, Any], settings: Mapping[str, Any]) -> Layout:
     changed, parts = {}, {"trainer": config.trainer, "model": config.model}
     for key, value in settings.items():
         section, name = key.split(".")
         if getattr(parts[section], name) != value:
             changed[key] = value
             parts[section] = parts[section].model_copy(update={name: value})
-    found = config.model_copy(update=parts)
-    # The same microbatches, otherwise said.
-    own, plan = (_largest(each) for each in (config, found))
-    if own == plan and changed.pop("trainer.per_device_parallelism", None):
-        same = {"per_device_parallelism": config.trainer.per_device_parallelism}
-        found = found.model_copy(update={"trainer": found.trainer.model_copy(update=same)})
-    numeric = changed_keys(before, numeric_identity(found)) if changed else {}
-    return Layout(found, changed, tuple(key for key in changed if key in numeric), plan)
+    laid_out = config.model_copy(update=parts)
+    # The same microbatches, in other words: keeps the configured setting.
+    configured_plan, plan = (_largest(candidate) for candidate in (config, laid_out))
+    if configured_plan == plan and changed.pop("trainer.per_device_parallelism", None):
+        unchanged = {"per_device_parallelism": config.trainer.per_device_parallelism}
+        laid_out = laid_out.model_copy(update={"trainer": laid_out.trainer.model_copy(update=unchanged)})
+    numeric = changed_keys(initial_identity, numeric_identity(laid_out)) if changed else {}
+    return Layout(laid_out, changed, tuple(key for key in changed if key in numeric), plan)
 
 
 def _largest(config: RunConfig) -> MicrobatchPlan:
@@ -87,11 +87,11 @@ def _largest(config: RunConfig) -> MicrobatchPlan:
 
 
 def _meshes(config: RunConfig, vocab_size: int, count: int) -> Iterator[dict[str, Any]]:
-    """Settings of the axes with which the devices can share the model."""
+    """Mesh axis settings for which the devices can share the model."""
     spec, length = config.model.spec(vocab_size), config.model.seq_len
     for sizes in _sizes(count, len(_AXES)):
         axes: dict[str, int] = dict(zip(_AXES, sizes, strict=True))
-        # Tensor parallelism sends most: as in other frameworks, it stays inside of a node.
+        # Tensor parallelism communicates most: as in other frameworks, it stays within a node.
         if axes["model"] > NODE or spec.blocks[0].attention.num_heads % axes["model"]:
             continue
         try:
@@ -113,8 +113,8 @@ def _sizes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
         yield ()
         return
     for size in (size for size in range(1, count + 1) if count % size == 0):
-        for others in _sizes(count // size, axes - 1):
-            yield (size, *others)
+        for remaining in _sizes(count // size, axes - 1):
+            yield (size, *remaining)
 
 
 def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,7 @@ def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[d
             continue
         common = {**mesh, "trainer.per_device_parallelism": rows}
         for gather in gathers:
-            # Whole layers wait for one another in a pipeline, and parts of layers where each is gathered.
+            # A pipeline assigns full layers to stages; gathering layer by layer shards each layer.
             if gather == "layer" and trainer.pipeline_axis_size > 1:
                 continue
             if not trainer.bitwise and any(plan.count % batch_shards(abstract) for plan in plans):
@@ -145,12 +145,14 @@ def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[d
 def _memory_settings(
     config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any
 ) -> Iterator[dict[str, Any]]:
-    """Settings that trade memory for computation or traffic, from least memory on."""
-    own, value = config.model.remat, config.model.gradient_checkpointing
+    """Settings that trade memory for computation or traffic, from least to most memory."""
+    configured_policy, value = config.model.remat, config.model.gradient_checkpointing
     policies = [value]
     if not trainer.gathers_layers or keeps_inside_layers(trainer):
-        # Of several words for one policy that of the configuration.
-        words = {policy: value if policy == own else named for policy, named in _REMAT.items()} | {own: value}
+        # Of several values for one policy, keeps the configured one.
+        words = {policy: value if policy == configured_policy else named for policy, named in _REMAT.items()} | {
+            configured_policy: value
+        }
         policies = [*words.values()]
     for policy in policies:
         for gathers in _gathers(config, trainer, plan, mesh):
@@ -158,15 +160,17 @@ def _memory_settings(
 
 
 def _gathers(config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any) -> Iterator[dict[str, Any]]:
-    """The numbers of microbatches that may share what is gathered."""
+    """The possible numbers of microbatches that share a gather."""
     if not trainer.gathers_layers:
         yield {}
         return
-    most = plan.shares(mesh).most
-    now = config.trainer.microbatches_per_gather
-    for together in sorted({plan.shares(mesh, n).most for n in range(1, most + 1)}):
-        same = now is not None and plan.shares(mesh, now).most == together
-        yield {"trainer.microbatches_per_gather": now if same else None if together == most else together}
+    max_group = plan.shares(mesh).most
+    configured = config.trainer.microbatches_per_gather
+    for group in sorted({plan.shares(mesh, n).most for n in range(1, max_group + 1)}):
+        is_configured = configured is not None and plan.shares(mesh, configured).most == group
+        yield {
+            "trainer.microbatches_per_gather": configured if is_configured else None if group == max_group else group
+        }
 
 
 def _backends(config: RunConfig) -> Iterator[dict[str, Any]]:

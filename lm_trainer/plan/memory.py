@@ -1,4 +1,4 @@
-"""The memory of a configuration's step, for any rows of a microbatch."""
+"""The memory of a configuration's step, as a function of the rows of a microbatch."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ class MemoryPlan:
     """The memory of one device over a training step."""
 
     state: Mapping[str, int]
-    """The state between steps, name -> bytes: exact, from shapes and shardings."""
+    """The state between steps, name -> bytes; exact, from shapes and shardings."""
     phases: tuple[PhaseBytes, ...]
-    """While each program of a step runs, in the order of their first runs."""
+    """One phase per program of a step, in the order of their first runs."""
 
     @property
     def peak(self) -> PhaseBytes:
-        """The phase that needs most."""
+        """The phase with the highest memory."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
 class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
-    The step is rehearsed on one shard of the batch. Programs of a microbatch are compiled for its devices, where they
-    are the same on every mesh; those that move and add arrays for all `devices`.
+    The step is rehearsed on one shard of the batch. Programs of a microbatch are compiled for its devices only, because
+    they are the same on every mesh; programs that move and add arrays are compiled for all `devices`.
 
     Args:
         config: of the run, with a whole model section.
         vocab_size: rows of the token embedding.
-        devices: JAX devices, emulated ones for instance.
-        platform: on which the step is to run: there may be several microbatches under way on a device of a CPU.
-        growing: in plans, the temporary memory of a program that grows with the rows over what XLA says of it here.
-        programs: those of another plan of the same model, which are not compiled again.
+        devices: JAX devices, for example emulated ones.
+        platform: target platform of the step: a CPU device may have several microbatches in flight.
+        growing: ratio of the target's temporary memory to XLA's figure on this machine, for programs whose memory grows
+            with the rows.
+        programs: compiled programs of another plan of the same model, for reuse.
 
     Raises:
-        UserError: when the devices or the sharding rules do not fit.
+        UserError: if the devices or the sharding rules do not fit.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class StepMemory:
         setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
         self.rows = plan.rows
-        """Rows that a device computes at once in the largest step."""
+        """Rows a device computes at a time in the largest step."""
         if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
             self.rows *= plan.per_shard(setup.sharding.mesh)
         self._built = {self.rows: setup}
@@ -84,7 +85,7 @@ class StepMemory:
         self._records = dict[int, StepRecord]()
 
     def _build(self, trainer: TrainerConfig) -> TrainingSetup:
-        """A program for rehearsals, which is never run."""
+        """A training setup for rehearsals, which never runs."""
         with on_one_shard():
             return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
@@ -93,11 +94,11 @@ class StepMemory:
         return trainer if rows is None else trainer.model_copy(update={"per_device_parallelism": rows})
 
     def texts(self) -> dict[str, str]:
-        """The texts of the programs of the step, by the names of `runs`."""
+        """The HLO texts of the step's programs, by the names of `runs`."""
         return {name: self.programs.texts[key] for name, key in self._names().items()}
 
     def runs(self) -> dict[str, int]:
-        """The runs of each program in the step, by its name; programs of one name are numbered."""
+        """The number of runs of each program in the step, by name; programs of equal names are numbered."""
         record = self.record()
         return {name: record.runs[key] for name, key in self._names().items()}
 
@@ -108,21 +109,21 @@ class StepMemory:
             names[f"{key[0]} {count + 1}" if count else key[0]] = key
         return names
 
-    def in_turns(self, together: int) -> StepMemory:
-        """The memory of the same step with this `trainer.microbatches_per_gather`."""
-        trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": together})
+    def with_gather(self, microbatches_per_gather: int) -> StepMemory:
+        """The memory of the same step with another `trainer.microbatches_per_gather`."""
+        trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": microbatches_per_gather})
         config = self.config.model_copy(update={"trainer": trainer})
         return StepMemory(config, self._vocab_size, self._devices, self._platform, self._growing, self.programs)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
-        """The batch of the run that takes most memory; `rows` as for `record`."""
+        """The run's batch with the highest memory; `rows` as for `record`."""
         return max(self._trainer(rows).step_plan.microbatches.values, key=taken_memory)
 
     def record(self, rows: int | None = None) -> StepRecord:
-        """The programs of the step that takes most memory, each of which is compiled.
+        """The compiled programs of the step with the highest memory.
 
         Args:
-            rows: of a microbatch; None: as the configuration says.
+            rows: rows of a microbatch; None means as configured.
         """
         rows = self.rows if rows is None else rows
         if rows not in self._records:
@@ -131,17 +132,17 @@ class StepMemory:
         return self._records[rows]
 
     def plan(self, rows: int | None = None) -> MemoryPlan:
-        """The memory of a step with microbatches of so many rows, by its compiled programs."""
+        """The memory of a step with microbatches of `rows` rows, from its compiled programs."""
         return MemoryPlan(self.state, self.record(rows).phases)
 
     def estimate(self, rows: int) -> MemoryPlan:
-        """As `plan`; programs for so many rows that are not compiled are interpolated from other rows."""
+        """As `plan`, but interpolates programs that are not compiled for this number of rows."""
         if rows in self._records:
             return self.plan(rows)
         return MemoryPlan(self.state, self._rehearse(rows, self.programs.between(rows)).phases)
 
-    def known(self, rows: int) -> bool:
-        """Returns true if the step with microbatches of so many rows has been planned."""
+    def is_planned(self, rows: int) -> bool:
+        """True if the step with microbatches of `rows` rows has been planned."""
         return rows in self._records
 
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
@@ -150,28 +151,28 @@ class StepMemory:
         return self._built[rows].rehearse(self._row, self._platform, self._on_accelerator(measure))
 
     def _on_accelerator(self, measure: Measure) -> Measure:
-        """Corrects the memory that a CPU's compiler reports to what an accelerator takes."""
+        """Scales the memory reported by the CPU compiler to an accelerator's."""
         if self._platform == "cpu" or self._devices[0].platform != "cpu":
             return measure
 
-        def there(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+        def on_accelerator(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
             measured = measure(program, key, args)
             temporary = round(self._share(program) * measured.bytes.temporary) + self._copied(program)
             return replace(measured, bytes=replace(measured.bytes, temporary=temporary))
 
-        return there
+        return on_accelerator
 
     def _share(self, program: StepProgram) -> float:
-        """The temporary memory of a program on an accelerator over that for a CPU."""
+        """The ratio of a program's temporary memory on an accelerator to its temporary memory on a CPU."""
         if program.elementwise:
             return 0.0
         return self._growing if program.grows else 1.0
 
     def _copied(self, program: StepProgram) -> int:
-        """Bytes of the layers that are cast as a whole before the loop over them, which computes in fewer bits.
+        """Bytes of the low-precision copy of all layers that is made before a loop over them.
 
-        A TPU's compiler takes the cast out of the loop; others cast the layer that they have come to. Where parameters
-        are gathered layer by layer they come cast.
+        The TPU compiler hoists the cast out of the loop; others cast one layer at a time. Parameters gathered layer by
+        layer arrive in low precision.
         """
         trainer = self.config.trainer
         narrows = trainer.mp.compute_dtype.itemsize < trainer.mp.param_dtype.itemsize

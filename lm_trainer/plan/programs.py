@@ -1,4 +1,4 @@
-"""The work of the programs of a step, as their compiler wrote them, and the least and most time that it takes."""
+"""The work of a step's compiled programs, with lower and upper bounds of their time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{r
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """The work of a program on one device, in one run of it."""
+    """The work of one run of a program on one device."""
 
     name: str
     runs: int
-    """Runs in a step."""
+    """Number of runs per step."""
     operations: tuple[Operation, ...]
     sent: Mapping[str, float]
-    """Collective -> bytes that the device sends."""
+    """Collective -> bytes the device sends."""
     kernels: Mapping[str, int]
-    """Custom kernel, such as one of attention -> how often it stands in the program. FLOPs are counted of those for
-    products of matrices alone."""
+    """Custom kernel, such as attention -> number of occurrences in the program. FLOPs are counted only for kernels of
+    matrix products."""
 
     @classmethod
     def of(cls, name: str, runs: int, hlo: str) -> ProgramWork:
-        """Reads the text of a compiled program."""
+        """Analyses the text of a compiled program."""
         return cls(name, runs, tuple(operations(hlo, ())), bytes_sent(hlo), Counter(_KERNEL.findall(hlo)))
 
     @property
@@ -47,7 +47,7 @@ class ProgramWork:
 
 @dataclass(frozen=True)
 class ProgramTime:
-    """Seconds of one run of a program by each limit of the device, if nothing else bound it."""
+    """Seconds of one run of a program by each limit of the device, as if it were the only limit."""
 
     name: str
     runs: int
@@ -55,58 +55,58 @@ class ProgramTime:
     memory: float
     network: float
     one_by_one: float
-    """Seconds of its operations one after another, each bound by compute or memory, without what it sends."""
+    """Seconds of its operations in sequence, each bound by compute or memory, without communication."""
 
     @property
-    def least(self) -> float:
-        """Everything overlaps."""
+    def lower_bound(self) -> float:
+        """Seconds if everything overlaps."""
         return max(self.compute, self.memory, self.network)
 
     @property
-    def most(self) -> float:
-        """Nothing overlaps, and all operations reach their limit."""
+    def upper_bound(self) -> float:
+        """Seconds without any overlap, if all operations reach their limit."""
         return self.one_by_one + self.network
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step by its compiled programs: no program of another step or of the host is counted."""
+    """The time of a step from its compiled programs, without programs of other steps or of the host."""
 
     programs: tuple[ProgramTime, ...]
     flops: float
-    """FLOPs of the model in a step on one device, by formula."""
+    """Model FLOPs of a step on one device, by formula."""
     peak: float
     """FLOP/s of one device."""
 
     @property
-    def least(self) -> float:
+    def lower_bound(self) -> float:
         """Seconds if everything in a program overlaps; never less than the model's FLOPs at the device's peak."""
-        return max(sum(p.runs * p.least for p in self.programs), self.flops / self.peak)
+        return max(sum(p.runs * p.lower_bound for p in self.programs), self.flops / self.peak)
 
     @property
-    def most(self) -> float:
-        """Seconds if nothing overlaps."""
-        return max(sum(p.runs * p.most for p in self.programs), self.least)
+    def upper_bound(self) -> float:
+        """Seconds without any overlap."""
+        return max(sum(p.runs * p.upper_bound for p in self.programs), self.lower_bound)
 
     @property
     def bound_by(self) -> str:
-        """The limit that the most seconds of a step go with."""
+        """The limit that accounts for most seconds of a step."""
         limits = ("compute", "memory", "network")
         sums = {limit: sum(p.runs * getattr(p, limit) for p in self.programs) for limit in limits}
         return max(sums, key=lambda limit: sums[limit])
 
     def mfu(self, seconds: float) -> float:
-        """The share of the peak that the model's FLOPs are in so many seconds."""
+        """The model FLOP utilisation of a step of `seconds`."""
         return self.flops / seconds / self.peak
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The programs of a step by the compiler of the devices that they are for."""
+    """The programs of a step, from the target devices' compiler."""
 
     programs: tuple[ProgramWork, ...]
     time: StepTime | None
-    """None where no datasheet has the figures."""
+    """None if no datasheet has the figures."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -121,23 +121,23 @@ class CompiledStep:
             }
             for work in self.programs
         ]
-        found: dict[str, Any] = {"programs": programs}
+        content: dict[str, Any] = {"programs": programs}
         if self.time is not None:
-            least, most = self.time.least, self.time.most
-            found["step_seconds"] = {"least": least, "most": most}
-            found["mfu"] = {"least": self.time.mfu(most), "most": self.time.mfu(least)}
-            found["bound_by"] = self.time.bound_by
-        return found
+            lower, upper = self.time.lower_bound, self.time.upper_bound
+            content["step_seconds"] = {"least": lower, "most": upper}
+            content["mfu"] = {"least": self.time.mfu(upper), "most": self.time.mfu(lower)}
+            content["bound_by"] = self.time.bound_by
+        return content
 
 
 def step_time(programs: Sequence[ProgramWork], flops: float, peak: float, bandwidths: Bandwidths) -> StepTime:
     """The time of a step.
 
     Args:
-        programs: of the step.
-        flops: of the model in a step on one device.
+        programs: the programs of the step.
+        flops: model FLOPs of a step on one device.
         peak: FLOP/s of one device.
-        bandwidths: of one device.
+        bandwidths: bandwidths of one device.
     """
 
     def time(work: ProgramWork) -> ProgramTime:

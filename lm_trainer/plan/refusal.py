@@ -1,4 +1,4 @@
-"""Programs that a compiler refuses: its reason in one line, and the program in a file."""
+"""Programs the compiler rejects: the reason in one line, and the program in a file."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from lm_trainer.core.errors import UserError
 
 @contextmanager
 def explained_refusals(kind: str) -> Iterator[None]:
-    """Turns an error of the compiler into one for the user, and keeps the program that it was given.
+    """Turns a compiler error into a UserError, and keeps the rejected program.
 
     Args:
-        kind: of the devices that are compiled for.
+        kind: the target device kind.
 
     Raises:
-        UserError: when the compiler refuses a program.
+        UserError: if the compiler rejects a program.
     """
-    directory, before = Path(tempfile.mkdtemp(prefix="lmt-plan-")), jax.config.values["jax_dump_ir_to"]
-    # JAX writes each program there before it is compiled, so that it is there even if the compiler ends the process.
+    directory, previous_dump_directory = Path(tempfile.mkdtemp(prefix="lmt-plan-")), jax.config.values["jax_dump_ir_to"]
+    # JAX writes each program to this directory before compiling it, so the file exists even if the compiler aborts.
     jax.config.update("jax_dump_ir_to", str(directory))
     keep = False
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         keep = True
-        # JAX numbers the files in the order in which they are compiled.
+        # The last file is the program that failed.
         programs = sorted(directory.glob("*.mlir"), key=lambda path: path.stat().st_mtime_ns)
-        where = f"; the program is in {programs[-1]}" if programs else ""
-        raise UserError(f"the compiler for {kind} refuses a program: {_reason(str(error))}{where}") from error
+        location = f"; the program is in {programs[-1]}" if programs else ""
+        raise UserError(f"the compiler for {kind} refuses a program: {_reason(str(error))}{location}") from error
     finally:
-        jax.config.update("jax_dump_ir_to", before)
+        jax.config.update("jax_dump_ir_to", previous_dump_directory)
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Memory, FLOPs, time and cost of a run on devices that need not be there."""
+"""Memory, FLOPs, time and cost of a run on devices that need not be present."""
 
 from __future__ import annotations
 
@@ -29,48 +29,49 @@ from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
 
 _QUERIES = 128
-"""Queries whose scores are held at a time where a kernel would hold none."""
+"""Queries per block of scores, as a substitute for a kernel, which stores no scores."""
 _GROWING, _GROWING_FAST = 0.7, 0.85
-"""The temporary memory of a program that grows with the microbatch over that on a CPU, which holds float32 copies of
-bfloat16 operands and fuses less. It is the most, at the peak, that accelerators' compilers said for the steps in
-benchmarks/results/compiled. `fast` has in it what is gathered and reduced as well, which is as much on both."""
+"""Ratio of temporary memory on accelerators to temporary memory on a CPU, which holds float32 copies of bfloat16
+operands and fuses less; for programs that grow with the microbatch. It is the maximum, at the peak, over the
+accelerator compilers' figures for the steps in benchmarks/results/compiled. The program of `fast` also contains
+gathered and reduced arrays, which have equal size on both."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions of a plan that the configuration does not settle."""
+    """Assumptions of a plan that are not part of the configuration."""
 
     mfu: float = MFU
-    """The fraction of the datasheet's peak that training reaches."""
+    """The fraction of the datasheet's peak reached in training."""
     price: float | None = None
-    """The price of a device for an hour, in any currency."""
+    """The price per device-hour, in any currency."""
     memory: int | None = None
-    """Bytes that a run may use on each device; None: as the datasheet says."""
+    """Bytes a run may use on each device; None means according to the datasheet."""
     vocab_size: int | None = None
-    """Rows of the token embedding; None: as `find_vocabulary` says."""
+    """Rows of the token embedding; None means the result of `find_vocabulary`."""
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Attention in a ring of devices that share the positions of rows."""
+    """Ring attention over devices that share the positions of rows."""
 
     devices: int
     share: float
-    """The part of all pairs of a query and a key whose scores are computed; the FLOPs of the plan count all."""
+    """The fraction of query-key pairs whose scores are computed; the FLOPs of the plan count all pairs."""
     computed_flops_per_token: int
-    """FLOPs of a training step for each token, with these pairs alone."""
+    """FLOPs of a training step per token, counting only these pairs."""
     buffers: int
-    """Bytes of the keys and values of one layer on a device: those in use, those that arrive, and in the backward pass
-    three times their gradients in float32. They are part of the temporary memory."""
+    """Bytes of one layer's keys and values on a device: the current block, the arriving block, and in the backward pass
+    three times their gradients in float32. Part of the temporary memory."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run, before it is started."""
+    """The plan of a run."""
 
     devices: DeviceGroup
     mesh: Mapping[str, int]
-    """The axes that have more than one device."""
+    """Mesh axes with more than one device."""
     determinism: str
     gather: str
     """`model` or `layer`; `auto` with `determinism: fast`."""
@@ -79,26 +80,26 @@ class RunPlan:
     dtype: str
     """The dtype of matrix products."""
     rows: int
-    """Rows of a microbatch; with `determinism: fast` and per_device_parallelism -1, all those of a device are one."""
+    """Rows of a microbatch; with `determinism: fast` and per_device_parallelism -1, all rows of a device."""
     microbatches: int
-    """In the largest step, of all devices."""
+    """Microbatches in the largest step, over all devices."""
     memory: MemoryPlan
     """The memory of one device."""
     budget: Budget | None
-    """None where neither the user nor a datasheet says."""
+    """None if given neither by the user nor by a datasheet."""
     fit: Fit | None
     """None without a budget."""
     work: Work
     time: Time | None
-    """None where no datasheet has a figure."""
+    """None if no datasheet has a figure."""
     assumed: str | None
-    """The reason why the vocabulary is a guess; None where it is known."""
+    """The reason why the vocabulary size is a guess; None if it is known."""
     kernel: str | None
-    """The fused attention kernel of these devices, which keeps no scores; None: XLA's."""
+    """The fused attention kernel of these devices, which stores no scores; None means XLA's attention."""
     ring: RingPlan | None
-    """None where attention is no ring."""
+    """None without ring attention."""
     compiled: CompiledStep | None
-    """The programs by the devices' own compiler; None where a CPU's planned in its place."""
+    """The programs from the devices' own compiler; None if planned with the CPU compiler."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -121,15 +122,16 @@ def plan_run(
     """Plans the memory, FLOPs, time and cost of training with this configuration.
 
     Args:
-        config: of the run, with a whole model section.
-        group: the devices that the run would have.
-        devices: as many JAX devices, in whose place XLA plans: emulated ones, as of `emulate_devices`, or those of
-            `group` themselves.
+        config: of the run, with a complete model section.
+        group: the target devices of the run.
+        devices: as many JAX devices for XLA: emulated ones from `emulate_devices`, or the devices of `group`
+            themselves.
         assumptions: about the machine.
-        own_compiler: `devices` are those of `group`, there or described: their compiler's word is the plan's.
+        own_compiler: True if `devices` are the devices of `group`, present or described: the plan then reports their
+            compiler's figures.
 
     Raises:
-        UserError: when the devices cannot share the work, or a sharding rule does not fit the model.
+        UserError: if the devices cannot share the work, or a sharding rule does not fit the model.
     """
     trainer = config.trainer
     if trainer.max_devices is not None and trainer.max_devices < group.count:
@@ -138,8 +140,8 @@ def plan_run(
             f"for {trainer.max_devices}, or set trainer.max_devices=null"
         )
     limit = budget(group.kind, assumptions.memory)
-    given = assumptions.vocab_size
-    vocab_size, assumed = find_vocabulary(config) if given is None else Vocabulary(given)
+    vocab_override = assumptions.vocab_size
+    vocab_size, assumed = find_vocabulary(config) if vocab_override is None else Vocabulary(vocab_override)
     platform = device_platform(group.kind)
     backend = attention_backend(config, vocab_size, platform)
     if not own_compiler:
@@ -173,7 +175,7 @@ def plan_run(
         microbatches=microbatches,
         memory=planned,
         budget=limit,
-        # With the devices' own compiler each size would take minutes.
+        # With the devices' own compiler, each size would take minutes.
         fit=None if limit is None or own_compiler else find_fit(memory, limit.bytes, rows),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
@@ -194,30 +196,30 @@ def _compiled(memory: StepMemory, work: Work, group: DeviceGroup, trainer: Train
 
 
 def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfig:
-    """The configuration that XLA plans on the devices of this machine as `platform` would hold it."""
-    # The devices in whose place XLA plans may not have a kernel, nor choose as others do.
+    """The configuration to compile on this machine such that its memory resembles `platform`."""
+    # The devices of this machine may lack the kernel, or choose another backend.
     model, changes = config.model, dict[str, Any](attn_backend="ring" if backend == "ring" else "xla")
     if backend not in ("ring", "xla"):
-        # A kernel keeps no scores; XLA in its place then has those of a few queries.
+        # A kernel stores no scores; XLA, used instead, stores the scores of a few queries.
         changes["flash_attention_block_size"] = model.flash_attention_block_size or _QUERIES
     if platform != "cpu" and model.remat != "none" and not model.scan:
-        # For a CPU XLA merges the recomputation of unrolled layers with the original, and so saves no memory.
+        # On a CPU, XLA merges the recomputation of unrolled layers with the original, which saves no memory.
         changes["scan_layers"] = True
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 def _growing(trainer: TrainerConfig, backend: str) -> float:
-    # Known for bfloat16 and kernels alone.
+    # Known only for bfloat16 and kernels.
     if trainer.mp.compute_dtype.itemsize != 2 or backend in ("xla", "ring"):
         return 1.0
     return _GROWING if trainer.bitwise else _GROWING_FAST
 
 
 def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """The backend of the first layer on a platform; layers differ in windows alone, which no backend minds.
+    """The attention backend of the first layer on a platform; layers differ only in windows, which all support.
 
     Raises:
-        UserError: when the configuration demands one that cannot do what the model asks for.
+        UserError: if the configured backend does not support the model.
     """
     length = config.model.seq_len
     site = AttentionMetadata(
@@ -232,5 +234,5 @@ def _ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan
     share, count = ring_share(spec, length, devices), flops_per_token(spec, length)
     hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
     keys = rows * length // devices * max(b.attention.kv_heads * b.attention.head_dim for b in spec.blocks)
-    # Three times, for the gradients of queries and keys, or of probabilities and values.
+    # Three times: forward, and the gradients of queries and keys, or of probabilities and values.
     return RingPlan(devices, share, flops - 3 * hidden, 2 * keys * (2 * jnp.dtype(dtype).itemsize + 3 * 4))

@@ -1,4 +1,4 @@
-"""The fastest layout of a run that fits on some devices: by a cost model, and by the devices' own compiler."""
+"""Search for the fastest layout of a run that fits its devices: by a cost model, and by the devices' own compiler."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from lm_trainer.run.weights.vocabulary import Vocabulary, find_vocabulary
 from lm_trainer.step.dispatch.memory import PhaseBytes
 
 MARGIN = 0.1
-"""The part of the memory that an estimate leaves free, since it may be too low."""
+"""Fraction of the memory kept free, because an estimate may be too low."""
 SHOWN = 5
-"""Layouts in a ranking."""
+"""Number of layouts in a ranking."""
 
 
 @dataclass(frozen=True)
 class CompiledLayout:
-    """The word of the devices' own compiler about a layout."""
+    """The result of the devices' own compiler for a layout."""
 
     memory: PhaseBytes
-    """The phase that takes most."""
+    """The phase with the highest memory."""
     seconds: tuple[float, float] | None
-    """The least and the most of a step; None where no datasheet has the figures."""
+    """Lower and upper bound of a step; None if no datasheet has the figures."""
 
     @classmethod
     def from_json(cls, plan: Mapping[str, Any]) -> CompiledLayout:
-        """Reads what `lmt plan --compile --json` prints."""
+        """Parses the output of `lmt plan --compile --json`."""
         peak = max(plan["memory"]["phases"], key=lambda phase: phase["bytes"])
         seconds = plan["compiled"].get("step_seconds")
         return cls(
@@ -58,21 +58,21 @@ Compile = Callable[[tuple[str, ...]], CompiledLayout]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what it takes."""
+    """A layout with its time and memory."""
 
     layout: Layout
     mesh: dict[str, int]
-    """The axes that have more than one device."""
+    """Mesh axes with more than one device."""
     cost: StepCost
-    """By the cost model."""
+    """The time by the cost model."""
     memory: PhaseBytes
-    """The phase of a device that takes most: estimated, or with `compiled` the compiler's word."""
+    """The phase with the highest memory of a device: estimated, or with `compiled` from the compiler."""
     limit: int | None
-    """Bytes that it may take; None where nobody knows."""
+    """Bytes it may take; None if unknown."""
     compiled: CompiledLayout | None = None
-    """None where the devices' own compiler was not asked."""
+    """None if not compiled by the devices' own compiler."""
     refused: str | None = None
-    """The compiler's reason not to compile it."""
+    """The compiler's reason for rejecting it."""
 
     @property
     def fits(self) -> bool:
@@ -80,7 +80,7 @@ class Candidate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The least and the most seconds of a step by the compiled programs."""
+        """Lower and upper bound of a step in seconds, from the compiled programs."""
         return None if self.compiled is None else self.compiled.seconds
 
     @property
@@ -91,21 +91,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """The layouts of a run on some devices, the fastest first."""
+    """The result of a search: layouts of a run on given devices, fastest first."""
 
     devices: DeviceGroup
     budget: Budget | None
     tokens_per_step: int
     considered: int
-    """Layouts that the model and the batch admit."""
+    """Number of layouts the model and the batch allow."""
     ranked: tuple[Candidate, ...]
-    """The fastest that fits of each mesh and of what is gathered; with a compiler, those it compiled that fit."""
+    """The fastest fitting layout of each mesh and gather setting; with a compiler, the compiled layouts that fit."""
     same_numbers: Candidate | None
-    """The fastest that fits and changes no bit of the run; it may stand in `ranked` as well."""
+    """The fastest fitting layout that changes no bit of the run; may also be in `ranked`."""
     nearest: Candidate | None
-    """The one that takes least memory, where none fits."""
+    """The layout with the least memory, if none fits."""
     rejected: tuple[Candidate, ...] = ()
-    """Those that the cost model took to fit, and the compiler does not."""
+    """Layouts that fit by the cost model, but not by the compiler."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -114,47 +114,51 @@ class Search:
             "budget": None if self.budget is None else asdict(self.budget),
             "tokens_per_step": self.tokens_per_step,
             "considered": self.considered,
-            "ranked": [self._plain(each) for each in self.ranked],
+            "ranked": [self._plain(candidate) for candidate in self.ranked],
             "same_numbers": None if self.same_numbers is None else self._plain(self.same_numbers),
             "nearest": None if self.nearest is None else self._plain(self.nearest),
-            "rejected": [self._plain(each) for each in self.rejected],
+            "rejected": [self._plain(candidate) for candidate in self.rejected],
         }
 
-    def _plain(self, found: Candidate) -> dict[str, Any]:
+    def _plain(self, candidate: Candidate) -> dict[str, Any]:
         return {
-            "overrides": list(found.layout.overrides),
-            "changes_numbers": list(found.layout.changes),
-            "mesh": found.mesh,
-            "rows": found.layout.plan.rows,
-            "microbatches": found.layout.plan.count,
-            "step_seconds": found.seconds,
-            "interval": found.interval,
-            "tokens_per_second": self.tokens_per_step / found.seconds,
-            "cost": asdict(found.cost),
-            "memory": {"phase": found.memory.name, "bytes": found.memory.bytes, "parts": dict(found.memory.parts)},
-            "fits": found.fits,
-            "refused": found.refused,
+            "overrides": list(candidate.layout.overrides),
+            "changes_numbers": list(candidate.layout.changes),
+            "mesh": candidate.mesh,
+            "rows": candidate.layout.plan.rows,
+            "microbatches": candidate.layout.plan.count,
+            "step_seconds": candidate.seconds,
+            "interval": candidate.interval,
+            "tokens_per_second": self.tokens_per_step / candidate.seconds,
+            "cost": asdict(candidate.cost),
+            "memory": {
+                "phase": candidate.memory.name,
+                "bytes": candidate.memory.bytes,
+                "parts": dict(candidate.memory.parts),
+            },
+            "fits": candidate.fits,
+            "refused": candidate.refused,
         }
 
 
 def search_layouts(
     config: RunConfig, group: DeviceGroup, assumptions: Assumptions, *, compile_best: tuple[int, Compile] | None = None
 ) -> Search:
-    """Looks for the fastest layout of a run that fits on some devices.
+    """Finds the fastest layout of a run that fits on given devices.
 
-    Every layout is priced by `lm_trainer.plan.speed`. In the order of that price their memory is estimated by
-    `lm_trainer.plan.estimate`, until enough of them fit. No device need be there, and nothing is compiled unless
-    `compile_best` says so.
+    `lm_trainer.plan.speed` computes the cost of every layout. In the order of cost, `lm_trainer.plan.estimate`
+    estimates their memory until enough of them fit. No device is needed, and layouts are compiled only with
+    `compile_best`.
 
     Args:
-        config: of the run, with a whole model section; its data, batch, rows and optimizer stay as they are.
+        config: of the run, with a complete model section; data, batch, rows and optimizer stay unchanged.
         group: the devices.
-        assumptions: about them.
-        compile_best: how many of the best layouts to compile, and how.
+        assumptions: assumptions about the devices.
+        compile_best: number of best layouts to compile, and the function that compiles one.
 
     Raises:
-        UserError: for devices without figures in the tables, a model of several kinds of layers, or where no layout is
-            admitted.
+        UserError: for devices without figures in the tables, a model with several kinds of layers, or if no layout is
+            possible.
     """
     vocab_size, _ = Vocabulary(assumptions.vocab_size) if assumptions.vocab_size else find_vocabulary(config)
     machine = _machine(config, group, assumptions)
@@ -167,17 +171,17 @@ def search_layouts(
             f"--search: {group.count} devices cannot share the batch of trainer.train_batch_size in any layout: use "
             f"fewer devices, or lower trainer.elastic_shards where it is set"
         )
-    ranked, same, tried = _choose(priced, pricing, room)
-    found = Search(
+    ranked, same_numbers, tried = _choose(priced, pricing, room)
+    search = Search(
         devices=group,
         budget=limit,
         tokens_per_step=config.trainer.batch_schedule.at(0) * config.model.seq_len,
         considered=len(priced),
         ranked=tuple(ranked[:SHOWN]),
-        same_numbers=same,
+        same_numbers=same_numbers,
         nearest=None if ranked else _nearest(tried, pricing),
     )
-    return found if compile_best is None else _compiled(found, *compile_best)
+    return search if compile_best is None else _compiled(search, *compile_best)
 
 
 def _machine(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) -> Machine:
@@ -191,11 +195,11 @@ def _machine(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) ->
 
 
 class _Pricing:
-    """Time and memory of layouts; what several of them share is computed once."""
+    """Computes time and memory of layouts, with shared intermediate results."""
 
     def __init__(self, config: RunConfig, vocab_size: int, group: DeviceGroup, machine: Machine):
         self._vocab_size, self._group, self._machine = vocab_size, group, machine
-        # No setting of a layout adds a parameter.
+        # Traced once: no layout setting adds a parameter.
         self._model = trace_model(config, vocab_size)
         self._params: dict[tuple[int, ...], int] = {}
         self._traces = Traces(vocab_size)
@@ -204,12 +208,12 @@ class _Pricing:
         """The time of a step by the cost model.
 
         Raises:
-            UserError: when the mesh or the backend of attention cannot be had.
+            UserError: if the mesh or the attention backend is not possible.
         """
         config = layout.config
         trainer, spec, length = config.trainer, config.model.spec(self._vocab_size), config.model.seq_len
         mesh = self._mesh(config)
-        most = layout.plan.shares(mesh).most
+        microbatches = layout.plan.shares(mesh).most
         work = Work(
             spec=spec,
             trainer=trainer,
@@ -217,7 +221,7 @@ class _Pricing:
             plan=layout.plan,
             sizes=dict(mesh.shape),
             shards=batch_shards(mesh),
-            turns=-(-most // layout.plan.shares(mesh, trainer.microbatches_per_gather).most),
+            gathers=-(-microbatches // layout.plan.shares(mesh, trainer.microbatches_per_gather).most),
             params=self._numbers(config, mesh),
             backend=self._backend(config),
             training_flops=training_flops(flops_per_token(spec, length), self._model),
@@ -225,7 +229,7 @@ class _Pricing:
         return step_cost(work, self._machine)
 
     def candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
-        """A layout with the estimate of its memory; of one that takes more than `enough` bytes, a part of it."""
+        """A layout with its estimated memory; above `enough` bytes, the estimate may be partial."""
         config, mesh = layout.config, self._mesh(layout.config)
         temporary = estimate_temporary(
             config,
@@ -245,51 +249,54 @@ class _Pricing:
         return attention_backend(config, self._vocab_size, device_platform(self._group.kind))
 
     def _numbers(self, config: RunConfig, mesh: Any) -> int:
-        """Numbers in the parameters as a device computes with them."""
+        """Number of parameters a device computes with, after gathering."""
         sizes = tuple(mesh.shape.values())
         if sizes not in self._params:
             _, sharding = shard_state(config.trainer.step_plan, config.optimizer, self._model, mesh)
-            places = {name: NamedSharding(mesh, each.compute) for name, each in sharding.params.items()}
-            parts = (places[name].shard_shape(x.shape) for name, x in self._model.shapes.items())
+            shardings = {name: NamedSharding(mesh, specs.compute) for name, specs in sharding.params.items()}
+            parts = (shardings[name].shard_shape(x.shape) for name, x in self._model.shapes.items())
             self._params[sizes] = sum(map(math.prod, parts))
         return self._params[sizes]
 
 
 def _price(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[StepCost, Layout]]:
-    """The layouts that can be had, the fastest first; of equals, that which changes least."""
-    found = []
+    """The possible layouts, fastest first; ties are broken by the fewest changes."""
+    priced = []
     for layout in admitted:
         with contextlib.suppress(UserError):
-            found.append((pricing.cost(layout), layout))
-    return sorted(found, key=lambda each: (each[0].seconds, len(each[1].changes), len(each[1].settings)))
+            priced.append((pricing.cost(layout), layout))
+    return sorted(priced, key=lambda pair: (pair[0].seconds, len(pair[1].changes), len(pair[1].settings)))
 
 
 def _choose(
     priced: Sequence[tuple[StepCost, Layout]], pricing: _Pricing, limit: int | None
 ) -> tuple[list[Candidate], Candidate | None, list[Candidate]]:
-    """The fastest layout that fits of each mesh and of what is gathered, the fastest that changes no bit, and all whose
-    memory was estimated.
+    """Chooses layouts to report.
+
+    Returns:
+        The fastest fitting layout of each mesh and gather setting, the fastest that changes no bit, and all layouts
+        whose memory was estimated.
     """
-    ranked, tried, same = dict[tuple[Any, ...], Candidate](), list[Candidate](), None
+    ranked, tried, same_numbers = dict[tuple[Any, ...], Candidate](), list[Candidate](), None
     for cost, layout in priced:
-        wanted = len(ranked) < SHOWN and _kind(layout) not in ranked
-        if not wanted and (same is not None or layout.changes):
+        may_rank = len(ranked) < SHOWN and _ranking_key(layout) not in ranked
+        if not may_rank and (same_numbers is not None or layout.changes):
             continue
-        found = pricing.candidate(layout, cost, limit, enough=limit)
-        tried.append(found)
-        if found.fits and wanted:
-            ranked[_kind(layout)] = found
-        if found.fits and same is None and not layout.changes:
-            same = found
-    return [*ranked.values()], same, tried
+        candidate = pricing.candidate(layout, cost, limit, enough=limit)
+        tried.append(candidate)
+        if candidate.fits and may_rank:
+            ranked[_ranking_key(layout)] = candidate
+        if candidate.fits and same_numbers is None and not layout.changes:
+            same_numbers = candidate
+    return [*ranked.values()], same_numbers, tried
 
 
 def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
-    """The layout that takes least of those that do not fit."""
+    """The layout with the least memory, if none fits."""
     order = sorted(tried, key=lambda candidate: candidate.memory.bytes)
     nearest = pricing.candidate(order[0].layout, order[0].cost, order[0].limit, enough=None)
     for other in order[1:]:
-        # What is known of the others is the least that they take.
+        # The estimates of the others are lower bounds.
         if other.memory.bytes >= nearest.memory.bytes:
             break
         candidate = pricing.candidate(other.layout, other.cost, other.limit, enough=nearest.memory.bytes)
@@ -297,40 +304,40 @@ def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
     return nearest
 
 
-def _kind(layout: Layout) -> tuple[Any, ...]:
-    """Mesh and what is gathered, of which a ranking has the best layout each, so that its entries differ."""
+def _ranking_key(layout: Layout) -> tuple[Any, ...]:
+    """Mesh and gather setting: a ranking has the best layout of each, so its entries differ."""
     trainer = layout.config.trainer
     axes = (trainer.pipeline_axis_size, trainer.context_axis_size, trainer.expert_axis_size, trainer.model_axis_size)
     return (*axes, trainer.gather)
 
 
-def _compiled(found: Search, count: int, compile_one: Compile) -> Search:
-    """The ranking by the devices' own compiler: of the first `count` of those that fit by its word, and beside them of
-    the one that changes no bit.
-    """
-    limit = None if found.budget is None else found.budget.bytes
+def _compiled(search: Search, count: int, compile_one: Compile) -> Search:
+    """Compiles layouts in order until `count` of them fit, and the one that changes no bit, and ranks these."""
+    limit = None if search.budget is None else search.budget.bytes
     fitting, rejected = list[Candidate](), list[Candidate]()
-    for candidate in found.ranked:
+    for candidate in search.ranked:
         if len(fitting) == count:
             break
-        judged = _judged(candidate, limit, compile_one)
+        judged = _with_compiled(candidate, limit, compile_one)
         (fitting if judged.fits else rejected).append(judged)
-    same = found.same_numbers
-    if same is not None:
-        settled = {each.layout.overrides: each for each in (*fitting, *rejected)}
-        same = settled.get(same.layout.overrides) or _judged(same, limit, compile_one)
+    same_numbers = search.same_numbers
+    if same_numbers is not None:
+        settled = {candidate.layout.overrides: candidate for candidate in (*fitting, *rejected)}
+        same_numbers = settled.get(same_numbers.layout.overrides) or _with_compiled(same_numbers, limit, compile_one)
     return replace(
-        found,
-        ranked=tuple(sorted(fitting, key=lambda each: each.seconds)),
+        search,
+        ranked=tuple(sorted(fitting, key=lambda candidate: candidate.seconds)),
         rejected=tuple(rejected),
-        same_numbers=same if same is not None and same.fits else None,
-        nearest=None if fitting else min(rejected, key=lambda each: each.memory.bytes, default=found.nearest),
+        same_numbers=same_numbers if same_numbers is not None and same_numbers.fits else None,
+        nearest=None
+        if fitting
+        else min(rejected, key=lambda candidate: candidate.memory.bytes, default=search.nearest),
     )
 
 
-def _judged(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
+def _with_compiled(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
     try:
-        word = compile_one(candidate.layout.overrides)
+        compiled = compile_one(candidate.layout.overrides)
     except UserError as error:
         return replace(candidate, refused=str(error))
-    return replace(candidate, compiled=word, memory=word.memory, limit=limit)
+    return replace(candidate, compiled=compiled, memory=compiled.memory, limit=limit)

@@ -1,7 +1,7 @@
-"""The time of a step on some layout by a cost model: products, memory and what devices send, and nothing compiled.
+"""Cost model of a step's time on a layout: matrix products, memory and communication, without compilation.
 
-The model orders layouts and does not foretell seconds: nothing overlaps in it, matrix products run at the assumed MFU,
-and links and memory at the figures of their datasheet.
+The model ranks layouts and does not predict seconds: it assumes no overlap, matrix products at the assumed MFU, and
+links and memory at the figures of their datasheet.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 
 _PCIE = 25e9
-"""Bytes per second between GPUs without links of their own: PCIe 4.0 with 16 lanes has 32 GB/s less its protocol."""
+"""Bytes per second between GPUs without NVLink: PCIe 4.0 with 16 lanes has 32 GB/s minus protocol overhead."""
 _ADAPTER = 12.5e9
-"""Bytes per second between nodes where the adapter is not known: 100 Gb/s."""
+"""Bytes per second between nodes with an unknown network adapter: 100 Gb/s."""
 _SCORE_PASSES = 10
-"""Passes of float32 scores through memory where no kernel keeps them on the chip: four of the forward pass (scores, two
-of the softmax, the weighted sum) and six of the backward pass."""
+"""Passes of float32 scores through memory without a fused kernel: four in the forward pass (scores, two for the
+softmax, the weighted sum) and six in the backward pass."""
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step on the device that has most to do, part by part."""
+    """Seconds of a step on the busiest device, by part."""
 
     compute: float
-    """Products of the model, at the assumed MFU."""
+    """Matrix products of the model, at the assumed MFU."""
     recompute: float
-    """Products that the backward pass computes again."""
+    """Matrix products recomputed in the backward pass."""
     memory: float
-    """Parameters, gradients and scores on their way through memory."""
+    """Memory traffic of parameters, gradients and scores."""
     network: float
-    """Parameters, gradients and activations that the device sends."""
+    """Communication of parameters, gradients and activations."""
     idle: float
-    """Waits for devices that have more microbatches, or for other stages of a pipeline."""
+    """Waiting for devices with more microbatches, or for other pipeline stages."""
 
     @property
     def seconds(self) -> float:
-        """All parts together: nothing overlaps."""
+        """The sum of all parts: no overlap is assumed."""
         return self.compute + self.recompute + self.memory + self.network + self.idle
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of the devices that a cost follows from."""
+    """The device figures used by the cost model."""
 
     kind: str
     flops: float
-    """FLOP/s of one device that products reach."""
+    """Achieved FLOP/s of matrix products on one device."""
     bandwidths: Bandwidths
 
     def link(self, span: int, *, exchange: bool = False) -> float:
-        """Bytes per second that a device sends to others among `span` neighbours.
+        """Bytes per second a device sends within a group of `span` neighbours.
 
         Args:
-            span: devices from the first to the last that take part.
-            exchange: each sends to each, so that most goes between nodes; otherwise data pass through every device of a
-                node once, whose adapters share them.
+            span: number of devices from the first to the last participant.
+            exchange: True for all-to-all, most of which goes between nodes; otherwise a ring passes through every
+                device of a node once, and the node's adapters share the traffic.
         """
         inside = self.bandwidths.network or _PCIE
         if device_platform(self.kind) != "gpu" or span <= NODE:
@@ -85,15 +85,15 @@ class Work:
     sizes: dict[str, int]
     """Mesh axis -> devices."""
     shards: int
-    """Shards of the rows of a batch."""
-    turns: int
-    """Times that a layer is gathered for some of the microbatches of a step, forward and backward together once."""
+    """Number of shards of a batch's rows."""
+    gathers: int
+    """Number of times a layer is gathered per step, once per microbatch group; forward and backward count once."""
     params: int
-    """Numbers in the parameters as one device computes with them, gathered over the batch axes."""
+    """Number of parameters one device computes with, gathered over the batch axes."""
     backend: str
-    """Implementation of attention."""
+    """Attention backend."""
     training_flops: int
-    """FLOPs of a training step for each token."""
+    """FLOPs of a training step per token."""
 
     @property
     def group(self) -> int:
@@ -106,12 +106,12 @@ class Work:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of the device that has most."""
+        """Microbatches of the busiest device."""
         return Shares(self.plan.count, self.shards).most
 
     @property
     def tokens(self) -> float:
-        """Those of one microbatch that a device computes."""
+        """Tokens of one microbatch computed by a device."""
         return self.plan.rows * self.seq_len / self.group
 
     @property
@@ -128,19 +128,19 @@ class Work:
 
 
 def step_cost(work: Work, machine: Machine) -> StepCost:
-    """The time of a step of training on a layout."""
+    """The time of a training step on a layout."""
     count = flops_per_token(work.spec, work.seq_len)
     hidden = 0.0
     if work.backend == "ring":
         share = ring_share(work.spec, work.seq_len, work.sizes["context"])
         hidden = 3 * (1 - share) * (count.attention_product + count.attention_softmax)
-    # The head stays whole on every device that shares the heads and the width of the MLP.
+    # Tensor parallelism replicates the output head.
     divided = (count.forward - count.head) / work.tensor + count.head
     flops = (work.training_flops - hidden) * divided / count.forward
     every_layer = recomputes_layers(work.trainer, work.spec)
-    again = recomputed_flops_per_token(work.spec, work.seq_len, every_layer=every_layer) / work.tensor
-    compute, recompute = (work.tokens * each / machine.flops for each in (flops, again))
-    # Of all devices, if microbatches could be cut; the busiest one has whole ones.
+    recomputed = recomputed_flops_per_token(work.spec, work.seq_len, every_layer=every_layer) / work.tensor
+    compute, recompute = (work.tokens * work_flops / machine.flops for work_flops in (flops, recomputed))
+    # Average over devices, as if microbatches were divisible; the busiest device has an integer number.
     even = work.plan.count / work.shards
     stages = work.sizes["pipeline"]
     bubble = (work.plan.rows + stages - 1) / work.plan.rows - 1
@@ -155,19 +155,19 @@ def step_cost(work: Work, machine: Machine) -> StepCost:
 
 
 def _bytes_moved(work: Work) -> float:
-    """Bytes that a microbatch reads and writes beside the arrays of its products."""
-    # The weights of three products, or four; a gradient is written, and added to another one.
+    """Bytes a microbatch reads and writes, except inputs and outputs of matrix products."""
+    # Weights are read by three products, or four; a gradient is written, and added to another one.
     passes = (4 if work.recomputes else 3) * work.itemsize + 4 * _FLOAT32
     scores = 0.0
     if work.backend in ("xla", "ring"):
         share = ring_share(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
         heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
         scores = _SCORE_PASSES * _FLOAT32 * share * work.tokens * work.seq_len * heads
-    # Rows go through a pipeline one by one, with every turn through the weights of the stage and their gradients.
+    # A pipeline processes rows one by one, and each of its steps reads the stage's weights and gradients.
     stages = work.sizes["pipeline"]
     layers = parameter_count(work.spec) - parameter_count(replace(work.spec, blocks=()))
-    again = 0 if stages == 1 else (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
-    return (work.params + again) * passes + scores
+    pipeline_layers = 0 if stages == 1 else (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
+    return (work.params + pipeline_layers) * passes + scores
 
 
 def _seconds_sent(work: Work, machine: Machine) -> float:
@@ -177,15 +177,15 @@ def _seconds_sent(work: Work, machine: Machine) -> float:
 
 
 def _batch_axes(work: Work, machine: Machine) -> float:
-    """Gathers of parameters, and sums of gradients."""
+    """Time of parameter gathers and gradient sums."""
     if work.shards == 1:
         return 0.0
     span = math.prod(work.sizes.values())
     part = (work.shards - 1) / work.shards * work.params
     if work.layerwise:
-        # Gradients are exchanged as they were computed, or as sums.
-        gathered = 2 * work.turns * work.itemsize
-        reduced = work.turns * (work.itemsize if work.turns == work.microbatches else _FLOAT32)
+        # Gradients are exchanged in the compute dtype, or as float32 sums.
+        gathered = 2 * work.gathers * work.itemsize
+        reduced = work.gathers * (work.itemsize if work.gathers == work.microbatches else _FLOAT32)
     elif not work.trainer.bitwise:
         gathered, reduced = 2 * work.microbatches * work.itemsize, work.microbatches * work.itemsize
     else:
@@ -195,14 +195,14 @@ def _batch_axes(work: Work, machine: Machine) -> float:
 
 
 def _tensor(work: Work, machine: Machine) -> float:
-    """Sums of activations after attention and MLP, forward, backward and once more where they are computed again."""
+    """Time of activation sums after attention and MLP: forward, backward, and once more with rematerialisation."""
     ring = 2 * (work.tensor - 1) / work.tensor
     sums = 2 * (3 if work.recomputes else 2) * len(work.spec.blocks)
     return sums * ring * work.tokens * work.spec.hidden_dim * work.itemsize / machine.link(work.tensor)
 
 
 def _context(work: Work, machine: Machine) -> float:
-    """Keys and values, and their gradients in float32."""
+    """Time of sending keys and values, and their gradients in float32."""
     size = work.sizes["context"]
     width = sum(2 * block.attention.kv_heads * block.attention.head_dim for block in work.spec.blocks) / work.tensor
     passes = (2 if work.recomputes else 1) * work.itemsize + _FLOAT32
@@ -211,7 +211,7 @@ def _context(work: Work, machine: Machine) -> float:
 
 
 def _experts(work: Work, machine: Machine) -> float:
-    """Tokens go to all devices that share experts, and sums come back; in the backward pass the other way round."""
+    """Time of expert parallelism: tokens go to all devices that share experts, and sums return; then backward."""
     size = work.sizes["expert"]
     passes = (3 if work.recomputes else 2) * (work.itemsize + _FLOAT32)
     sent = (size - 1) * work.tokens * work.spec.hidden_dim * work.spec.num_routers * passes
@@ -219,6 +219,6 @@ def _experts(work: Work, machine: Machine) -> float:
 
 
 def _shared_gradients(work: Work, machine: Machine) -> float:
-    """Sums of the gradients of a microbatch over the devices that share its rows or positions."""
+    """Time of summing a microbatch's gradients over the devices that share its rows or positions."""
     part = 2 * (work.group - 1) / work.group * work.params * _FLOAT32
     return part / machine.link(work.group * work.tensor, exchange=True)

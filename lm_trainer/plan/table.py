@@ -16,7 +16,7 @@ _NOT_COUNTED = "Evaluation, the start of a run and what the driver takes are not
 
 
 def lines(plan: RunPlan) -> Iterator[str]:
-    """Lines of a plan: the devices, the memory of one of them phase by phase, and the cost of the run."""
+    """Lines of a plan: the devices, the memory of one device by phase, and the cost of the run."""
     yield from aligned(list(_rows(plan)))
     yield f"note: {_NOT_COUNTED if plan.compiled else _CAVEAT + ' ' + _NOT_COUNTED}"
     if plan.assumed is not None:
@@ -40,7 +40,7 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "microbatch", f"{count_of(plan.rows, 'row')}, {count_of(plan.microbatches, 'microbatch')} in a step"
     yield "state, per device", ", ".join(f"{name} {size_of(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
-        # Numbers of steps and of layers are not worth a word.
+        # Counters of steps and layers are too small to mention.
         parts = " + ".join(f"{name} {size_of(size)}" for name, size in phase.parts.items() if size >= _LEAST_BYTES)
         yield f"  {phase.name}", f"{size_of(phase.bytes)} = {parts}"
     yield "peak, per device", f"{size_of(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
@@ -67,13 +67,13 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 _LEAST_BYTES = 1024
-"""Bytes of the smallest part of a phase that is shown."""
+"""Minimum bytes of a part of a phase to show it."""
 _LEAST_SECONDS = 1e-3
-"""A microbatch takes longer: its kernels, some hundreds, take about 5 microseconds each to be launched."""
+"""Lower bound of a microbatch's time: it launches some hundreds of kernels, about 5 microseconds each."""
 
 
 def _too_short(plan: RunPlan) -> str | None:
-    """A line where the assumed MFU gives a time that no device reaches with so little to do."""
+    """A warning if the assumed MFU gives a time that no device can reach with so little work."""
     assert plan.time is not None
     rounds = -(-plan.microbatches // plan.devices.count)
     if plan.compiled is not None or plan.time.step_seconds >= rounds * _LEAST_SECONDS:
@@ -85,7 +85,7 @@ def _too_short(plan: RunPlan) -> str | None:
 
 
 def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
-    """The programs of a step on one device, and the time that they take."""
+    """The programs of a step on one device, and their times."""
     for work in compiled.programs:
         parts = [f"{work.flops:.3g} FLOPs" if work.flops else "", f"{size_of(round(work.num_bytes))} read and written"]
         parts += [f"{name} of {size_of(round(size))}" for name, size in work.sent.items() if size]
@@ -94,8 +94,8 @@ def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
     if (time := compiled.time) is not None:
         yield (
             "by the programs",
-            f"{time.least:.3g} to {time.most:.3g} s a step, bound by {time.bound_by}: "
-            f"MFU of {time.mfu(time.most):.0%} to {time.mfu(time.least):.0%}",
+            f"{time.lower_bound:.3g} to {time.upper_bound:.3g} s a step, bound by {time.bound_by}: "
+            f"MFU of {time.mfu(time.upper_bound):.0%} to {time.mfu(time.lower_bound):.0%}",
         )
 
 
@@ -125,23 +125,23 @@ def _largest(plan: RunPlan) -> str:
     fit = plan.fit
     next_rows = fit.next_rows if fit.next_rows is not None and fit.next_rows > plan.rows else None
     above = "" if next_rows is None else f"; {count_of(next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
-    # The rows of a batch schedule may differ from step to step, which no value of the key says.
+    # With a batch schedule, the rows may differ between steps, which the key cannot express.
     if _fits(plan) and (fit.rows is None or fit.rows <= plan.rows):
         return f"{count_of(plan.rows, 'row')}, as it is{above}"
     if fit.rows is None:
         rows = count_of(fit.least_rows, "row") + (
             "" if fit.together is None else f" and {count_of(fit.together, 'microbatch')} at a time"
         )
-        return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_way_out(plan)}"
-    turns = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
-    if turns and fit.rows == plan.rows:
+        return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_advice(plan)}"
+    gather_setting = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
+    if gather_setting and fit.rows == plan.rows:
         alone = "the same numbers; where the key is left out, a run on GPUs or TPUs does so by itself"
-        return f"{count_of(plan.rows, 'row')}, as it is, {size_of(fit.bytes)} with{turns} ({alone})"
+        return f"{count_of(plan.rows, 'row')}, as it is, {size_of(fit.bytes)} with{gather_setting} ({alone})"
     above = (
         "" if fit.next_rows is None else f"; {count_of(fit.next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
     )
     changes = " (changes the numbers of the run)" if plan.gather != "auto" else ""
-    settings = f"trainer.per_device_parallelism={fit.rows}{turns}"
+    settings = f"trainer.per_device_parallelism={fit.rows}{gather_setting}"
     return f"{count_of(fit.rows, 'row')}, {size_of(fit.bytes)}{above}: {settings}{changes}"
 
 
@@ -149,7 +149,7 @@ def _fits(plan: RunPlan) -> bool:
     return plan.budget is not None and plan.memory.peak.bytes <= plan.budget.bytes
 
 
-def _way_out(plan: RunPlan) -> str:
+def _advice(plan: RunPlan) -> str:
     """Advice on the largest part of the peak."""
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
     if plan.gather == "model":
@@ -166,7 +166,7 @@ def _way_out(plan: RunPlan) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of as many cells each, with the cells of a column below one another."""
+    """Aligns rows of equally many cells into columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

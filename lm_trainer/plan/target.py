@@ -1,4 +1,4 @@
-"""Devices that are only described, for which their own compiler compiles without them."""
+"""Devices that are only described: their own compiler compiles for them without hardware."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from lm_trainer.plan.gpu_target import gpu_target
 from lm_trainer.profile.devices import device_platform
 
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-"""Kinds of devices, as topologies name them."""
+"""Device kind -> its name in topologies."""
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
-"""Slices that can be rented: see "TPU configurations" in the documentation of Google Cloud."""
+"""Available slices: see "TPU configurations" in the documentation of Google Cloud."""
 
 
 def target_devices(group: DeviceGroup) -> Sequence[Any]:
-    """The devices of a group, which need not be there: GPUs in nodes of 8, or those of a TPU slice; of a number of TPUs
-    the first ones of the smallest slice.
+    """The described devices of a group.
+
+    GPUs in nodes of 8, or a TPU slice; for a number of TPUs, the first ones of the smallest slice that has enough.
 
     Raises:
-        UserError: for another kind, without a compiler for it, or for a slice that does not exist.
+        UserError: for another kind, a missing compiler, or a slice that does not exist.
     """
     if device_platform(group.kind) == "gpu":
         return _gpus(group)
@@ -42,12 +43,12 @@ def target_devices(group: DeviceGroup) -> Sequence[Any]:
         )
     name = _GENERATIONS[group.kind]
     shape = group.topology or _smallest(_FLAT if name in ("v5e", "v6e") else _CUBIC, group.count)
-    # No machine of Google's cloud needs to be asked what it is, and what the compiler finds missing of one is no news.
+    # Skips queries of the cloud's metadata server, and silences warnings about the missing hardware.
     settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
     os.environ.update({key: os.environ.get(key, value) for key, value in settings.items()})
     try:
         return topologies.get_topology_desc(f"{name}:{shape}", "tpu").devices[: group.count]
-    except Exception as error:  # whatever the plug-in raises
+    except Exception as error:  # the plug-in may raise anything
         raise UserError(f"--devices {name}:{shape}: {str(error).splitlines()[0]}") from error
 
 
@@ -55,7 +56,7 @@ def _gpus(group: DeviceGroup) -> Sequence[Any]:
     target = gpu_target(group.kind, group.count)
     try:
         return topologies.get_topology_desc("", "cuda", **target).devices[: group.count]
-    except Exception as error:  # whatever the plug-in raises
+    except Exception as error:  # the plug-in may raise anything
         raise UserError(
             f"--compile: JAX's CUDA plug-in describes no {group.kind}: {str(error).splitlines()[0]}; is all of it "
             f"installed (pip install 'lm_trainer[gpu]')?"
@@ -64,12 +65,12 @@ def _gpus(group: DeviceGroup) -> Sequence[Any]:
 
 def _smallest(slices: Sequence[str], count: int) -> str:
     sizes = {shape: _chips(shape) for shape in slices}
-    found = next((shape for shape, size in sizes.items() if size >= count), None)
-    if found is None:
+    smallest = next((shape for shape, size in sizes.items() if size >= count), None)
+    if smallest is None:
         raise UserError(
             f"--devices: no slice has {count:,} chips; the largest, {slices[-1]}, has {_chips(slices[-1]):,}"
         )
-    return found
+    return smallest
 
 
 def _chips(shape: str) -> int:

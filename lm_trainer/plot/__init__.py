@@ -1,4 +1,4 @@
-"""Pictures of what changes over the steps of a run: learning rate, batch size, mixture weights."""
+"""Plots of the schedules of a run: learning rate, batch size and mixture weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The points and marks that are drawn, from a configuration alone."""
+"""The points and marks of schedule plots, computed from a configuration."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.run_config import RunConfig
 
 _SAMPLES = 1000
-"""Points of a learning rate at most, besides the corners of its phases."""
+"""Maximum points of a learning rate, in addition to the corners of its phases."""
 
 
 class Curve(NamedTuple):
-    """Points that straight lines connect; a value that jumps has two points at one step."""
+    """Points connected by straight lines; a jump has two points at one step."""
 
     name: str
     points: tuple[tuple[int, float], ...]
 
 
 class Panel(NamedTuple):
-    """One picture; all have the steps of the run as their horizontal axis."""
+    """One panel; all panels share the steps of the run as horizontal axis."""
 
     title: str
     curves: tuple[Curve, ...]
 
 
 class Marks(NamedTuple):
-    """Steps that are marked in every picture."""
+    """Steps that are marked in every panel."""
 
     warmups: tuple[tuple[int, int], ...]
     """First step of each warm-up, and the step after it."""
@@ -66,11 +66,11 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
 
 def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
     """The learning rate of a run of `total` steps at its corners and evenly between them."""
-    # Even points alone would cut the corners: of a short warm-up, even the peak.
+    # Evenly spaced points would miss corners, even the peak of a short warm-up.
     corners = {
         step
         for cycle in rate.cycles
-        # Up to the last step of a cycle: at its end the next one has begun.
+        # Up to the last step of a cycle: at its end, the next one has begun.
         for step in (cycle.start, cycle.start + cycle.warmup, cycle.decay_start, cycle.end - 1)
     }
     even = {(total - 1) * index // _SAMPLES for index in range(_SAMPLES + 1)}
@@ -78,7 +78,7 @@ def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
 
 
 def _stair(values: Piecewise[int] | Piecewise[float], total: int) -> tuple[tuple[int, float], ...]:
-    """A value that holds until the next one: the two ends of each stair."""
+    """A piecewise constant value: the two ends of each stair."""
     points: list[tuple[int, float]] = []
     for start, end, value in zip(values.starts, (*values.starts[1:], total), values.values, strict=True):
         if start < total:
@@ -95,7 +95,7 @@ def _marks(rate: Schedule, keep: Sequence[KeepEvery], total: int) -> Marks:
 
 
 def _permanent(keep: Sequence[KeepEvery], total: int) -> Iterator[int]:
-    # As `is_permanent`: each entry decides for the steps after the one before, and their multiples count from step 0.
+    # As `is_permanent`: each entry applies to the steps after the previous entry, and multiples count from step 0.
     covered = 0
     for entry in keep:
         until = total if entry.until is None else min(entry.until, total)

@@ -1,4 +1,4 @@
-"""Schedules as a picture in a file."""
+"""Schedule plots as image files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = (10.0, 2.6)
-"""Inches, of each panel."""
+"""Size of each panel, in inches."""
 DPI = 100
 _SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -21,7 +21,7 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
     """Draws every panel, 1000 x 260 pixels each, in a PNG, SVG or PDF file.
 
     Raises:
-        UserError: for another kind of file, one that cannot be written, and without matplotlib.
+        UserError: for another file type, an unwritable file, or without matplotlib.
     """
     path = local_path(path)
     if path.suffix.lower() not in _SUFFIXES:
@@ -34,14 +34,14 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
             "the terminal"
         ) from None
 
-    # Not `pyplot`: it keeps figures alive and would look for a display.
+    # Not `pyplot`, which keeps figures alive and looks for a display.
     figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plot.panels)), dpi=DPI, layout="constrained")
     axes = figure.subplots(len(plot.panels), sharex=True, squeeze=False)[:, 0]
     for panel, axis in zip(plot.panels, axes, strict=True):
         for curve in panel.curves:
             axis.plot(*zip(*curve.points, strict=True), label=curve.name, linewidth=1.5)
         axis.set_ylabel(panel.title)
-        # From 0 in every panel, so that heights can be compared.
+        # From 0 in every panel, so heights are comparable.
         axis.set_ylim(bottom=0)
         axis.set_xlim(0, plot.num_steps)
         if len(panel.curves) > 1:
@@ -55,9 +55,9 @@ def save_image(plot: SchedulePlot, path: AnyPath) -> None:
 
 
 def _draw_marks(marks: Marks, axes: list[Axes]) -> list[Any]:
-    """Bands and lines in every panel, triangles below the first; returns what the legend shows."""
+    """Draws bands and lines in every panel, and triangles below the first; returns the legend's handles."""
     for axis in axes:
-        # Marks span the height of a panel whatever its values: x in steps, y from 0 to 1.
+        # Marks span the height of a panel: x in steps, y from 0 to 1.
         frame = axis.get_xaxis_transform()
         bands = [(start, end - start) for start, end in marks.warmups]
         band = axis.broken_barh(bands, (0, 1), transform=frame, color="tab:orange", alpha=0.15, label="warm-up")

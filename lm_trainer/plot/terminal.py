@@ -1,4 +1,4 @@
-"""Schedules as text: lines of Braille dots, and a row for each kind of mark."""
+"""Schedule plots as text: lines of Braille dots, and a row for each kind of mark."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from plotille import Canvas
 from lm_trainer.plot.curves import Curve, Marks, Panel, SchedulePlot
 
 _MARGIN = 12
-"""Columns left of a picture, for the labels."""
+"""Columns left of a panel, for labels."""
 _LISTED = 6
-"""Steps that are listed by number at most."""
+"""Maximum number of steps listed by number."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def to_text(plot: SchedulePlot, *, width: int = 80, height: int = 10) -> str:
-    """Every panel below the other; of values that never change only what they are.
+    """Formats all panels, one below the other; constant values are only printed.
 
     Args:
-        plot: what to draw.
+        plot: the panels and marks to draw.
         width: columns of the terminal.
         height: lines of each panel.
     """
     columns = max(20, width - _MARGIN - 1)
     marks = [*(row.rstrip() for row in _mark_rows(plot, columns)), "", *_in_words(plot.marks)]
-    first, *others = (_panel(panel, plot.num_steps, columns, height) for panel in plot.panels)
-    return "\n\n".join("\n".join(block) for block in ([*first, *marks], *others)) + "\n"
+    first, *other_panels = (_panel(panel, plot.num_steps, columns, height) for panel in plot.panels)
+    return "\n\n".join("\n".join(block) for block in ([*first, *marks], *other_panels)) + "\n"
 
 
 def _panel(panel: Panel, total: int, columns: int, height: int) -> list[str]:
@@ -52,7 +52,7 @@ def _panel(panel: Panel, total: int, columns: int, height: int) -> list[str]:
 
 
 def _draw(canvas: Canvas, curve: Curve, scale: tuple[float, float], letter: str) -> None:
-    """Draws the lines, with the letter, unless it is a space, on each level part."""
+    """Draws the lines, with the letter on each level part unless it is a space."""
     dots = [(step * scale[0], value * scale[1]) for step, value in curve.points]
     for (x0, y0), (x1, y1) in zip(dots, dots[1:] or dots, strict=False):
         canvas.line(x0, y0, x1, y1)
@@ -67,20 +67,20 @@ def _legend(panel: Panel) -> Iterator[str]:
 
 
 def _mark_rows(plot: SchedulePlot, columns: int) -> Iterator[str]:
-    """One row for each kind of mark, aligned with the pictures."""
+    """One row for each kind of mark, aligned with the panels."""
     marks = plot.marks
     spans = [(start, end, "~") for start, end in marks.warmups]
-    for name, found in (
+    for name, marked in (
         ("warm-up", spans),
         ("minimum", [(step, step, "v") for step in marks.minima]),
         ("checkpoint", [(step, step, "C") for step in marks.checkpoints]),
     ):
         row = [" "] * columns
-        for start, end, sign in found:
-            # Rounded to dots first, as the picture is, so that marks stand below their place in it.
+        for start, end, sign in marked:
+            # Rounded to dots first, as in the panel, so marks align with it.
             first, last = (round(step * (2 * columns - 1) / plot.num_steps) // 2 for step in (start, end))
             row[first : last + 1] = sign * (last + 1 - first)
-        if found:
+        if marked:
             yield f"{name:>{_MARGIN - 2}}  {''.join(row)}"
 
 

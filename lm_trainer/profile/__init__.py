@@ -1,1 +1,1 @@
-"""Speed of a run and limits of its devices: FLOPs from the spec, peaks, throughput, MFU."""
+"""Speed of a run and limits of its devices: model FLOPs, hardware peaks, throughput and MFU."""

@@ -1,4 +1,4 @@
-"""Bytes per second of a plain copy on this machine: the limit of every operation that is bound by memory.
+"""Bytes per second of a plain copy on this machine: the limit of memory-bound operations.
 
 Shape letters: N elements.
 """
@@ -12,27 +12,28 @@ import jax
 import jax.numpy as jnp
 
 _CPU_BYTES, _ACCELERATOR_BYTES = 256 << 20, 2 << 30
-"""More than the caches of each: what fits into a cache is copied faster than memory is."""
+"""Larger than the caches, from which data would be copied faster than from memory."""
 
 
 class CopyProbe:
-    """Reads an array and writes another of the same size, on one device.
+    """Reads an array and writes another one of the same size, on one device.
 
     Args:
-        device: to measure.
-        num_bytes: of the array; by default 256 MiB on a CPU, more than its caches hold, and 2 GiB on an accelerator.
+        device: the device to measure.
+        num_bytes: size of the array; by default 256 MiB on a CPU, more than its caches hold, and 2 GiB on an
+            accelerator.
     """
 
     def __init__(self, device: jax.Device, *, num_bytes: int | None = None):  # pyright: ignore[reportInvalidTypeForm]
         size = num_bytes or (_CPU_BYTES if device.platform == "cpu" else _ACCELERATOR_BYTES)
         self._x_N = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
-        # The result takes the place of the one before it: fresh pages would be measured otherwise. Nothing of the old
-        # one is read, or XLA would have to copy it first.
+        # Each result overwrites the previous one: otherwise, page faults of fresh memory would be measured. The old
+        # result is not read, or XLA would have to copy it first.
         self._copy = jax.jit(lambda x_N, _old_N, shift: x_N + shift, donate_argnums=1, keep_unused=True)
-        # Both arrays exist before the first run, which compiles and is not timed.
+        # Both arrays exist before the first run, which compiles and is untimed.
         self._y_N = jnp.copy(self._x_N)
         self.num_bytes = 2.0 * self._x_N.nbytes
-        """Read and written by one `run`."""
+        """Bytes read and written by one `run`."""
         self.run()
 
     def run(self) -> float:

@@ -1,4 +1,4 @@
-"""Bytes that a compiled program sends between devices, read from its HLO text."""
+"""Bytes a compiled program sends between devices, read from its HLO text."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-to-all": lambda size, n: size * (n - 1) / n,
     "collective-permute": lambda size, _: size,
 }
-"""Bytes that one device sends, from those of its result and the number of devices: what a ring needs."""
+"""Bytes sent by one device in a ring algorithm, from the bytes of its result and the number of devices."""
 
 
 def bytes_sent(hlo: str) -> dict[str, float]:
-    """Collective -> bytes that each device sends in one run of an optimised program.
+    """Collective -> bytes each device sends in one run of an optimised program.
 
     Raises:
-        ValueError: for a collective whose devices cannot be read from its line.
+        ValueError: if a collective's devices cannot be parsed from its line.
     """
     sent: dict[str, float] = {}
     for op, times in _collectives(parse(hlo)):
         kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        devices = 2 if kind == "collective-permute" else _devices(op.rest)
+        devices = 2 if kind == "collective-permute" else _devices(op.attributes)
         sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_size(op.shape, kind, start), devices)
     return sent
 
 
 def _collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
-    """The collectives of a program, those inside fusions too, and how often each of them runs."""
+    """The collectives of a program, including inside fusions, each with its number of runs."""
     for op, _, times in walk(program):
-        if _goes_on(op):
+        if _is_continued(op):
             continue
-        # An all-reduce that a TPU's compiler fused with the slice that is left of it takes the time of a reduce-scatter
+        # An all-reduce the TPU compiler fused with the slice of its result takes the time of a reduce-scatter
         # (Austin et al. 2025, "How to Scale Your Model", part 9).
         scatters = any(name.startswith("all-reduce-scatter") for name in op.called("calls"))
         for one in (op, *(inner for inner, _ in fused(program, op))):
@@ -47,33 +47,33 @@ def _collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
                 yield one._replace(opcode="reduce-scatter", shape=op.shape) if scatters else one, times
 
 
-def _goes_on(op: Instruction) -> bool:
-    """Returns true for a fusion that holds a collective which another one started.
+def _is_continued(op: Instruction) -> bool:
+    """True for a fusion that contains a collective started by another fusion.
 
-    A TPU's program carries a collective through the fusions that it overlaps with, to the one that waits for its end.
+    A TPU program passes a collective through the fusions it overlaps with, up to the one that waits for it.
     """
     carries = any(name.startswith("async_collective_fusion") for name in op.called("calls"))
     return carries or op.name.startswith("async-collective-done")
 
 
 def _size(shape: str, kind: str, start: str | None) -> float:
-    """The bytes of what a collective returns."""
+    """The bytes of a collective's results."""
     arrays = [(dtype, dims) for dtype, dims in ARRAY.findall(shape)]
     if start and kind != "all-reduce":
-        # What starts an asynchronous collective returns its operands, its results, and scalars that tell of its state.
+        # The start of an asynchronous collective returns its operands, its results, and scalars with its state.
         arrays = [(dtype, dims) for dtype, dims in arrays if dims or dtype not in ("u32", "s32")]
         arrays = arrays[len(arrays) // 2 :]
     return sum(array_bytes(dtype, dims) for dtype, dims in arrays)
 
 
-def _devices(rest: str) -> int:
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
-        return int(found[2])
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return len(found[1].split(","))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=[^{]*)? ?\{([^}]*)\}", rest):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+def _devices(attributes: str) -> int:
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
+        return int(match[2])
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return len(match[1].split(","))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=[^{]*)? ?\{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         # `'a':(m)s` names a part of size s of an axis.
-        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[axis]) for axis, part in named)
-    raise ValueError(f"which devices take part cannot be read from: {rest.strip()[:200]}")
+    raise ValueError(f"which devices take part cannot be read from: {attributes.strip()[:200]}")

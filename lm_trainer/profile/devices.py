@@ -1,4 +1,4 @@
-"""Devices that can be named without being there: their short names, and their memory by the vendor's datasheet."""
+"""Devices that need not be present: their short names, and their memory and bandwidths from datasheets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GIGABYTES: dict[str, tuple[float, str]] = {
     "TPU v5": (95, _TPU),
     "TPU v6 lite": (32, _TPU),
 }
-"""Memory of one JAX device. A gigabyte is 10^9 bytes here, as a datasheet may mean it; a driver shows a little more."""
+"""Memory of one JAX device. A gigabyte is 10^9 bytes, as datasheets may mean it; drivers report slightly more."""
 
 _BANDWIDTHS: dict[str, tuple[float, float | None, str]] = {
     "NVIDIA GB200": (8000, 900, "NVIDIA GB200 NVL72 datasheet"),
@@ -63,8 +63,8 @@ _BANDWIDTHS: dict[str, tuple[float, float | None, str]] = {
     "TPU v5": (2765, 600, _TPU),
     "TPU v6 lite": (1640, 448, _TPU),
 }
-"""GB/s of the memory of one JAX device, and GB/s that it sends to its neighbours by NVLink or the links of a TPU slice
-(half of what a datasheet gives for both directions); None where it has no such links."""
+"""GB/s of one JAX device's memory, and GB/s it sends to its neighbours by NVLink or the links of a TPU slice (half
+of a datasheet's figure for both directions); None without such links."""
 
 NODE = 8
 """GPUs of a node, as in NVIDIA's DGX and HGX machines."""
@@ -109,16 +109,16 @@ class DeviceMemory:
 
 
 def device_kind(name: str) -> str:
-    """The `jax.Device.device_kind` that a short name means, or the same where it is one; case does not matter.
+    """The `jax.Device.device_kind` of a short name; a device kind is returned unchanged. Case is ignored.
 
     Raises:
-        UserError: for a device that is not known.
+        UserError: for an unknown device.
     """
-    # Case is ignored, and the answer keeps that of the table: only exact kinds have figures.
+    # Returns the case of the table, because only exact kinds have figures.
     kinds = {kind.lower(): kind for kind in (*known_devices(), *_SHORT.values())}
     names = kinds | {short.lower(): kind for short, kind in _SHORT.items()}
-    if (found := names.get(name.strip().lower())) is not None:
-        return found
+    if (kind := names.get(name.strip().lower())) is not None:
+        return kind
     near = difflib.get_close_matches(name.strip().lower(), names, 1)
     shown = {key.lower(): key for key in (*kinds.values(), *_SHORT)}
     hint = f"did you mean {shown[near[0]]!r}? " if near else ""
@@ -127,9 +127,9 @@ def device_kind(name: str) -> str:
 
 
 def device_memory(kind: str) -> DeviceMemory | None:
-    """The datasheet's figure for a `jax.Device.device_kind`; None where there is none, as of a CPU."""
-    found = _GIGABYTES.get(kind)
-    return None if found is None else DeviceMemory(int(found[0] * 1e9), found[1])
+    """The datasheet's figure for a `jax.Device.device_kind`; None if it has none, such as a CPU."""
+    entry = _GIGABYTES.get(kind)
+    return None if entry is None else DeviceMemory(int(entry[0] * 1e9), entry[1])
 
 
 @dataclass(frozen=True)
@@ -138,23 +138,23 @@ class Bandwidths:
 
     memory: float
     network: float | None
-    """The most that it sends to other devices of its node or slice; None without links of their own."""
+    """Maximum rate of sending to other devices of its node or slice; None without such links."""
     source: str
     between_nodes: float | None = None
-    """The most that it sends to devices of other nodes by a network adapter of its own, in a node of `NODE` of them;
-    None where the machine is not known, and for a TPU, whose slice is one network."""
+    """Maximum rate of sending to devices of other nodes by its own network adapter, in a node of `NODE` devices; None
+    for an unknown machine, and for a TPU, whose slice is one network."""
 
 
 def device_bandwidths(kind: str) -> Bandwidths | None:
-    """The datasheet's figures for a `jax.Device.device_kind`; None where there are none, as of a CPU."""
-    if (found := _BANDWIDTHS.get(kind)) is None:
+    """The datasheet's figures for a `jax.Device.device_kind`; None if it has none, such as a CPU."""
+    if (entry := _BANDWIDTHS.get(kind)) is None:
         return None
-    memory, network, source = found
+    memory, network, source = entry
     adapter = next((speed for name, speed in _ADAPTERS.items() if name in kind), None)
     between = None if adapter is None else adapter * 1e9
     return Bandwidths(memory * 1e9, None if network is None else network * 1e9, source, between)
 
 
 def device_platform(kind: str) -> str:
-    """`cpu`, `gpu` or `tpu`, as `jax.default_backend` says where such a device is."""
+    """`cpu`, `gpu` or `tpu`: the value of `jax.default_backend` on a machine with such a device."""
     return "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"

@@ -1,4 +1,4 @@
-"""Floating point operations and parameters of a decoder, computed from its spec alone."""
+"""FLOPs and parameter counts of a decoder, computed from its spec."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lm_trainer.nn.spec import (
 
 
 class FlopsCount(NamedTuple):
-    """Operations of one forward pass for one token, part by part; a multiply-add counts as two.
+    """FLOPs of one forward pass per token, by part; a multiply-add counts as two.
 
-    This is the definition of model FLOPs that Levanter uses for MFU, so that figures can be compared: attention is
-    counted as if every token saw the whole sequence (no saving for causality), norms, activations, embeddings and
-    biases are left out, and recomputation (gradient checkpointing) never counts.
+    Levanter uses the same definition of model FLOPs for MFU, so figures are comparable: attention is counted as if
+    every token attends to the full sequence (no saving for causality), norms, activations, embeddings and biases are
+    omitted, and recomputation (gradient checkpointing) never counts.
     """
 
     qkv: int
@@ -34,50 +34,50 @@ class FlopsCount(NamedTuple):
     attention_softmax: int
     """Mask and softmax: 3 * seq_len * heads, over all layers."""
     mlp: int
-    """2 * (number of matrices) * hidden * mlp width, over all layers; of experts, those that a token uses, and the
-    router."""
+    """2 * (number of matrices) * hidden * mlp width, over all layers; with experts, the experts used by a token, and
+    the router."""
     head: int
     """2 * hidden * vocabulary."""
     senses: int = 0
-    """Products that make senses, the queries and keys that weigh them, and the weighted sum."""
+    """Products that compute senses, the queries and keys of their weights, and the weighted sum."""
     cross: int = 0
     """Attention to an encoder, over all layers: queries, result, scores, weighted sum and softmax; keys and values,
-    which are made once for a row, are shared out over its tokens."""
+    computed once per row, are divided among its tokens."""
     encoder: int = 0
-    """The encoder of a row, shared out over its tokens."""
+    """The encoder of a row, divided among its tokens."""
 
     @property
     def forward(self) -> int:
-        """One forward pass, per token."""
+        """FLOPs of one forward pass, per token."""
         return sum(self)
 
     @property
     def forward_matmul(self) -> int:
-        """The matrix products of one forward pass alone, per token."""
+        """FLOPs of only the matrix products of one forward pass, per token."""
         return self.forward - self.attention_softmax
 
     @property
     def training(self) -> int:
-        """Forward and backward, per token: three times the forward pass."""
-        # The backward pass has two products for each of the forward pass: gradients of its input and of its weight.
+        """FLOPs of forward and backward pass, per token: three times the forward pass."""
+        # For each product, the backward pass computes two: the gradients of its input and of its weight.
         return 3 * self.forward
 
     def adapted(self, adapters: int) -> int:
-        """Forward and backward, per token, where all weights are frozen but those of adapters.
+        """FLOPs of forward and backward pass, per token, if all weights except adapters are frozen.
 
-        A product with a frozen weight has a gradient of its input alone, so it costs twice its forward pass; scores,
+        A product with a frozen weight has only the gradient of its input, so it costs twice its forward pass; scores,
         softmax and adapters cost three times.
 
         Args:
-            adapters: operations of a forward pass through all adapters: 2 for each of their weights.
+            adapters: FLOPs of a forward pass through all adapters: 2 per weight.
         """
         return 2 * self.forward + self.attention_product + self.attention_softmax + 3 * adapters
 
 
 def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
-    """Operations per token when sequences of `seq_len` tokens are processed.
+    """FLOPs per token for sequences of `seq_len` tokens.
 
-    MFU is `flops_per_token(...).training * tokens per second / peak operations per second of all devices`.
+    MFU is `flops_per_token(...).training * tokens per second / peak FLOP/s of all devices`.
     """
     attentions = [block.attention for block in spec.blocks]
     weighing = [] if spec.senses is None else [spec.senses.attention]
@@ -105,25 +105,25 @@ def _cross_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
 
 
 def _encoder_flops(spec: DecoderSpec) -> int:
-    """Operations of the encoder for one row."""
+    """FLOPs of the encoder for one row."""
     if spec.encoder is None:
         return 0
     length, dim = spec.encoder.num_positions, spec.hidden_dim
-    # Width 3; the first convolution has a position for each frame, of which there are twice as many.
+    # Width 3; the first convolution has one position per frame, twice as many as the second.
     convolutions = 2 * length * 2 * 3 * spec.encoder.num_features * dim + length * 2 * 3 * dim * dim
     layers = flops_per_token(spec.encoder_stack, length)._replace(head=0).forward
     return convolutions + length * layers
 
 
 def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
-    """The part of all pairs of a query and a key whose scores a ring of devices computes, a mean over heads and layers.
+    """The fraction of query-key pairs whose scores a ring of devices computes, averaged over heads and layers.
 
     About half with a causal mask, which hides whole blocks; less with windows. `flops_per_token` counts all pairs.
 
     Args:
-        spec: of a model whose attention a ring can compute.
-        seq_len: positions of a row.
-        devices: that share them.
+        spec: a model whose attention supports a ring.
+        seq_len: number of positions of a row.
+        devices: number of devices that share the positions.
     """
     from lm_trainer.nn.ring_layout import RingLayout
 
@@ -136,26 +136,26 @@ def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
 
 
 def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: bool = False) -> int:
-    """Operations per token that the spec's rematerialisation adds to a training step, as `FlopsCount` counts them.
+    """Additional FLOPs per token of rematerialisation in a training step, counted as in `FlopsCount`.
 
-    With `every_layer` each layer is computed again once and as a whole, whatever the spec says: so a step does that
-    computes a gradient layer by layer and cannot keep what the spec keeps.
+    With `every_layer`, each layer is fully recomputed once, regardless of the spec: a step that computes the gradient
+    layer by layer does this, because it cannot store activations as the spec says.
 
-    Hardware FLOPs utilisation (HFU) is MFU with these added to the operations of a training step (PaLM: Chowdhery et
-    al. 2022, arXiv 2204.02311, appendix B). As usual, the whole forward pass of a block counts that keeps nothing,
-    though the compiler leaves out a product whose result no gradient needs. What a kernel of attention computes again
-    by itself does not count.
+    Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to a training step (PaLM: Chowdhery et al. 2022,
+    arXiv 2204.02311, appendix B). As usual, a block without stored activations counts its full forward pass, although
+    the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel is not
+    counted.
     """
     in_encoder = _recomputed_in_encoder(spec, seq_len)
     if every_layer:
         return in_encoder + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks)
-    again = in_encoder + sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
+    recomputed = in_encoder + sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
     if not spec.remat_groups:
-        return again
-    # Each layer of a group runs once more, for its input.
-    turns = len(spec.blocks) // spec.period
-    grouped = turns // spec.remat_groups * spec.remat_groups * spec.period
-    return again + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks[:grouped])
+        return recomputed
+    # Each layer of a group runs once more, to recompute the inputs of the layers.
+    periods = len(spec.blocks) // spec.period
+    grouped = periods // spec.remat_groups * spec.remat_groups * spec.period
+    return recomputed + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks[:grouped])
 
 
 def _recomputed_in_encoder(spec: DecoderSpec, seq_len: int) -> int:
@@ -179,7 +179,7 @@ def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
             named = {*policy.host, *policy.device}
         case named:
             pass
-    # What is kept is the result of the last product, for which alone that product would be computed again.
+    # A saved array is the result of its sublayer's last product, so only that product is not recomputed.
     crossing = 0 if block.cross is None else 2 * spec.hidden_dim * block.cross.num_heads * block.cross.head_dim
     last = {"attention": count.attention_out + crossing, "mlp": 2 * _last_weights(block.mlp, spec.hidden_dim)}
     return count.forward - sum(last.get(name, 0) for name in named)
@@ -190,7 +190,7 @@ def _of_block(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> FlopsCount:
 
 
 def _grouped_products(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
-    """Operations of experts in products of groups, which JAX's policies for products do not keep."""
+    """FLOPs of experts in grouped products, whose results JAX's remat policies for products do not store."""
     return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim if isinstance(mlp, MoeSpec) and not mlp.dense else 0
 
 
@@ -199,17 +199,17 @@ def _last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
-    # Of the weights, one multiply-add each: the MLP, its output for one vector and for every sense, query and key. Then
-    # for each of seq_len positions: the scores, and the sum over all senses.
+    # One multiply-add per weight: the MLP, its output for one vector and for every sense, query and key. Then, for each
+    # of seq_len positions: the scores, and the sum over all senses.
     count, width = spec.attention.num_heads, spec.attention.num_heads * spec.attention.head_dim
     weights = 2 * hidden * spec.mlp.hidden_dim + (1 + count) * hidden * spec.out.hidden_dim + 2 * hidden * width
     return 2 * weights + 2 * seq_len * (width + count * hidden)
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Parameters; a head that shares the token embedding counts once."""
+    """Number of parameters; a head tied to the token embedding counts once."""
     positions = spec.num_positions if spec.embedding.learned_positions else 0
-    # Everything that has one row of hidden_dim: tokens, learned positions, a head of its own.
+    # Rows of hidden_dim: token embedding, learned positions, and an untied head.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
@@ -227,8 +227,8 @@ def _encoder_parameters(spec: DecoderSpec) -> int:
 
 
 def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
-    width, made = spec.attention.num_heads * spec.attention.head_dim, spec.attention.num_heads * hidden
-    out = (hidden + made) * spec.out.hidden_dim + (spec.out.hidden_dim + made if spec.out.bias else 0)
+    width, sense_width = spec.attention.num_heads * spec.attention.head_dim, spec.attention.num_heads * hidden
+    out = (hidden + sense_width) * spec.out.hidden_dim + (spec.out.hidden_dim + sense_width if spec.out.bias else 0)
     weighing = 2 * (hidden * width + (width if spec.attention.bias else 0))
     return _mlp_parameters(spec.mlp, hidden) + out + weighing + 3 * _norm_parameters(spec.norm, hidden)
 
@@ -258,13 +258,13 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
         # A row of the router and the three matrices of each expert.
         return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
-    # Up and down, and the gate where there is one.
+    # Up, down, and the optional gate.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     return weights + ((1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0)
 
 
 def _active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
-    """Those that a token is multiplied with: of experts, the chosen ones and the router."""
+    """Number of weights used per token: of experts, the selected ones and the router."""
     if isinstance(spec, MoeSpec):
         return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
     return (2 + spec.gated) * hidden * spec.hidden_dim

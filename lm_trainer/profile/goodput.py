@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall time that went into steps which the run has kept."""
+"""Goodput: the share of a run's wall time spent on steps that are part of its final state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 GOODPUT, WALL_TIME = "throughput/goodput", "throughput/wall_time"
-"""Names of the metrics: a share from 0 to 1, and seconds over all attempts."""
+"""Metric names: a share from 0 to 1, and seconds over all attempts."""
 
 _CHUNK = 1 << 16
 
@@ -17,75 +17,75 @@ _CHUNK = 1 << 16
 class Goodput:
     """Adds up the seconds of a run over all of its attempts.
 
-    Kept time is that of steps, without waiting for their data, in the line of attempts that led here: steps that a
-    resume computes again count once. All else (start-up, compilation, evaluation, saves that block, lost steps) is in
-    the wall time alone. Time between two attempts is in neither, nor what an attempt that was killed spent after the
-    last step that it recorded.
+    Productive time is the time of steps, without data wait, in the attempts that led to the current state: steps
+    recomputed after a resume count once. Everything else (start-up, compilation, evaluation, blocking saves, lost
+    steps) counts only as wall time. Time between two attempts counts as neither, nor does the time of a killed attempt
+    after its last recorded step.
 
     Args:
-        kept: seconds of the steps up to where this attempt begins.
-        spent: seconds of the attempts before.
-        started: when this attempt began, by the clock.
-        clock: seconds that only grow.
+        productive: seconds of the steps before this attempt.
+        spent: seconds of earlier attempts.
+        started: clock time at which this attempt started.
+        clock: a monotonic clock, in seconds.
     """
 
-    def __init__(self, kept: float, spent: float, started: float, clock: Callable[[], float] = time.perf_counter):
-        self._kept, self._spent, self._started, self._clock = kept, spent, started, clock
+    def __init__(self, productive: float, spent: float, started: float, clock: Callable[[], float] = time.perf_counter):
+        self._productive, self._spent, self._started, self._clock = productive, spent, started, clock
 
     @classmethod
     def resume(cls, metrics: Path, step: int, started: float) -> Goodput:
-        """Goes on from the lines of a run's metrics.jsonl; call it before those after `step` are dropped.
+        """Continues from the lines of a run's metrics.jsonl; call it before lines after `step` are dropped.
 
         Args:
-            metrics: the file, which need not be there.
-            step: at which this attempt begins.
-            started: when it began, by `time.perf_counter`.
+            metrics: the file, which may not exist.
+            step: the step at which this attempt starts.
+            started: the value of `time.perf_counter` at its start.
         """
-        kept = spent = 0.0
+        productive = spent = 0.0
         for line in _lines_backwards(metrics) if step else ():
             if WALL_TIME not in line:
                 continue
             spent = max(spent, line[WALL_TIME])
             if line["step"] <= step:
-                kept = line[GOODPUT] * line[WALL_TIME]
+                productive = line[GOODPUT] * line[WALL_TIME]
                 break
-        return cls(kept, spent, started)
+        return cls(productive, spent, started)
 
     def step(self, seconds: float) -> dict[str, float]:
-        """Takes a step that was done.
+        """Records a finished step.
 
         Args:
-            seconds: of the step, without waiting; 0 for one that has no time of its own.
+            seconds: time of the step without data wait; 0 for a step without a measured time.
 
         Returns:
             `throughput/goodput` and `throughput/wall_time`.
         """
-        self._kept += seconds
+        self._productive += seconds
         wall = self._spent + self._clock() - self._started
-        return {GOODPUT: min(self._kept / wall, 1.0) if wall > 0 else 0.0, WALL_TIME: wall}
+        return {GOODPUT: min(self._productive / wall, 1.0) if wall > 0 else 0.0, WALL_TIME: wall}
 
 
 def _lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a file of JSON lines, the last one first, without reading more of it than is asked for."""
+    """Yields the complete records of a JSON lines file, last one first, reading lazily."""
     if not path.is_file():
         return
     with path.open("rb") as file:
-        at, rest = file.seek(0, 2), b""
-        while at > 0:
-            size = min(_CHUNK, at)
-            at -= size
-            file.seek(at)
-            lines = (file.read(size) + rest).split(b"\n")
-            # The first one may begin in the chunk before.
-            rest = lines[0]
+        position, head = file.seek(0, 2), b""
+        while position > 0:
+            size = min(_CHUNK, position)
+            position -= size
+            file.seek(position)
+            lines = (file.read(size) + head).split(b"\n")
+            # The first line may start in the preceding chunk.
+            head = lines[0]
             yield from filter(None, map(_record, reversed(lines[1:])))
-        if (first := _record(rest)) is not None:
+        if (first := _record(head)) is not None:
             yield first
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -1,4 +1,4 @@
-"""FLOP/s of a plain matrix product on this machine: a limit that a training step can be measured against.
+"""FLOP/s of a plain matrix product on this machine: a practical peak to compare a training step with.
 
 Shape letters: N rows and columns of the square operands.
 """
@@ -15,19 +15,19 @@ import numpy as np
 
 _CPU_SIZE, _ACCELERATOR_SIZE = 2048, 8192
 _CPU_PRODUCTS, _ACCELERATOR_PRODUCTS = 2, 16
-"""A chain on an accelerator is long, so that the time to enqueue it is none of what is measured."""
+"""Chains on accelerators are long, so the measurement excludes the time to enqueue them."""
 
 
 class MatmulProbe:
-    """A chain of square matrix products, run on all given devices at once.
+    """A chain of square matrix products, run concurrently on all given devices.
 
     Devices that share hardware (emulated CPU devices) therefore share its peak.
 
     Args:
-        devices: all of one kind.
-        dtype: of the operands and results, as JAX multiplies it by default (on NVIDIA GPUs float32 is TF32).
+        devices: devices of one kind.
+        dtype: dtype of operands and results, with JAX's default precision (on NVIDIA GPUs, float32 is TF32).
         size: N; by default 2048 on a CPU and 8192 on an accelerator.
-        products: number of products that follow one another in a call.
+        products: number of products in a chain.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class MatmulProbe:
         self.products = products or (_CPU_PRODUCTS if cpu else _ACCELERATOR_PRODUCTS)
         # N^3 multiply-adds for each product.
         self.flops = 2.0 * self.size**3 * self.products * len(devices)
-        """Operations of one `run`, over all devices."""
+        """FLOPs of one `run`, over all devices."""
         generator = np.random.default_rng(0)
-        # Variance 1 in, variance 1 out, however long the chain: zeros and overflows would run at another power draw.
+        # Keeps variance 1 along the chain: zeros and overflows would change the power draw.
         x_NN = generator.standard_normal((self.size, self.size), np.float32)
         w_NN = generator.standard_normal((self.size, self.size), np.float32) / np.sqrt(self.size)
         self._operands = [jax.device_put((x_NN.astype(self.dtype), w_NN.astype(self.dtype)), d) for d in devices]
@@ -56,7 +56,7 @@ class MatmulProbe:
     def run(self) -> float:
         """Seconds of one chain on every device, from the first call to the last result."""
         started = time.perf_counter()
-        # All devices are started before any is waited for.
+        # Starts all devices before waiting for any.
         results = [self._chain(*operands) for operands in self._operands]
         jax.block_until_ready(results)
         return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Memory that this process holds, on the host and on its devices, and what the machine has."""
+"""Memory used by this process, on the host and on its devices, and memory of the machine."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ _STATM = Path("/proc/self/statm")
 
 
 def memory_meter() -> Callable[[], dict[str, float]]:
-    """Returns a function that measures, in GiB, what can be measured here.
+    """Returns a function that measures, in GiB, the memory figures available on this machine.
 
-    Its results: `memory/host`, resident memory of this process (Linux); `memory/device_peak`, the most that the
-    fullest of its devices has held so far, where the backend counts it, so not on a CPU.
+    Its results: `memory/host`, resident memory of this process (Linux); `memory/device_peak`, the peak memory of its
+    fullest device so far, if the backend reports it (not on a CPU).
     """
     counting = [device for device in jax.local_devices() if device.memory_stats()]
 
     def measure() -> dict[str, float]:
-        found = {}
+        metrics = {}
         if (host := _resident()) is not None:
-            found["memory/host"] = host / 2**30
+            metrics["memory/host"] = host / 2**30
         if counting:
-            found["memory/device_peak"] = max(map(_peak, counting)) / 2**30
-        return found
+            metrics["memory/device_peak"] = max(map(_peak, counting)) / 2**30
+        return metrics
 
     return measure
 
 
 def host_memory() -> int | None:
-    """Bytes of memory of this machine; None where the system does not say."""
+    """Bytes of memory of this machine; None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Throughput of a run while it runs."""
+"""Throughput of a run in progress."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lm_trainer.profile.goodput import Goodput
 class Meter:
     """Tokens per second, step time, MFU and HFU over the last steps.
 
-    A step's time runs from the moment the step before it was done, so it includes everything between two steps but
-    what `pause` leaves out. The first step, which may include compilation, has no time.
+    A step's time starts at the end of the previous step, so it includes everything between two steps except what
+    `pause` excludes. The first step, which may include compilation, has no time.
 
     Args:
-        flops_per_token: of a training step, forward and backward.
-        recomputed: what rematerialisation adds to them; None where it is not known.
-        peak_flops: FLOP/s of all devices of the run by their datasheet; None where it is not known.
-        goodput: takes the time of the steps; None: it is not asked for.
-        window: number of last steps that tokens per second, MFU and HFU are taken over.
-        clock: seconds that only grow.
+        flops_per_token: FLOPs of a training step, forward and backward.
+        recomputed: additional FLOPs per token of rematerialisation; None if unknown.
+        peak_flops: FLOP/s of all devices of the run, from their datasheet; None if unknown.
+        goodput: receives the time of the steps; None disables it.
+        window: number of last steps over which tokens per second, MFU and HFU are averaged.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -40,31 +40,31 @@ class Meter:
         self._last: float | None = None
 
     def step(self, tokens: float, *, loading: float = 0.0, done: float | None = None) -> dict[str, float]:
-        """Called when a step is done, that is, when its result has been waited for.
+        """Records a step; call it when the step's result is available.
 
         Args:
-            tokens: of the step, over all hosts.
-            loading: seconds that the step waited for data.
-            done: when it was done, by the clock; None: now.
+            tokens: tokens of the step, over all hosts.
+            loading: seconds the step waited for data.
+            done: clock time at which it finished; None means now.
 
         Returns:
             `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
-            start or pause, and with them `data_wait`, the share of the time of those steps that was spent waiting for
-            data, from 0 to 1; `mfu` and `hfu` in percent where what they need is known; the results of `Goodput.step`.
+            start or pause, and with them `data_wait`, the share of these steps' time spent waiting for data, from 0 to
+            1; `mfu` and `hfu` in percent if their inputs are known; the results of `Goodput.step`.
         """
-        now, last = self._clock() if done is None else done, self._last
-        self._last = now
+        finished, last = self._clock() if done is None else done, self._last
+        self._last = finished
         metrics: dict[str, float] = {"throughput/loading_time": loading}
-        # A clock that did not advance gives no rate.
-        if last is not None and now > last:
-            # A sum of tokens over a sum of seconds: a mean of rates would weigh short steps too much.
-            self._steps.append((tokens, now - last, loading))
+        # A clock that has not advanced gives no rate.
+        if last is not None and finished > last:
+            # Sum of tokens over sum of seconds: a mean of rates would overweight short steps.
+            self._steps.append((tokens, finished - last, loading))
             all_tokens, seconds, waited = (sum(column) for column in zip(*self._steps, strict=True))
             speed = all_tokens / seconds
             metrics |= {
-                "throughput/step_time": now - last,
+                "throughput/step_time": finished - last,
                 "throughput/tokens_per_second": speed,
-                # Loading is timed by another clock reading than the step, and may come out longer by a hair.
+                # Loading and step use different clock readings, so loading may appear slightly longer.
                 "throughput/data_wait": min(waited / seconds, 1.0),
             }
             if self._peak:
@@ -76,5 +76,5 @@ class Meter:
         return metrics
 
     def pause(self) -> None:
-        """The time until the next step is done is not training time: an evaluation, for example."""
+        """Excludes the time until the end of the next step from training time, for example for an evaluation."""
         self._last = None

@@ -1,6 +1,6 @@
-"""The instrument behind `lmt bench mfu`: how fast a training step is, against two peaks.
+"""The measurement of `lmt bench mfu`: speed of a training step relative to two peaks.
 
-A step and a chain of matrix products are timed in turn, so that a machine whose speed drifts slows both.
+Steps and chains of matrix products are timed alternately, so drifts of the machine's speed affect both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Workload(Protocol):
 
     @property
     def run_step(self) -> Callable[[], None]:
-        """One whole training step; returns when its result is there."""
+        """Runs one full training step; returns when its result is available."""
         ...
 
     @property
@@ -27,12 +27,12 @@ class Workload(Protocol):
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs for each token of a training step, forward and backward."""
+        """FLOPs per token of a training step, forward and backward."""
         ...
 
     @property
     def recomputed_flops_per_token(self) -> float:
-        """FLOPs that rematerialisation adds to them."""
+        """Additional FLOPs per token of rematerialisation."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Workload(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Precision of the computation."""
+        """Precision of the matrix products."""
         ...
 
     @property
@@ -58,27 +58,27 @@ class Probe(Protocol):
 
     @property
     def flops(self) -> float:
-        """Operations of one run, over all devices."""
+        """FLOPs of one run, over all devices."""
         ...
 
     @property
     def size(self) -> int: ...
 
     def run(self) -> float:
-        """Runs once and returns the seconds it took."""
+        """Runs once and returns its seconds."""
         ...
 
 
 @dataclass(frozen=True)
 class MfuReport:
-    """Measurements; rates and fractions follow from the medians."""
+    """Measurements, with rates and fractions computed from the medians."""
 
     workload: Workload
     step_seconds: Spread
     matmul_flops: Spread
     """FLOP/s of the probe, over all devices."""
     matmul_fractions: Spread
-    """Achieved FLOP/s of each step over the FLOP/s of the probe that ran beside it."""
+    """Achieved FLOP/s of each step over the FLOP/s of the probe run next to it."""
     matmul_size: int
     samples: int
     steps_per_sample: int
@@ -102,13 +102,13 @@ class MfuReport:
 
     @property
     def hardware_fraction(self) -> float | None:
-        """HFU: as MFU, with what rematerialisation computes again."""
+        """HFU: as MFU, including recomputation by rematerialisation."""
         work, mfu = self.workload, self.datasheet_fraction
         return None if mfu is None else mfu * (1 + work.recomputed_flops_per_token / work.flops_per_token)
 
     @property
     def matmul_fraction(self) -> float:
-        """Achieved FLOP/s over the median of the probe."""
+        """Achieved FLOP/s over the probe's median."""
         return self.achieved_flops / self.matmul_flops.median
 
     def as_dict(self) -> dict[str, Any]:
@@ -154,26 +154,26 @@ def measure(
     warmup: int = 3,
     sample_seconds: float = 0.1,
 ) -> MfuReport:
-    """Times training steps and the probe in turn.
+    """Times training steps and the probe alternately.
 
     Args:
-        workload: to measure.
+        workload: the training step to measure.
         probe: the peak to compare with, on the same devices.
-        samples: number of times that each is timed.
-        warmup: steps that run first and do not count; the first of them compiles.
-        sample_seconds: steps that are shorter are timed in groups that take about as long as this.
+        samples: number of timings of each.
+        warmup: number of untimed steps at the start; the first one compiles.
+        sample_seconds: shorter steps are timed in groups of about this duration.
 
     Raises:
-        ValueError: for less than one sample or warm-up step.
+        ValueError: for fewer than one sample or warm-up step.
     """
     if samples < 1 or warmup < 1:
         raise ValueError(f"expected at least one sample and one warm-up step, got {samples} and {warmup}")
-    # The last warm-up step compiles nothing any more, and says how many steps make up a sample.
+    # The last warm-up step does not compile, so its time determines the steps per sample.
     last = [_time(workload.run_step, 1) for _ in range(warmup)][-1]
-    # Steps of a millisecond would be timed with the noise of the clock and of the scheduler.
+    # Single steps of a millisecond would be dominated by noise of clock and scheduler.
     steps = max(1, round(sample_seconds / max(last, 1e-9)))
     seconds, matmul = [], []
-    # Once for nothing: caches and clock rates are then those of a probe that runs.
+    # An untimed run warms up caches and clock rates.
     probe.run()
     for _ in range(samples):
         seconds.append(_time(workload.run_step, steps))
@@ -193,7 +193,7 @@ def measure(
 
 
 def table(report: MfuReport) -> list[tuple[str, str]]:
-    """The report for people: names and values."""
+    """The report as names and values for display."""
     work, step, matmul, paired = report.workload, report.step_seconds, report.matmul_flops, report.matmul_fractions
     grouped = f", each of {report.steps_per_sample} steps" if report.steps_per_sample > 1 else ""
     if report.peak is None:

@@ -1,4 +1,4 @@
-"""Peaks of devices by the vendor's datasheet: dense matrix products, without structured sparsity."""
+"""Peak FLOP/s from vendors' datasheets: dense matrix products, without structured sparsity."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal
 import jax
 
 Format = Literal["bfloat16", "float16", "tf32", "float32"]
-"""Formats that matrix units multiply; JAX takes `tf32` for float32 arrays on NVIDIA GPUs unless told otherwise."""
+"""Input formats of matrix units; JAX uses `tf32` for float32 arrays on NVIDIA GPUs by default."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most FLOP/s of one JAX device."""
+    """The peak FLOP/s of one JAX device."""
 
     flops: float
     format: Format
@@ -24,7 +24,7 @@ class Peak:
 @dataclass(frozen=True)
 class _Device:
     kinds: tuple[str, ...]
-    """Exactly as in `jax.Device.device_kind`: a laptop part or a slice of a GPU has another name, and no entry."""
+    """Exactly as in `jax.Device.device_kind`: laptop GPUs and GPU slices have other names, and no entry."""
     tera: Mapping[Format, float]
     """TFLOP/s of one JAX device, which on TPU v2 and v3 is one of the two cores of a chip."""
     source: str
@@ -33,7 +33,7 @@ class _Device:
 def _tera(
     *, bf16: float | None = None, f16: float | None = None, tf32: float | None = None, f32: float | None = None
 ) -> dict[Format, float]:
-    # The order is that of the search: TF32 is taken before float32 where both may be.
+    # In search order: TF32 comes before float32.
     formats: dict[Format, float | None] = {"bfloat16": bf16, "float16": f16, "tf32": tf32, "float32": f32}
     return {name: value for name, value in formats.items() if value is not None}
 
@@ -81,22 +81,22 @@ _DEVICES = (
 
 
 def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool | None = None) -> Peak | None:
-    """The datasheet's figure for matrix products of arrays of `dtype` on one device; None where there is none.
+    """The datasheet's figure for matrix products of `dtype` arrays on one device; None if it has none.
 
     Args:
-        device_kind: `jax.Device.device_kind`; anything that is not in the table, such as a CPU, has no figure.
+        device_kind: `jax.Device.device_kind`; devices not in the table, such as CPUs, have no figure.
         dtype: `bfloat16`, `float16` or `float32`.
-        allow_tf32: whether float32 arrays are multiplied in TF32 where the device can; None: as JAX is set, by
-            `jax_default_matmul_precision`.
+        allow_tf32: True to multiply float32 arrays in TF32 if the device supports it; None means as JAX is configured,
+            by `jax_default_matmul_precision`.
     """
     device = next((d for d in _DEVICES if device_kind in d.kinds), None)
     if device is None:
         return None
     if allow_tf32 is None:
         allow_tf32 = tf32_allowed(jax.config.values["jax_default_matmul_precision"])
-    wanted = ("tf32", "float32") if dtype == "float32" and allow_tf32 else (dtype,)
-    found = (Peak(tera * 1e12, name, device.source) for name, tera in device.tera.items() if name in wanted)
-    return next(found, None)
+    formats = ("tf32", "float32") if dtype == "float32" and allow_tf32 else (dtype,)
+    peaks = (Peak(tera * 1e12, name, device.source) for name, tera in device.tera.items() if name in formats)
+    return next(peaks, None)
 
 
 def known_devices() -> tuple[str, ...]:

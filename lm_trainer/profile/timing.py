@@ -1,4 +1,4 @@
-"""Times of functions that are measured in turn, so that a machine whose speed drifts slows all of them."""
+"""Interleaved timings of functions, so drifts of the machine's speed affect all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """A sample of positive numbers in brief."""
+    """Summary statistics of positive numbers."""
 
     median: float
     lower_quartile: float
@@ -22,7 +22,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of one or more values."""
-        # Inclusive: the quartiles of few values lie among them, and not beyond.
+        # Inclusive: the quartiles of few values stay within their range.
         lower, median, upper = (
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
         )
@@ -33,8 +33,10 @@ class Spread:
 
     def milliseconds(self) -> str:
         """Formats a spread of seconds: `12.3 ms (quartiles 11.9-13.0, range 11.2-15.1)`."""
-        median, low, high, least, most = (f"{1e3 * value:.{1 if value < 10 else 0}f}" for value in vars(self).values())
-        return f"{median} ms (quartiles {low}-{high}, range {least}-{most})"
+        median, low, high, minimum, maximum = (
+            f"{1e3 * value:.{1 if value < 10 else 0}f}" for value in vars(self).values()
+        )
+        return f"{median} ms (quartiles {low}-{high}, range {minimum}-{maximum})"
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class Measured:
     """The result of a bench command."""
 
     rows: list[tuple[str, str]]
-    """Names and values for people."""
+    """Names and values for display."""
     values: dict[str, Any]
     """For `--json`: plain values in SI units; names are stable."""
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines of names and values, with the values below one another."""
+    """Lines of names and values, with aligned values."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
@@ -63,20 +65,20 @@ def timed(run: Callable[[], object]) -> float:
 def interleaved(
     runs: Mapping[str, Callable[[], float]], repeats: int, *, on_turn: Callable[[int], object] = lambda _: None
 ) -> dict[str, list[float]]:
-    """The results of each of `runs`, `repeats` times, in turns; every other turn goes backwards.
+    """Measures each of `runs` `repeats` times, in rounds; every other round runs in reverse order.
 
     Args:
         runs: name -> a function that measures once.
-        repeats: number of turns, at least one.
-        on_turn: called before each turn with its number, from 0.
+        repeats: number of rounds, at least one.
+        on_turn: called before each round with its index, from 0.
     """
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats):
-        on_turn(turn)
-        # Backwards and forwards, so that none is always measured right after the same other one.
-        for name in list(runs)[:: -1 if turn % 2 else 1]:
-            found[name].append(runs[name]())
-    return found
+    results: dict[str, list[float]] = {name: [] for name in runs}
+    for round_index in range(repeats):
+        on_turn(round_index)
+        # Alternating order, so none is always measured right after the same other one.
+        for name in list(runs)[:: -1 if round_index % 2 else 1]:
+            results[name].append(runs[name]())
+    return results
 
 
 def si(value: float) -> str:

@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 class Profiler:
     """Traces the steps from `start_step` to `start_step + num_steps`, counted from 0 for the first of the run.
 
-    Use it as a context manager: a trace that is going on when the run ends, however it ends, is written then. A trace
-    that cannot be taken is reported and left out; it never stops a run.
+    Use it as a context manager: a trace in progress is written when the run ends, even on an error. A failure to trace
+    is reported, and never stops a run.
 
     Args:
-        directory: traces go to `directory`/plugins/profile/TIMESTAMP, where `tensorboard --logdir` finds them.
-        start_step: how many steps are done when the trace begins. A few, so that nothing is compiled in it.
-        num_steps: how many steps are traced; of a run that goes on in the middle of them, those that remain.
-        perfetto_link: at the end of the trace print a link to Perfetto, and wait until it has been opened.
-        on_trace: called with the directory of a trace that is complete.
+        directory: traces are written to `directory`/plugins/profile/TIMESTAMP, where `tensorboard --logdir` finds them.
+        start_step: number of steps done before the trace begins: a few, to exclude compilation.
+        num_steps: number of steps to trace; a run resumed within this range traces the remaining ones.
+        perfetto_link: after the trace, print a link to Perfetto, and wait until it is opened.
+        on_trace: called with the directory of a complete trace.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Profiler:
         self._directory = directory
         self._start, self._end = start_step, start_step + num_steps
         self._perfetto_link, self._on_trace = perfetto_link, on_trace
-        self._before: set[Path] | None = None
+        self._existing: set[Path] | None = None
         self._settled = False
-        """True once a trace was taken or cannot be."""
+        """True once a trace was written or has failed."""
 
     def __enter__(self) -> Self:
         return self
@@ -52,13 +52,13 @@ class Profiler:
     @property
     def tracing(self) -> bool:
         """True while a trace is recorded."""
-        return self._before is not None
+        return self._existing is not None
 
     def on_step(self, step: int, result: Any = None) -> None:
-        """Called once before the first step of an attempt, and after every step, with the number of steps done.
+        """Starts and stops the trace; call it before the first step of an attempt, and after every step.
 
         Args:
-            step: from 0.
+            step: number of steps done, from 0.
             result: arrays of the step; the trace ends when they are computed.
         """
         if self.tracing and step >= self._end:
@@ -74,7 +74,7 @@ class Profiler:
             logger.warning("no trace: the steps from %d to %d to be profiled are done already", self._start, self._end)
 
     def annotate(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Marks what is done inside as the step after which `step` steps are done."""
+        """Annotates the enclosed work as the step after which `step` steps are done."""
         if not self.tracing:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
@@ -83,24 +83,24 @@ class Profiler:
         return {path for path in (self._directory / "plugins" / "profile").glob("*") if path.is_dir()}
 
     def _begin(self) -> None:
-        before = self._traces()
+        existing = self._traces()
         try:
             jax.profiler.start_trace(str(self._directory), create_perfetto_link=self._perfetto_link)
         except (RuntimeError, OSError, ValueError) as error:
             self._fail(error)
         else:
-            self._before = before
+            self._existing = existing
 
     def _stop(self) -> None:
-        if self._before is None:
+        if self._existing is None:
             return
-        before, self._before = self._before, None
+        existing, self._existing = self._existing, None
         try:
             jax.profiler.stop_trace()
         except (RuntimeError, OSError, ValueError) as error:
             self._fail(error)
             return
-        for path in sorted(self._traces() - before):
+        for path in sorted(self._traces() - existing):
             logger.info("wrote a trace of the steps from %d on to %s", self._start, path)
             if self._on_trace is not None:
                 self._on_trace(path)
@@ -112,7 +112,7 @@ class Profiler:
 
 
 class ProfilerOff:
-    """A profiler that traces nothing."""
+    """A disabled profiler."""
 
     def __enter__(self) -> Self:
         return self
@@ -124,6 +124,6 @@ class ProfilerOff:
         """Does nothing."""
 
     def annotate(self, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Marks nothing."""
+        """Does nothing."""
         del step
         return contextlib.nullcontext()

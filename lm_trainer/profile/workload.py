@@ -1,4 +1,4 @@
-"""Made-up batches to measure with."""
+"""Random batches for measurements."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lm_trainer.core.batch import Batch
 
 
 def random_batch(rows: int, seq_len: int, vocab_size: int, features: tuple[int, int] | None = None) -> Batch:
-    """Rows of one document each, of random tokens, and of random features where a shape of them is given."""
+    """A batch of random tokens, one document per row, with random features if their shape is given."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, seq_len + 1), dtype=np.int32)
-    heard = None if features is None else np.random.default_rng(1).standard_normal((rows, *features), np.float32)
+    audio = None if features is None else np.random.default_rng(1).standard_normal((rows, *features), np.float32)
     positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (rows, seq_len))
     return Batch(
         np.ascontiguousarray(tokens[:, :-1]),
@@ -18,5 +18,5 @@ def random_batch(rows: int, seq_len: int, vocab_size: int, features: tuple[int, 
         np.ones((rows, seq_len), np.float32),
         np.ascontiguousarray(positions),
         np.zeros((rows, seq_len), np.int32),
-        heard,
+        audio,
     )

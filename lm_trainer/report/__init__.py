@@ -1,1 +1,1 @@
-"""A page about a run, or about several beside one another."""
+"""HTML pages about one run, or a comparison of several."""

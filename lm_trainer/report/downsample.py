@@ -1,4 +1,4 @@
-"""Fewer points of a curve that look the same.
+"""Reduces the points of a curve without visible change.
 
 Shape letters: N points, B buckets.
 """
@@ -8,25 +8,25 @@ from __future__ import annotations
 import numpy as np
 
 
-def downsample(x_N: np.ndarray, y_N: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keeps the lowest and the highest point of each of many equal pieces, the first point and the last.
+def downsample(x_N: np.ndarray, y_N: np.ndarray, max_points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keeps the minimum and maximum of each of many equal buckets, and the first and last point.
 
-    No extreme is lost: a spike of a single step stays as high as it was.
+    No extreme is lost: a spike of a single step keeps its height.
 
     Args:
-        x_N: rising.
-        y_N: the values; those that are not finite are left out.
-        most: points to keep, about.
+        x_N: increasing x values.
+        y_N: values; non-finite ones are dropped.
+        max_points: approximate number of points to keep.
     """
-    there = np.isfinite(y_N)
-    x_N, y_N = x_N[there], y_N[there]
-    if len(x_N) <= most:
+    is_finite = np.isfinite(y_N)
+    x_N, y_N = x_N[is_finite], y_N[is_finite]
+    if len(x_N) <= max_points:
         return x_N, y_N
-    buckets = max(most // 2, 1)
+    buckets = max(max_points // 2, 1)
     size = -(-len(y_N) // buckets)
-    # Filled up by its last value, which is no new extreme.
+    # Padded with the last value, which adds no extreme.
     padded = np.concatenate([y_N, np.full(-len(y_N) % size, y_N[-1])]).reshape(-1, size)
     starts_B = np.arange(len(padded)) * size
     chosen = np.concatenate([[0], starts_B + padded.argmin(1), starts_B + padded.argmax(1), [len(y_N) - 1]])
-    kept = np.unique(np.minimum(chosen, len(y_N) - 1))
-    return x_N[kept], y_N[kept]
+    selected = np.unique(np.minimum(chosen, len(y_N) - 1))
+    return x_N[selected], y_N[selected]

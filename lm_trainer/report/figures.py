@@ -1,4 +1,4 @@
-"""Curves of runs as files, for a paper."""
+"""Curves of runs as image files, for a paper."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm_trainer.report.page import GROUPS, POINTS
 from lm_trainer.report.run import ReportedRun
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a82", "#b3a300")
-"""Told apart by all kinds of colour vision (Okabe and Ito 2008)."""
+"""A colour-blind safe palette (Okabe and Ito 2008)."""
 _LEFT_OUT = "Everything else"
 
 
@@ -21,7 +21,7 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
     """Draws every metric of the named groups, as `NAME.svg` and `NAME.png`.
 
     Raises:
-        UserError: without matplotlib, or where files cannot be written.
+        UserError: without matplotlib, or if files cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -55,5 +55,5 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
 
 
 def _plain(name: str) -> str:
-    """Escapes a name for matplotlib, to which dollars are the marks of a formula."""
+    """Escapes a name for matplotlib, where dollar signs delimit formulas."""
     return name.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""The page of `lmt report`: one HTML file that needs nothing else."""
+"""The page of `lmt report`: a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.page import write_page
 from lm_trainer.report.downsample import downsample
-from lm_trainer.report.run import ReportedRun, now
+from lm_trainer.report.run import ReportedRun, utc_time
 from lm_trainer.report.saved import tokens_saved
 from lm_trainer.reproduce.compare import compare
 from lm_trainer.reproduce.record import RunRecord
@@ -32,13 +32,14 @@ GROUPS = (
     ("Throughput", r"throughput/.*|memory/.*|goodput.*"),
     ("Everything else", r"(?!.*/\d+$)(?!(grads|params|updates|opt_state)/norm/.*/).*"),
 )
-"""Headings, and the metrics below them: the first that fits. Norms of single layers are left to metrics.jsonl."""
+"""Headings and the patterns of their metrics; the first match wins. Norms of single layers are only in
+metrics.jsonl."""
 
 
 def report_page(runs: Sequence[ReportedRun]) -> str:
     """Writes the page of one run, or of several."""
     data = {
-        "written": now(),
+        "written": utc_time(),
         "runs": [_run(run) for run in runs],
         "groups": _groups(runs),
         "pairs": [_pair(runs[0], other) for other in runs[1:]],
@@ -95,7 +96,7 @@ def _data(run: ReportedRun) -> list[list[Any]]:
 
 
 def _throughput(run: ReportedRun) -> list[list[Any]]:
-    """Rows of a table: figure, value; medians over the steps, and what limits them."""
+    """Rows of a table: figure, value; medians over the steps, and memory limits."""
     medians = {
         name: float(np.median(values[np.isfinite(values)]))
         for name, (_, values) in run.metrics.items()
@@ -114,8 +115,13 @@ def _throughput(run: ReportedRun) -> list[list[Any]]:
     rows += [[title, medians[name]] for name, title in named.items() if name in medians]
     last = {"throughput/goodput": "goodput of all attempts", "throughput/wall_time": "seconds of all attempts"}
     rows += [[title, float(run.metrics[name][1][-1])] for name, title in last.items() if name in run.metrics]
-    most = {"memory/host": "memory of the host, GiB, most", "memory/device_peak": "memory of a device, GiB, most"}
-    rows += [[title, float(np.nanmax(run.metrics[name][1]))] for name, title in most.items() if name in run.metrics]
+    peak_titles = {
+        "memory/host": "memory of the host, GiB, most",
+        "memory/device_peak": "memory of a device, GiB, most",
+    }
+    rows += [
+        [title, float(np.nanmax(run.metrics[name][1]))] for name, title in peak_titles.items() if name in run.metrics
+    ]
     return rows
 
 
@@ -130,19 +136,19 @@ def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
         for index, run in enumerate(runs):
             if name in run.metrics:
                 x, y = downsample(*run.metrics[name], POINTS)
-                # Seven digits, more than a picture shows.
+                # Seven digits, more than a plot shows.
                 curves.append({"run": index, "x": x.tolist(), "y": [float(f"{value:.7g}") for value in y]})
         if any(curve["x"] for curve in curves):
             groups[title].append({"name": name, "curves": curves})
-    # The loss of training first.
+    # The training loss first.
     groups["Loss"].sort(key=lambda chart: chart["name"] != "train/loss")
     return [{"title": title, "charts": charts} for title, charts in groups.items() if charts]
 
 
 def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
-    """Differences of two runs: configuration, the first step where bits part, tokens to the same loss."""
+    """Differences of two runs: configuration, first step with different bits, tokens to the same loss."""
     differences = changed_keys(first.identity, other.identity)
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "names": [first.name, other.name],
         "configuration": [
             [key, json.dumps(a, ensure_ascii=False), json.dumps(b, ensure_ascii=False)]
@@ -152,28 +158,28 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
     try:
         comparison = compare(RunRecord.read(str(first.path)), RunRecord.read(str(other.path)))
         parting = comparison.divergence
-        found["bits"] = (
+        content["bits"] = (
             f"equal in all {comparison.common} steps that both have"
             if parting is None
             else f"part at step {parting.step}"
         )
-        found["causes"] = [
+        content["causes"] = [
             line for kind, lines in comparison.causes.items() if kind != "configuration" for line in lines
         ]
     except UserError as error:
-        found["bits"] = str(error)
+        content["bits"] = str(error)
     if saved := tokens_saved(other, first):
-        found["saved"] = {
+        content["saved"] = {
             "loss": saved.loss,
             "ratio": saved.ratio,
             "compute": saved.compute,
             "interval": list(saved.interval),
         }
-    return found
+    return content
 
 
 def _tokens(runs: Sequence[ReportedRun]) -> dict[str, str] | None:
-    """The page of token probabilities, of the first two runs at most, and what is not on it."""
+    """The page of token probabilities, of at most the first two runs, and a note on omitted runs."""
     histories = {run.name: run.tokens for run in runs[:2] if run.tokens is not None}
     if not histories:
         return None

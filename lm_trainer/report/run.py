@@ -1,4 +1,4 @@
-"""A run as its directory tells of it, whether it goes on, is done, or was killed in the middle of a line.
+"""Reads a run from its directory; the run may be in progress, finished, or killed in the middle of a line.
 
 Shape letters: N points of a metric.
 """
@@ -27,7 +27,7 @@ from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
 from lm_trainer.trackers.token_page import TokenHistory
 
 _SECTIONS = ("model", "optimizer")
-"""Sections of several types, whose defaults are those of the type that is chosen."""
+"""Sections with several types: each is compared with the defaults of its type."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run."""
+    """A run, with everything the page shows."""
 
     name: str
     path: Path
@@ -49,31 +49,30 @@ class ReportedRun:
     step: int
     steps: int | None
     changes: Mapping[str, Any]
-    """Dotted keys of the configuration that are not at their default -> value."""
+    """Dotted configuration key -> value, for non-default values."""
     identity: Mapping[str, Any]
-    """The part of the configuration that decides numbers."""
+    """The part of the configuration that affects the numbers."""
     attempts: Sequence[Mapping[str, Any]]
-    """`step` at which each began, `time`, `devices`, `versions`, `program`."""
+    """`step` at which each started, `time`, `devices`, `versions`, `program`."""
     metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    """Name -> steps and values, [N] each; of a step that was done twice the last value."""
+    """Name -> steps and values, [N] each; the last value of a repeated step."""
     alerts: Sequence[Alert]
     fingerprints: Sequence[tuple[int, str]]
     verifications: Sequence[Mapping[str, Any]]
-    """`time`, `equal`, `steps` that were computed again, and the first `difference`, of each `lmt verify`."""
+    """`time`, `equal`, number of recomputed `steps` and first `difference` of each `lmt verify`."""
     facts: Mapping[str, Any]
-    """`parameters`, `flops_per_token` and `data`, where the run has written them down."""
+    """`parameters`, `flops_per_token` and `data`, if the run recorded them."""
     samples: Sequence[tuple[int, str]]
     tokens: TokenHistory | None
     gaps: Sequence[str]
-    """A line about each file that has lost lines of metrics; of a run with its checkpoints in a bucket only the server
-    would know."""
+    """A line about each file with lost lines of metrics; unknown for a run with its checkpoints in a bucket."""
 
 
 def read_run(source: str) -> ReportedRun:
     """Reads a run by its id, directory or the URL of its checkpoints.
 
     Raises:
-        UserError: when there is no such run, or it has not recorded anything yet.
+        UserError: if there is no such run, or it has not recorded anything yet.
     """
     path = find_run(source)
     (listing,) = list_runs([path])
@@ -91,7 +90,7 @@ def read_run(source: str) -> ReportedRun:
         listing.steps,
         _changes(config),
         content.get("identity", {}),
-        [_attempt(each) for each in read_attempts(path)],
+        [_attempt(attempt) for attempt in read_attempts(path)],
         _metrics(lines),
         [Alert(line["step"], line["alert"], line.get("message", "")) for line in lines if "alert" in line],
         [(line["step"], line["fingerprint"]) for line in lines if "fingerprint" in line],
@@ -103,14 +102,14 @@ def read_run(source: str) -> ReportedRun:
     )
 
 
-def told_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
-    """The runs with their paths for names, where several have one name."""
+def with_unique_names(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
+    """The runs, named by their paths if several have the same name."""
     names = [run.name for run in runs]
     return [replace(run, name=str(run.path)) if names.count(run.name) > 1 else run for run in runs]
 
 
 def _changes(config: RunConfig) -> dict[str, Any]:
-    """The keys that are not at their default, and of sections of several types the type."""
+    """The keys with non-default values, and the type of sections with several types."""
     dumped = config.model_dump(mode="json")
     plain = RunConfig().model_dump(mode="json")
     for name in _SECTIONS:
@@ -127,13 +126,13 @@ def _metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, 
         for name, value in line.items():
             if name not in ("step", "time") and isinstance(value, int | float):
                 columns.setdefault(name, {})[step] = value
-    found = {}
+    metrics = {}
     for name, column in columns.items():
         steps_N = np.fromiter(column.keys(), np.int64, len(column))
         values_N = np.fromiter(column.values(), np.float64, len(column))
         order = np.argsort(steps_N, kind="stable")
-        found[name] = (steps_N[order], values_N[order])
-    return found
+        metrics[name] = (steps_N[order], values_N[order])
+    return metrics
 
 
 def _attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,11 +152,11 @@ def _attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _verification(entry: Mapping[str, Any]) -> dict[str, Any]:
     segments = entry["segments"]
-    difference = next((each["difference"] for each in segments if each["difference"]), None)
+    difference = next((segment["difference"] for segment in segments if segment["difference"]), None)
     return {
         "time": entry["time"],
         "equal": entry["equal"],
-        "steps": sum(each["steps"] for each in segments),
+        "steps": sum(segment["steps"] for segment in segments),
         "difference": None if difference is None else f"step {difference['step']}, {difference['what']}",
     }
 
@@ -173,15 +172,15 @@ def _samples(file: Path) -> list[tuple[int, str]]:
 
 
 def _json_lines(file: Path) -> list[Any]:
-    """The records of a file; lines that are not whole are left out."""
-    found = []
+    """The records of a file, without incomplete lines."""
+    records = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
             continue
-        found += [record] if isinstance(record, dict) else []
-    return found
+        records += [record] if isinstance(record, dict) else []
+    return records
 
 
 def _tokens(path: Path) -> TokenHistory | None:
@@ -199,6 +198,6 @@ def _json(file: Path, default: Any) -> Any:
         return default
 
 
-def now() -> str:
+def utc_time() -> str:
     """The time, in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

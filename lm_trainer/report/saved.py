@@ -1,4 +1,4 @@
-"""Tokens that one run needs less than another for the same loss.
+"""The ratio of tokens that two runs need for the same loss.
 
 Shape letters: W windows of steps, R resamplings.
 """
@@ -17,26 +17,26 @@ _WINDOWS, _RESAMPLED = 40, 1000
 
 @dataclass(frozen=True)
 class Saved:
-    """The comparison of two runs at the loss that both reach."""
+    """The comparison of two runs at a loss both reach."""
 
     loss: float
-    """Training loss in nats per token: the higher one of the two at their ends."""
+    """Training loss in nats per token: the higher one of the two final losses."""
     ratio: float
-    """Tokens of the run over those of the other at that loss."""
+    """Tokens of the run divided by tokens of the other run at that loss."""
     compute: float | None
-    """FLOPs of the run over those of the other at that loss; None where the FLOPs of a token are not known."""
+    """FLOPs of the run divided by FLOPs of the other run at that loss; None if the FLOPs per token are unknown."""
     interval: tuple[float, float]
-    """95 % of the ratios, by the noise of the loss within windows of steps."""
+    """95 % interval of the ratio, from the noise of the loss within windows of steps."""
 
 
 def tokens_saved(run: ReportedRun, other: ReportedRun) -> Saved | None:
-    """Compares the tokens that two runs need for the same training loss; None where they do not tell.
+    """Compares the tokens that two runs need for the same training loss; None without enough data.
 
-    Each curve becomes means over windows of steps, evenly spaced in the logarithm of tokens, with the standard errors
-    of these means. The loss to reach is the higher of the two at the ends; where a curve comes down to it is
-    interpolated in log tokens. The interval is of curves with noise of these errors.
+    Each curve is averaged over windows of steps, evenly spaced in log tokens, with standard errors of these means. The
+    target loss is the higher of the two final losses; the point at which a curve reaches it is interpolated in log
+    tokens. The interval comes from resampled curves with noise of these errors.
     """
-    curves = [_windows(each) for each in (run, other)]
+    curves = [_windows(item) for item in (run, other)]
     if any(curve is None for curve in curves):
         return None
     (x_W, mean_W, error_W), (u_W, other_W, noise_W) = curves  # pyright: ignore[reportGeneralTypeIssues]
@@ -44,23 +44,23 @@ def tokens_saved(run: ReportedRun, other: ReportedRun) -> Saved | None:
     rng = np.random.default_rng(0)
     ratios_R = []
     for index in range(_RESAMPLED + 1):
-        # The first one is without noise.
+        # The first curve has no noise.
         scale = float(index > 0)
         a = _reach(x_W, mean_W + scale * error_W * rng.standard_normal(len(x_W)), loss)
         b = _reach(u_W, other_W + scale * noise_W * rng.standard_normal(len(u_W)), loss)
         ratios_R.append(np.exp(a - b))
     low, high = np.quantile(ratios_R[1:], [0.025, 0.975])
-    flops, others = (each.facts.get("flops_per_token") for each in (run, other))
-    compute = float(ratios_R[0]) * flops / others if flops and others else None
+    flops, other_flops = (item.facts.get("flops_per_token") for item in (run, other))
+    compute = float(ratios_R[0]) * flops / other_flops if flops and other_flops else None
     return Saved(loss, float(ratios_R[0]), compute, (float(low), float(high)))
 
 
 def _windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Log tokens, mean losses and their standard errors, [W] each."""
+    """Log tokens, mean losses and their standard errors, each of shape [W]."""
     if LOSS not in run.metrics or TOKENS not in run.metrics:
         return None
-    (steps, losses), (at, tokens) = run.metrics[LOSS], run.metrics[TOKENS]
-    common, i, j = np.intersect1d(steps, at, return_indices=True)
+    (steps, losses), (token_steps, tokens) = run.metrics[LOSS], run.metrics[TOKENS]
+    common, i, j = np.intersect1d(steps, token_steps, return_indices=True)
     losses, tokens = losses[i], tokens[j]
     good = np.isfinite(losses) & (tokens > 0)
     losses, tokens = losses[good], np.log(tokens[good])
@@ -72,7 +72,7 @@ def _windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | No
     for window in range(_WINDOWS):
         values = losses[of == window]
         if len(values) >= 2:
-            # Within a window the loss falls as well: differences of neighbours hold the noise alone.
+            # The loss decreases within a window too: differences of neighbours contain only the noise.
             noise = np.std(np.diff(values)) / np.sqrt(2)
             rows.append((np.mean(tokens[of == window]), np.mean(values), noise / np.sqrt(len(values))))
     x, mean, error = (np.array(column) for column in zip(*rows, strict=True))
@@ -80,10 +80,10 @@ def _windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | No
 
 
 def _reach(x_W: np.ndarray, loss_W: np.ndarray, loss: float) -> float:
-    """Log tokens at which a curve, made to fall, first comes down to a loss."""
+    """Log tokens at which a curve, made monotonic, first reaches a loss."""
     falling = np.minimum.accumulate(loss_W)
     if falling[-1] > loss:
         return float(x_W[-1])
-    # np.interp wants rising abscissae; equal ones are left out.
+    # np.interp needs increasing abscissae; drops equal ones.
     keep = np.concatenate([[True], np.diff(falling) < 0])
     return float(np.interp(-loss, -falling[keep], x_W[keep]))

@@ -1,1 +1,1 @@
-"""Reproduction of a run: its steps computed again, looked into, and compared with those of another run."""
+"""Reproduction of a run: recomputes its steps, inspects them, and compares them with another run."""

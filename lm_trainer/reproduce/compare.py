@@ -1,4 +1,4 @@
-"""The first divergence of two runs and its likely causes, from their directories alone."""
+"""The first divergence of two runs and its likely causes, from their run directories."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Divergence:
 
     step: int
     after: int | None
-    """The last step before it that both runs have recorded, with equal numbers; None if there is none."""
+    """The last earlier step both runs recorded, with equal numbers; None without one."""
     values: dict[str, tuple[Any, Any]]
-    """The metrics that differ, by name, of both runs; empty if only the parameters of the checkpoints differ."""
+    """Differing metrics by name, with the values of both runs; empty if only the checkpoints' parameters differ."""
 
 
 @dataclass
@@ -31,28 +31,28 @@ class Comparison:
     a: str
     b: str
     common: int
-    """The number of steps that both have recorded."""
+    """The number of steps both runs recorded."""
     last: int
-    """The last of them."""
+    """The last common step."""
     divergence: Divergence | None
     causes: dict[str, list[str]] = field(default_factory=dict)
-    """Differences that may decide numbers, as `NAME: A -> B`, under `configuration`, `data` and `code and packages`, in
-    this order of likelihood. If the runs are equal all the same, they made no difference."""
+    """Differences that may affect the numbers, as `NAME: A -> B`, under `configuration`, `data` and `code and
+    packages`, in order of likelihood. If the runs are equal, they had no effect."""
     harmless: list[str] = field(default_factory=list)
-    """Differences that decide no number: of the numbers of devices and processes."""
+    """Differences that do not affect the numbers: of the numbers of devices and processes."""
     checkpoint: int | None = None
-    """The first step whose checkpoints, of both runs, hold other parameters."""
+    """The first step at which the parameters in the two runs' checkpoints differ."""
     parameters: list[str] = field(default_factory=list)
-    """Their names, in the order of the model."""
+    """Names of the differing parameters, in the order of the model."""
     unchanged: int = 0
-    """The number of parameters that are equal there."""
+    """The number of equal parameters at that step."""
 
 
 def compare(a: RunRecord, b: RunRecord) -> Comparison:
-    """Compares the steps that both runs have recorded, and the checkpoints of the same steps.
+    """Compares the steps both runs recorded, and their checkpoints of equal steps.
 
     Raises:
-        UserError: when there is no such step.
+        UserError: if there is no common step.
     """
     common = [step for step in a.computed if step in b.computed and _shared(a, b, step)]
     if not common:
@@ -62,17 +62,17 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
         )
     result = Comparison(a.id, b.id, len(common), common[-1], _first_difference(a, b, common))
     _compare_checkpoints(a, b, result)
-    at = result.divergence.step if result.divergence else result.last
-    config, data = _configuration(a, b, at), _data(a, b)
-    software = environment_differences(a.attempt(at), b.attempt(at))
+    compared_step = result.divergence.step if result.divergence else result.last
+    config, data = _configuration(a, b, compared_step), _data(a, b)
+    software = environment_differences(a.attempt(compared_step), b.attempt(compared_step))
     causes = {"configuration": config, "data": data, "code and packages": software}
     result.causes = {kind: lines for kind, lines in causes.items() if lines}
-    result.harmless = _harmless(a.attempt(at), b.attempt(at))
+    result.harmless = _harmless(a.attempt(compared_step), b.attempt(compared_step))
     return result
 
 
 def _shared(a: RunRecord, b: RunRecord, step: int) -> list[str]:
-    """The metrics of a step that both runs have recorded, and that are of the same steps in both."""
+    """The metrics of a step both runs recorded, and that cover the same steps in both."""
     alike = a.start == b.start or (a.covers_all_steps and b.covers_all_steps)
     return [name for name in a.computed[step] if name in b.computed[step] and (alike or name != "fingerprint")]
 
@@ -82,37 +82,37 @@ def _range(run: RunRecord) -> str:
 
 
 def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergence | None:
-    before = None
+    last_equal = None
     for step in common:
         x, y = a.computed[step], b.computed[step]
         values = {name: (x[name], y[name]) for name in _shared(a, b, step) if not equal_bits(x[name], y[name])}
         if values:
-            return Divergence(step, before, values)
-        before = step
+            return Divergence(step, last_equal, values)
+        last_equal = step
     return None
 
 
 def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None:
-    # In order, so that the first checkpoints that differ end the search.
+    # In order: the first differing checkpoints end the search.
     for step in sorted({*a.saved()} & {*b.saved()}):
         x, y = (run.checkpoint(step).get("hashes", {}) for run in (a, b))
-        # Old checkpoints have no hashes; they tell nothing.
-        other = [name for name in {**x, **y} if x.get(name) != y.get(name)]
-        if x and y and other:
-            # Parameters that differ earlier than any recorded metric does are the first divergence.
-            result.checkpoint, result.parameters, result.unchanged = step, other, len({**x, **y}) - len(other)
+        # Old checkpoints have no hashes to compare.
+        differing = [name for name in {**x, **y} if x.get(name) != y.get(name)]
+        if x and y and differing:
+            # If parameters differ earlier than any recorded metric, they are the first divergence.
+            result.checkpoint, result.parameters, result.unchanged = step, differing, len({**x, **y}) - len(differing)
             if result.divergence is None or step < result.divergence.step:
                 result.divergence = Divergence(step, max((s for s in a.computed if s < step), default=None), {})
             return
 
 
 def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
-    """The keys that differ, and the changes on the way to the step."""
+    """The differing keys, and the configuration changes up to the step."""
     x, y = a.identity_at(step), b.identity_at(step)
-    # Each run's configuration is compared in the light of the other's, whose code may know keys that this one lacks:
-    # only keys that differ both ways count.
-    there, back = changed_keys(x, y, _config(b, step)), changed_keys(y, x, _config(a, step))
-    lines = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in there.items() if key in back]
+    # Compares in both directions, because one run's code may have keys the other lacks: only keys that differ both
+    # ways count.
+    forward, backward = changed_keys(x, y, _config(b, step)), changed_keys(y, x, _config(a, step))
+    lines = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in forward.items() if key in backward]
     for run, other in ((a, b), (b, a)):
         lines += [
             f"of {run.id} from step {change['step']} on: {'; '.join(change['differences'])}"
@@ -125,19 +125,21 @@ def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
 def _config(run: RunRecord, step: int) -> Any:
     try:
         return run.config(step)
-    except UserError:  # a loop of one's own, whose configuration is known by its identity alone
+    except UserError:  # a custom training loop, of which only the identity is recorded
         return None
 
 
 def _data(a: RunRecord, b: RunRecord) -> list[str]:
-    """Differences of the data, as the first checkpoint of a step that both have tells, else the newest of each."""
-    both = sorted({*a.saved()} & {*b.saved()})
-    found = []
+    """Differences of the data, from the first checkpoints at a common step, else the newest checkpoint of each run."""
+    common = sorted({*a.saved()} & {*b.saved()})
+    fingerprints = []
     for run in (a, b):
-        steps = both[:1] or run.saved()[-1:]
-        found.append(_flat(run.checkpoint(steps[0]).get("data_fingerprint") if steps else None))
-    names = [name for name in found[0] if name in found[1] and found[0][name] != found[1][name]]
-    return [f"{name}: {found[0][name]} -> {found[1][name]}" for name in names[:1]]
+        steps = common[:1] or run.saved()[-1:]
+        fingerprints.append(_flat(run.checkpoint(steps[0]).get("data_fingerprint") if steps else None))
+    names = [
+        name for name in fingerprints[0] if name in fingerprints[1] and fingerprints[0][name] != fingerprints[1][name]
+    ]
+    return [f"{name}: {fingerprints[0][name]} -> {fingerprints[1][name]}" for name in names[:1]]
 
 
 def _flat(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Metrics that a run has lost: lines that its newest checkpoint remembers and its directory lacks."""
+"""Lost metrics of a run: lines recorded in its newest checkpoint, but missing from its directory."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lm_trainer.trackers.json_lines import parse
 from lm_trainer.trackers.series import Series, describe_gap, line_name
 
 Missing = dict[str, dict[str, list[int]]]
-"""File -> name of the line -> steps."""
+"""File -> line name -> steps."""
 
 
 @dataclass(frozen=True)
 class LostMetrics:
-    """The lines that a run lacks."""
+    """The missing lines of a run."""
 
     step: int
-    """The step of its newest checkpoint, which remembers them."""
+    """The step of the newest checkpoint, which records them."""
     lines: Missing
 
     def named(self, path: Path, run_id: str) -> list[str]:
-        """A line for people about each file of the run directory `path`."""
+        """A readable line about each file of the run directory `path`."""
         return [describe_gap(path / file, run_id, self.step, names) for file, names in self.lines.items()]
 
 
 def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
-    """Compares the files of a run directory with what the newest checkpoint remembers of them.
+    """Compares the files of a run directory with the lines recorded in the newest checkpoint.
 
     Returns:
-        None where no checkpoint can be read, or it is of an older version and remembers nothing.
+        The missing lines; None if no checkpoint is readable, or its version recorded no lines.
     """
     saved = committed_steps(checkpoints)
     try:
@@ -43,10 +43,10 @@ def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
         return None
     missing = {}
     for name, expected in series.items():
-        file, there = path / name, Series()
+        file, present = path / name, Series()
         for line, _ in parse(file.read_bytes())[0] if file.is_file() else []:
             if line["step"] <= saved[-1]:
-                there.add(line_name(line), line["step"])
-        if lacks := Series(expected).without(there):
+                present.add(line_name(line), line["step"])
+        if lacks := Series(expected).without(present):
             missing[name] = lacks
     return LostMetrics(saved[-1], missing)

@@ -1,4 +1,4 @@
-"""Record of a run: the files of its directory, read without touching them."""
+"""Record of a run: the files of its directory, opened read-only."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")
 _COMPUTED = ("train/", "optim/", "data/loss_tokens", "fingerprint")
-"""Prefixes of the metrics that are the same whenever and wherever a step is computed."""
+"""Prefixes of metrics that do not depend on when and where a step is computed."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory, of a run that has ended or goes on."""
+    """A run directory, of a finished or running run."""
 
     path: Path
-    """Absolute."""
+    """Absolute path of the run directory."""
     id: str
     checkpoints: StoragePath
     identity: Mapping[str, Any]
-    """The part of the last configuration that decides numbers."""
+    """The part of the last configuration that affects the numbers."""
     changes: Sequence[Mapping[str, Any]]
-    """Changes of the configuration: `step`, `differences`, and `config_before`, the file with the one before."""
+    """Configuration changes: `step`, `differences`, and `config_before`, the file with the previous configuration."""
     attempts: Sequence[Mapping[str, Any]]
-    """The environments that computed the run, each from its `step` on."""
+    """The environments in which the run was computed, each starting at its `step`."""
     steps: Mapping[int, Mapping[str, Any]]
-    """Metrics by the number of steps done, those of all lines of a step together; in order."""
+    """Metrics by number of steps done, in order; all lines of a step are merged."""
 
     @classmethod
     def read(cls, run: str | Path) -> RunRecord:
         """Reads a run by its id (in `logs`), its directory, or the URL of its checkpoints in a bucket.
 
         Raises:
-            UserError: when there is no such run, or it has not written any metrics.
+            UserError: if there is no such run, or it has not written any metrics.
         """
         path = find_run(run)
         content, attempts = read_run_record(path), read_attempts(path)
         steps: dict[int, dict[str, Any]] = {}
         if (path / "metrics.jsonl").is_file():
-            # A step has several lines: its metrics, its evaluation, the fingerprint of its checkpoint.
+            # A step has several lines: metrics, evaluation, fingerprint of its checkpoint.
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
         checkpoints = checkpoints_of(path)
@@ -70,84 +70,84 @@ class RunRecord:
 
     @property
     def start(self) -> int:
-        """Steps that were done when the run began: 0, but for one that went on from a checkpoint of another run."""
+        """Steps done when the run began: 0, except for a run that continued another run's checkpoint."""
         return self.attempts[0]["step"]
 
     @property
     def first_chain(self) -> str:
-        """The hash of the steps before the run began: empty, but for one that went on from another run's."""
+        """The hash of the steps before the run began: empty, except for a run that continued another run."""
         return self.attempts[0].get("chain", "")
 
     @property
     def covers_all_steps(self) -> bool:
-        """True if fingerprints are of all steps from 0 on, as those of older versions are not in a branch."""
+        """True if fingerprints cover all steps from 0 on; in branches, older versions' fingerprints do not."""
         return not self.start or "chain" in self.attempts[0]
 
     @cached_property
     def computed(self) -> dict[int, dict[str, Any]]:
-        """The metrics of `steps` that do not depend on when and where a step is computed; only steps that have any."""
-        found = {
+        """The metrics of `steps` that do not depend on when and where they are computed, without empty steps."""
+        computed = {
             step: {name: value for name, value in metrics.items() if name.startswith(_COMPUTED)}
             for step, metrics in self.steps.items()
         }
-        return {step: metrics for step, metrics in found.items() if metrics}
+        return {step: metrics for step, metrics in computed.items() if metrics}
 
     @property
     def last(self) -> int:
-        """The last step whose numbers are known."""
+        """The last recorded step."""
         return max(self.computed, default=self.start)
 
     def saved(self) -> list[int]:
-        """The steps that have a checkpoint now; a run that goes on replaces its temporary ones."""
+        """The steps with a checkpoint at present; a running run replaces its temporary ones."""
         return committed_steps(self.checkpoints)
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """Reads the JSON of a checkpoint; empty if there is none that can be read."""
+        """Reads the JSON of a checkpoint; empty if it is missing or unreadable."""
         try:
             return read_record(self.checkpoints, step) if step in self.saved() else {}
         except CheckpointError:
             return {}
 
     def attempt(self, step: int) -> Mapping[str, Any]:
-        """The environment that computed a step; steps count from 1."""
-        # A step that was computed twice, after a crash, is recorded by the last attempt that did it.
+        """The environment in which a step was computed; steps count from 1."""
+        # A step computed twice, after a crash, is recorded by the last attempt.
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
     def reach(self, start: int) -> int:
-        """The last step that can be computed from the checkpoint of `start` steps under one configuration."""
-        # A run under another configuration goes on with other numbers.
+        """The last step that can be computed from the checkpoint at `start` under one configuration."""
+        # Another configuration gives other numbers.
         later = [change["step"] for change in self.changes if change["step"] > start]
         return min(later, default=self.config(start + 1).trainer.num_train_steps)
 
     def identity_at(self, step: int) -> Mapping[str, Any]:
-        """The part that decides numbers of the configuration with which a step was computed."""
+        """The part of a step's configuration that affects the numbers."""
         earlier = any(step <= change["step"] for change in self.changes)
         return numeric_identity(self.config(step)) if earlier else self.identity
 
     @cached_property
     def root(self) -> Path:
-        """The directory in which the run was started, from which relative paths of its configuration count."""
+        """The directory in which the run was started, to which relative paths of its configuration refer."""
         return root_of(self.path, self.config(self.last).trainer.log_dir)
 
     def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
-        """Loads the configuration with which a step was computed.
+        """Loads the configuration of a step.
 
         Args:
             step: counted from 1.
-            overrides: settings over it, of keys that change no number.
+            overrides: settings that override it, of keys that do not affect the numbers.
 
         Raises:
-            UserError: when the run is one of a loop of one's own, or a setting would change its numbers.
+            UserError: if the run used a custom training loop, or a setting would change its numbers.
         """
         if not {"model", "data"} <= self.identity.keys():
             raise UserError(
                 f"{self.path}: this run was made with a loop of one's own, of which the directory knows neither model "
                 f"nor data; it cannot be computed again from there"
             )
-        # Each change of the configuration has kept the file before it, which holds up to the step of the change.
+        # Each configuration change kept the previous file, which applies up to the step of the change.
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
         file = path_inside(self.path, name, self.path / "run.json")
-        # Without trackers, whose packages need not be installed where the run is computed again.
+        # Without trackers, whose packages may not be installed on this machine.
         plain = self._load(file)
         if not overrides:
             return plain

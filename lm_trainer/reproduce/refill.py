@@ -1,4 +1,4 @@
-"""Metrics of a run that were lost, computed again from its checkpoints and put back into its files."""
+"""Recovery of lost metrics: recomputes them from the run's checkpoints, and restores them in its files."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from lm_trainer.trackers.jsonl import encode
 from lm_trainer.trackers.series import line_name
 
 _LOSS, _WATCHED, _EVALUATION, _FINGERPRINT = range(4)
-"""Kinds of lines that can be computed again, in the order in which a step logs them."""
+"""Kinds of lines that can be recomputed, in the order in which a step logs them."""
 _BEGINNINGS = {"train/loss": _LOSS, **{f"{target}/": _WATCHED for target in get_args(Target)}, "eval/": _EVALUATION}
 
 
 @dataclass
-class Refilled:
-    """The outcome of a refill."""
+class RefillResult:
+    """The result of `refill`."""
 
     lines: Missing
-    """Lines that were put back."""
+    """Restored lines."""
     left: Missing
-    """Lines that are still missing: texts and values of the user's own, which nothing here computes, and all lines
-    where the configuration changed between two checkpoints."""
+    """Lines that are still missing: custom texts and values of the user, which cannot be recomputed, and all lines
+    between two checkpoints with a configuration change in between."""
     proved: list[int]
-    """Checkpoints whose fingerprints came out again on the way."""
+    """Checkpoints whose fingerprints were reproduced."""
 
 
 class _Lines:
-    """Lines as a run logs them, kept until all are computed: the part of a `MetricLogger` that evaluations need."""
+    """Collects lines as a run logs them: the part of `MetricLogger` that evaluations need."""
 
     def __init__(self) -> None:
         self.of_files: dict[str, list[dict[str, Any]]] = {METRICS: [], HISTOGRAMS: []}
@@ -65,10 +65,10 @@ class _Lines:
 
 
 def missing_lines(record: RunRecord) -> Missing:
-    """The lines that the newest checkpoint remembers and the run directory lacks.
+    """The lines recorded in the newest checkpoint, but missing from the run directory.
 
     Raises:
-        UserError: when the checkpoints remember none.
+        UserError: if the checkpoints have no record of lines.
     """
     lost = lost_lines(record.path, record.checkpoints)
     if lost is None:
@@ -76,40 +76,41 @@ def missing_lines(record: RunRecord) -> Missing:
     return lost.lines
 
 
-def refill(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progress) -> Refilled:
-    """Computes lines that the run directory lacks, and puts them back; the others stay as they are.
+def refill(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progress) -> RefillResult:
+    """Recomputes missing lines of the run directory, and restores them; other lines stay unchanged.
 
-    Steps are computed from a checkpoint to the next one, whose fingerprint says that they are the run's.
+    Computes steps from one checkpoint to the next, whose fingerprint proves that they are the run's.
 
     Args:
-        record: a run that no process works on.
-        overrides: settings that change no number.
-        progress: shows the phases.
+        record: a run that is not in progress.
+        overrides: settings that do not affect the numbers.
+        progress: displays the phases.
 
     Raises:
-        UserError: when the run goes on, or its steps come out otherwise here; nothing is written then. And as `rerun`.
+        UserError: if the run is in progress, or its steps are not reproduced here (then no file is written), or as
+            `rerun`.
     """
     with locked(record.path):
         missing = missing_lines(record)
         lines, proved = _Lines(), []
         for start, end in itertools.pairwise(sorted({record.start, *record.saved()})):
-            wanted = _by_kind(missing, start, end)
-            # Past a change of the configuration other numbers would come.
-            if wanted and end <= record.reach(start):
-                with rerun(record, start, overrides=overrides, progress=progress) as again:
-                    _compute(record, again, end, wanted, lines, progress)
+            steps_by_kind = _by_kind(missing, start, end)
+            # After a configuration change, the numbers would differ.
+            if steps_by_kind and end <= record.reach(start):
+                with rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
+                    _compute(record, recomputed_run, end, steps_by_kind, lines, progress)
                 proved.append(end)
-        found = {}
+        restored_lines = {}
         for file, computed in lines.of_files.items():
             lost = missing.get(file, {})
-            if kept := [line for line in computed if line["step"] in lost.get(line_name(line), ())]:
-                _write(record, file, kept)
-                found[file] = _steps_by_name(kept)
-    return Refilled(found, missing_lines(record), proved)
+            if restored := [line for line in computed if line["step"] in lost.get(line_name(line), ())]:
+                _write(record, file, restored)
+                restored_lines[file] = _steps_by_name(restored)
+    return RefillResult(restored_lines, missing_lines(record), proved)
 
 
 def _kind(name: str, file: str = METRICS) -> int | None:
-    """The kind of a line; None of one that is not computed again."""
+    """The kind of a line; None if it cannot be recomputed."""
     if name == "fingerprint":
         return _FINGERPRINT
     kind = next((kind for beginning, kind in _BEGINNINGS.items() if name.startswith(beginning)), None)
@@ -117,61 +118,66 @@ def _kind(name: str, file: str = METRICS) -> int | None:
 
 
 def _by_kind(missing: Missing, start: int, end: int) -> dict[int, set[int]]:
-    """The steps after `start` and up to `end` of which something can be computed again, by kind."""
-    wanted: dict[int, set[int]] = {}
+    """The steps after `start` and up to `end` with missing lines that can be recomputed, by kind."""
+    steps_by_kind: dict[int, set[int]] = {}
     for file, names in missing.items():
         for name, steps in names.items():
             within = {step for step in steps if start < step <= end}
             if within and (kind := _kind(name, file)) is not None:
-                wanted.setdefault(kind, set()).update(within)
-    return wanted
+                steps_by_kind.setdefault(kind, set()).update(within)
+    return steps_by_kind
 
 
 def _compute(
-    record: RunRecord, again: Rerun, end: int, wanted: Mapping[int, set[int]], lines: _Lines, progress: Progress
+    record: RunRecord,
+    recomputed_run: Rerun,
+    end: int,
+    steps_by_kind: Mapping[int, set[int]],
+    lines: _Lines,
+    progress: Progress,
 ) -> None:
-    """Computes the steps up to a checkpoint, and what is wanted of them."""
-    program, config = again.run.setup, again.run.config
+    """Computes the steps up to a checkpoint, and their missing lines."""
+    program, config = recomputed_run.run.setup, recomputed_run.run.config
     watcher = Watcher(record.config(end).trainer.watch, program.sharding, program.model.axes)
-    evaluations = _evaluations(again, lines)
-    while again.state.step < end:
-        step = again.state.step + 1
+    evaluations = _evaluations(recomputed_run, lines)
+    while recomputed_run.state.step < end:
+        step = recomputed_run.state.step + 1
         progress.phase(f"step {step} of up to {end}")
         total = program.plan.batch_schedule.rows_before(step) * config.model.seq_len
-        metrics = again.step(watcher if step in wanted.get(_WATCHED, ()) else None)
+        metrics = recomputed_run.step(watcher if step in steps_by_kind.get(_WATCHED, ()) else None)
         lines.add(step, {**metrics, "throughput/total_tokens": total})
         for watched in watcher.report():
             lines.add(step, watched.scalars)
             for name, (counts, edges) in watched.histograms.items():
                 lines.add(step, {"name": name, "counts": counts.tolist(), "edges": edges.tolist()}, HISTOGRAMS)
-        if step in wanted.get(_EVALUATION, ()):
-            evaluations.run(again.state)
-        if step in wanted.get(_FINGERPRINT, ()):
-            lines.add(step, {"fingerprint": again.fingerprint()})
-    proof, known = again.fingerprint(), record.checkpoint(end).get("fingerprint")
-    if proof != known:
+        if step in steps_by_kind.get(_EVALUATION, ()):
+            evaluations.run(recomputed_run.state)
+        if step in steps_by_kind.get(_FINGERPRINT, ()):
+            lines.add(step, {"fingerprint": recomputed_run.fingerprint()})
+    proof, recorded = recomputed_run.fingerprint(), record.checkpoint(end).get("fingerprint")
+    if proof != recorded:
         raise UserError(
-            f"{record.path}: the steps up to {end} come out otherwise here than in the run (fingerprint {known}, now "
-            f"{proof}), so nothing was written; `lmt verify {record.path}` looks for the reason"
+            f"{record.path}: the steps up to {end} come out otherwise here than in the run (fingerprint {recorded}, "
+            f"now {proof}), so nothing was written; `lmt verify {record.path}` looks for the reason"
         )
 
 
-def _evaluations(again: Rerun, lines: _Lines) -> Evaluations:
-    run, attempt = again.run, again.run.attempt
+def _evaluations(recomputed_run: Rerun, lines: _Lines) -> Evaluations:
+    run, attempt = recomputed_run.run, recomputed_run.run.attempt
     wait = DataWait(attempt.stop, attempt.progress, attempt.watchdog, keep=lambda _: None)
     sets = named_sets(run.data.validation())
     return Evaluations(sets, run.config.trainer, run.setup, lines, wait, attempt.watchdog, attempt.progress)
 
 
-def _write(record: RunRecord, file: str, found: Iterable[Mapping[str, Any]]) -> None:
-    """Puts lines into a file, among the other lines of their steps as a run logs them."""
+def _write(record: RunRecord, file: str, new_lines: Iterable[Mapping[str, Any]]) -> None:
+    """Inserts lines into a file, in the order in which a run logs the lines of a step."""
     by_step: dict[int, list[tuple[int, bytes]]] = {}
     for line, content in _parsed(record, file):
         by_step.setdefault(line["step"], []).append((_kind(line_name(line)) or 0, content))
-    for line in found:
-        there, kind = by_step.setdefault(line["step"], []), _kind(line_name(line)) or 0
-        place = next((i for i, (other, _) in enumerate(there) if other > kind), len(there))
-        there.insert(place, (kind, json.dumps(line).encode() + b"\n"))
+    for line in new_lines:
+        step_lines, kind = by_step.setdefault(line["step"], []), _kind(line_name(line)) or 0
+        position = next((i for i, (other, _) in enumerate(step_lines) if other > kind), len(step_lines))
+        step_lines.insert(position, (kind, json.dumps(line).encode() + b"\n"))
     write_atomically(record.path / file, b"".join(content for step in sorted(by_step) for _, content in by_step[step]))
 
 
@@ -181,7 +187,7 @@ def _parsed(record: RunRecord, name: str) -> list[tuple[dict[str, Any], bytes]]:
 
 
 def _steps_by_name(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    steps_by_name: dict[str, list[int]] = {}
     for line in lines:
-        found.setdefault(line_name(line), []).append(line["step"])
-    return found
+        steps_by_name.setdefault(line_name(line), []).append(line["step"])
+    return steps_by_name

@@ -1,4 +1,4 @@
-"""One step of a run, computed again and observed from inside."""
+"""Recomputes one step of a run, and observes its gradients, norms and token losses."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ class Norms:
     gradient: float
     """The norm of the gradient of the mean loss, before clipping."""
     update: float
-    """The norm of the update that the step added."""
+    """The norm of the step's update."""
     parameter: float
     """The norm of the parameter after the step."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A step as it was recorded and as it came out again."""
+    """A step as recorded and as recomputed."""
 
     step: int
     """The step, counted from 1."""
     start: int
-    """Steps done at the checkpoint (or the start) from which it was reached."""
+    """Number of steps at the checkpoint (or start) from which it was recomputed."""
     recorded: dict[str, Any]
-    """The metrics of the run; empty if it recorded none of this step."""
+    """The recorded metrics of the step; empty if none were recorded."""
     now: dict[str, float]
     norms: dict[str, Norms]
-    """By parameter, in the order of the model."""
+    """Norms by parameter, in the order of the model."""
     tokens: list[HardToken]
-    """The hardest of the batch, without dropout, for the weights before the step."""
+    """The tokens of the batch with the highest losses, without dropout, at the weights before the step."""
     rows: list[RowDocuments]
-    """The documents of the batch."""
+    """The batch's documents."""
     gradients: Path | None
-    """The file that they were written to; None if they were not."""
+    """The file with the gradients; None if they were not written."""
 
     def source(self, token: HardToken) -> str:
-        """The origin of the document that a token stands in."""
+        """The source of the document that contains a token."""
         passages, left = self.rows[token.row].passages, token.position
         for passage in passages:
             if left < passage.tokens:
@@ -67,15 +67,15 @@ class Replay:
 
     @property
     def applied(self) -> bool:
-        """True if the weights changed, which a step whose loss or gradient is not finite does not."""
+        """True if the weights were updated: False for a step with non-finite loss or gradient."""
         return math.isfinite(self.now["train/loss"]) and math.isfinite(self.now["optim/grad_norm"])
 
 
 class _StepObserver:
-    """Observer of a step that keeps its gradients and measures norms by parameter."""
+    """Step observer that stores the gradients and measures norms by parameter."""
 
-    def __init__(self, again: Rerun):
-        program = again.run.setup
+    def __init__(self, recomputed_run: Rerun):
+        program = recomputed_run.run.setup
         config = WatchConfig(watch_targets=("grads", "params", "updates"), split_scan_layers=True, interval=1)
         self._watcher = Watcher(config, program.sharding, program.model.axes)
         self.grads: Params = {}
@@ -89,13 +89,15 @@ class _StepObserver:
         self._watcher.after(before, grads, weight, state)
 
     def norms(self) -> dict[str, Norms]:
-        (seen,) = self._watcher.report()
-        found: dict[str, dict[str, float]] = {}
-        for key, value in seen.scalars.items():
+        (report,) = self._watcher.report()
+        norms_by_name: dict[str, dict[str, float]] = {}
+        for key, value in report.scalars.items():
             target, _, name = key.split("/", 2)
-            found.setdefault(name, {})[target] = value
-        found.pop("total", None)
-        return {name: Norms(each["grads"], each["updates"], each["params"]) for name, each in found.items()}
+            norms_by_name.setdefault(name, {})[target] = value
+        norms_by_name.pop("total", None)
+        return {
+            name: Norms(values["grads"], values["updates"], values["params"]) for name, values in norms_by_name.items()
+        }
 
 
 def replay(
@@ -107,42 +109,42 @@ def replay(
     overrides: Sequence[str] = (),
     progress: Progress,
 ) -> Replay:
-    """Computes a step again, from the nearest checkpoint before it, under observation.
+    """Recomputes a step from the nearest earlier checkpoint, and observes it.
 
     Args:
         record: the run.
-        step: as in metrics.jsonl, so the first is 1.
-        top_k: the number of tokens to name.
-        dump_grads: a directory for `gradients-N.safetensors`, an array for each parameter: the gradient of the mean
+        step: the step as in metrics.jsonl, counted from 1.
+        top_k: number of tokens to report.
+        dump_grads: directory for `gradients-N.safetensors`, with one array per parameter: the gradient of the mean
             loss, before clipping, in float32.
         overrides: settings that change no number.
         progress: shows the phases.
 
     Raises:
-        UserError: when the run has no such step, or as `rerun`.
-        MachineError: when the gradients cannot be written.
+        UserError: if the run has no such step, or as `rerun`.
+        MachineError: if the gradients cannot be written.
     """
     start = _nearest(record, step)
-    where = None if dump_grads is None else local_path(dump_grads).absolute()
-    with rerun(record, start, overrides=overrides, progress=progress) as again:
-        while again.state.step < step - 1:
-            progress.phase(f"step {again.state.step + 1}, on the way to {step}")
-            again.step()
-        data, config, batch = again.run.data, again.run.config, again.next_batch()
+    directory = None if dump_grads is None else local_path(dump_grads).absolute()
+    with rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
+        while recomputed_run.state.step < step - 1:
+            progress.phase(f"step {recomputed_run.state.step + 1}, on the way to {step}")
+            recomputed_run.step()
+        data, config, batch = recomputed_run.run.data, recomputed_run.run.config, recomputed_run.next_batch()
         progress.phase("losses of the tokens")
         # Before the step, which donates the state.
-        losses = token_losses(again.run.setup, config, again.state, batch)
-        observer = _StepObserver(again)
-        now = again.step(observer)
+        losses = token_losses(recomputed_run.run.setup, config, recomputed_run.state, batch)
+        observer = _StepObserver(recomputed_run)
+        recomputed_metrics = recomputed_run.step(observer)
         return Replay(
             step,
             start,
             dict(record.computed.get(step, {})),
-            now,
+            recomputed_metrics,
             observer.norms(),
             hardest(losses, batch, data.tokenizer, top_k),
             list(documents_of_step(data, config.trainer.batch_schedule, step)),
-            None if where is None else _write(where / f"gradients-{step}.safetensors", observer),
+            None if directory is None else _write(directory / f"gradients-{step}.safetensors", observer),
         )
 
 
@@ -162,12 +164,12 @@ def _nearest(record: RunRecord, step: int) -> int:
 def _write(file: Path, observer: _StepObserver) -> Path:
     from safetensors.numpy import save_file
 
-    # The step hands out the sum over all tokens, which is divided by their weight only at the update.
+    # The step provides the sum over all tokens, which the update divides by their weight.
     sums, weight = to_host(observer.grads), np.float32(observer.weight or math.inf)
     mean = {name: np.asarray(x, np.float32) / weight for name, x in sums.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # safetensors writes the memory as it lies, whatever the strides say.
+        # safetensors writes raw memory and ignores strides.
         save_file({name: np.ascontiguousarray(x) for name, x in mean.items()}, file)
     except OSError as error:
         raise MachineError(f"{file}: cannot be written ({error.strerror or error})") from error

@@ -1,4 +1,4 @@
-"""Recomputation of a run from one of its checkpoints, as a resume would do it, in a scratch directory."""
+"""Recomputation of a run from one of its checkpoints: a resume in a scratch directory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from lm_trainer.trackers import Progress
 
 
 class Rerun:
-    """A run that is being computed again, step by step.
+    """A run that is recomputed step by step.
 
     Attributes:
-        state: after the last step.
+        state: training state after the last step.
         batch: this process's rows of the next step, once `next_batch` has read them; else None.
         program: the hash of the compiled program; None before the first step.
     """
@@ -52,13 +52,13 @@ class Rerun:
             raise UserError(
                 f"the checkpoint of step {start} cannot be used: it is damaged, or the run has replaced it meanwhile"
             )
-        # There is nothing to save, so that a signal need not wait for the end of a step.
+        # Without checkpoints to save, a signal need not wait for the end of a step.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._batches = run.batches()
 
     def next_batch(self) -> Batch:
-        """Reads the batch of the next step; the same one until that step is done."""
+        """Reads the batch of the next step; repeated calls return the same batch until the step is done."""
         if self.batch is None:
             self.batch = next(self._batches, None)
         if self.batch is None:
@@ -66,59 +66,60 @@ class Rerun:
         return self.batch
 
     def step(self, observer: Observer | None = None) -> dict[str, float]:
-        """Does one step, and returns the metrics that a run records of it."""
-        batch, at, program = self.next_batch(), self.state.step, self.run.setup
-        if not program.step.compiled(at):
+        """Runs one step, and returns the metrics a run records for it."""
+        batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
+        if not program.step.compiled(step_index):
             self.run.attempt.progress.phase("compiling the training step")
-            self.program = program.step.compile(batch, at).fingerprint()
+            self.program = program.step.compile(batch, step_index).fingerprint()
         self.state, metrics = program.take_step(self.state, batch, observer)
         self.batch = None
         values = {name: scalar(x) for name, x in metrics.items()}
         if self._chain is not None:
             self._chain = extend_chain(self._chain, self.state.step, values["loss"], values["grad_norm"])
-        return step_metrics(values, program.learning_rate(at))
+        return step_metrics(values, program.learning_rate(step_index))
 
     def hashes(self) -> dict[str, str]:
         """The hash of each parameter, by name."""
         return hashes(self.state.params)
 
     def fingerprint(self) -> str | None:
-        """The fingerprint that the run should have recorded at this step; None if the hash chain up to the checkpoint
-        is not known.
-        """
+        """The fingerprint the run should have recorded at this step; None if the checkpoint has no hash chain."""
         return None if self._chain is None else fingerprint(self._chain, self.hashes())
 
     def digests(self) -> dict[str, int]:
-        """The checksum of every array of a checkpoint of this state, by name."""
+        """The checksum of every array in a checkpoint of this state, by name."""
         return digests(saved_arrays(self.state, self.run.setup))
 
 
 @contextlib.contextmanager
 def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
-    """Resumes a run after `start` steps, at a checkpoint or at its start, without writing anything into it.
+    """Resumes a run after `start` steps, at a checkpoint or at its start, without modifying it.
 
-    The devices are those of this machine; their number and the sharding may differ from the run's.
+    Uses the devices of this machine; their number and the sharding may differ from the run's.
 
     Raises:
-        UserError: when the checkpoint or the data are gone, or the devices do not fit.
+        UserError: if the checkpoint or the data are gone, or the devices do not fit.
     """
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
         config = _isolated(record.config(start + 1, overrides), Path(scratch), record.id)
-        configure_again(record, config.trainer, start + 1)  # before a checkpoint is read, which starts the backends
+        configure_as_recorded(
+            record, config.trainer, start + 1
+        )  # before reading a checkpoint, which starts the backends
         saved = record.checkpoint(start)
         if start in record.saved():
             config = _with_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
-        # A configuration that was changed at this very step has to be allowed again, as the user did then.
+        # Allows a configuration change at exactly this step, as the user did.
         changed = any(change["step"] == start for change in record.changes)
-        # A checkpoint of before there were chains has none.
+        # Old checkpoints have no hash chain.
         chain = saved.get("chain") if saved else record.first_chain
         with prepare(config, name=record.id, progress=progress, allow_config_change=changed) as run:
             yield Rerun(run, start, chain)
 
 
-def configure_again(record: RunRecord, trainer: TrainerConfig, step: int) -> None:
-    """Configures JAX to compute what the attempt at `step` did; call it before anything starts its backends, which
-    reading a checkpoint does.
+def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) -> None:
+    """Configures JAX as in the attempt at `step`.
+
+    Call it before JAX's backends start, which reading a checkpoint does.
     """
     configure_jax(
         trainer.jax_config, trainer.jax_compilation_cache_dir, pinned_cpu_threads(trainer, record.attempt(step))
@@ -126,7 +127,7 @@ def configure_again(record: RunRecord, trainer: TrainerConfig, step: int) -> Non
 
 
 def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
-    """The configuration with everything that writes or reports switched off or pointed to the scratch directory."""
+    """The configuration with all outputs and reports disabled or redirected to the scratch directory."""
     checkpointer = CheckpointerConfig(
         base_path=str(scratch / "checkpoints"), save_interval=timedelta(days=9999), keep=()
     )
@@ -142,7 +143,7 @@ def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
         "log_jaxprs": False,
         "log_xla_hlo": False,
         "shutdown_at_exit": False,
-        # One process, wherever the run had several: elastic determinism gives the same bits.
+        # One process, even if the run had several: elastic determinism gives the same bits.
         "distributed": DistributedConfig(initialize_jax_distributed=False),
         "replica_ici_axis_size": 1,
         "replica_dcn_axis_size": 1,
@@ -151,7 +152,7 @@ def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
 
 
 def _with_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scratch: Path) -> RunConfig:
-    """Gives the scratch run one checkpoint of the run, by a link or its URL: arrays may be large, and are only read."""
+    """Links one checkpoint of the run, which may be large, into the scratch run, or passes its URL."""
     if isinstance(checkpoints, Bucket):
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})
         return config.model_copy(update={"trainer": trainer})
@@ -167,7 +168,7 @@ def _with_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scr
 
 
 class QuietProgress(Progress):
-    """Progress that shows phases alone: the notes of a run are of no interest when it is computed again."""
+    """Progress without the notes of a run, which are not of interest in a recomputation."""
 
     def note(self, text: str) -> None:
         del text

@@ -1,4 +1,4 @@
-"""Verification of a run: random segments of it, computed again and compared bit for bit."""
+"""Verification of a run: recomputes random segments, and compares them bit for bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
 from lm_trainer.core.inside import path_inside
 from lm_trainer.reproduce.record import RunRecord, equal_bits
-from lm_trainer.reproduce.rerun import Rerun, configure_again, rerun
+from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, rerun
 from lm_trainer.run.files.environment import environment, environment_differences
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.jsonl import encode
 
 VERIFIED = "verified.jsonl"
-"""File of a run directory: a line for each verification."""
+"""File in the run directory, with one line per verification."""
 
 
 class Difference(NamedTuple):
@@ -34,133 +34,133 @@ class Difference(NamedTuple):
 
 @dataclass
 class Segment:
-    """Steps from one checkpoint (or the start) to the next, computed again."""
+    """Recomputed steps, from one checkpoint (or the start) to the next."""
 
     start: int
-    """Steps done at its beginning."""
+    """Number of steps done at its beginning."""
     end: int
     steps: int = 0
-    """The number of steps with recorded numbers to compare with."""
+    """The number of steps with recorded metrics to compare with."""
     fingerprints: int = 0
-    """The number of fingerprints that were compared."""
+    """The number of compared fingerprints."""
     difference: Difference | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def find_segments(record: RunRecord, max_steps: int | None = None) -> list[Segment]:
-    """Lists the segments that can be computed again: between checkpoints, from the start, and after the newest.
+    """Lists the segments that can be recomputed: between checkpoints, from the start, and after the newest.
 
     Args:
         record: the run.
-        max_steps: leave out later steps of a segment.
+        max_steps: maximum number of steps per segment.
 
     Raises:
-        UserError: when there is none.
+        UserError: if no segment can be recomputed.
     """
     saved = record.saved()
-    found = []
+    segments = []
     for start in sorted({record.start, *saved}):
-        # To the next checkpoint, whose arrays are then compared as well; never past a change of the configuration.
+        # Up to the next checkpoint, to compare its arrays too; never past a configuration change.
         end = min((step for step in saved if step > start), default=record.last)
         end = min(end, start + max_steps if max_steps else end, record.reach(start))
         if any(start < step <= end for step in record.computed):
-            found.append(Segment(start, end))
-    if not found:
+            segments.append(Segment(start, end))
+    if not segments:
         raise UserError(
             f"{record.path}: no step after a checkpoint (there are: {saved or 'none'}) has recorded numbers"
         )
-    return found
+    return segments
 
 
-def choose_segments(found: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """Draws `count` segments at random, in their order; all if there are fewer."""
-    chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
-    return [found[index] for index in sorted(chosen)]
+def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
+    """Chooses `count` random segments, in order; or all of them."""
+    chosen = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
+    return [segments[index] for index in sorted(chosen)]
 
 
 def environment_changes(record: RunRecord, chosen: Sequence[Segment], overrides: Sequence[str] = ()) -> list[str]:
-    """Differences between this environment and those that computed the segments, as far as they may change bits."""
-    # First of all: the environment has the number of XLA's threads, which is that of the run from here on.
-    configure_again(record, record.config(record.last, overrides).trainer, record.last)
-    now = environment()
-    changes = [change for segment in chosen for change in environment_differences(record.attempt(segment.end), now)]
+    """Differences between this environment and the segments' environments that may change bits."""
+    # First: sets the run's number of XLA threads, which is part of the environment.
+    configure_as_recorded(record, record.config(record.last, overrides).trainer, record.last)
+    current = environment()
+    changes = [change for segment in chosen for change in environment_differences(record.attempt(segment.end), current)]
     return list(dict.fromkeys(changes))
 
 
 def verify_segment(
     record: RunRecord, segment: Segment, *, overrides: Sequence[str] = (), progress: Progress
 ) -> Segment:
-    """Computes a segment again and fills in the outcome, up to the first difference.
+    """Recomputes a segment up to the first difference, and stores the result in it.
 
     Raises:
         UserError: as `rerun`.
     """
-    with rerun(record, segment.start, overrides=overrides, progress=progress) as again:
-        while segment.difference is None and again.state.step < segment.end:
-            progress.phase(f"step {again.state.step + 1} of {segment.start + 1} to {segment.end}")
-            segment.difference = _compare_step(record, segment, again)
+    with rerun(record, segment.start, overrides=overrides, progress=progress) as recomputed_run:
+        while segment.difference is None and recomputed_run.state.step < segment.end:
+            progress.phase(f"step {recomputed_run.state.step + 1} of {segment.start + 1} to {segment.end}")
+            segment.difference = _compare_step(record, segment, recomputed_run)
         if segment.difference is None and segment.end in record.saved():
-            segment.difference = _compare_arrays(record, again)
-        segment.notes += _other_program(record, segment, again)
+            segment.difference = _compare_arrays(record, recomputed_run)
+        segment.notes += _other_program(record, segment, recomputed_run)
     return segment
 
 
-def _other_program(record: RunRecord, segment: Segment, again: Rerun) -> list[str]:
-    """Notes another program than the run's; with microbatches of another size it is another one by design."""
+def _other_program(record: RunRecord, segment: Segment, recomputed_run: Rerun) -> list[str]:
+    """Notes a program that differs from the run's; with another microbatch size it differs by design."""
     recorded = record.attempt(segment.end)
-    rows = again.run.setup.step.plans.at(segment.start).rows
-    if recorded.get("rows") != rows or recorded.get("program") in (None, again.program):
+    rows = recomputed_run.run.setup.step.plans.at(segment.start).rows
+    if recorded.get("rows") != rows or recorded.get("program") in (None, recomputed_run.program):
         return []
-    return [f"the program of the step was {recorded['program']}, and is {again.program} here"]
+    return [f"the program of the step was {recorded['program']}, and is {recomputed_run.program} here"]
 
 
-def _compare_step(record: RunRecord, segment: Segment, again: Rerun) -> Difference | None:
-    now = again.step()
-    step = again.state.step
+def _compare_step(record: RunRecord, segment: Segment, recomputed_run: Rerun) -> Difference | None:
+    metrics = recomputed_run.step()
+    step = recomputed_run.state.step
     recorded = record.computed.get(step, {})
     segment.steps += "train/loss" in recorded
-    for name, value in now.items():
+    for name, value in metrics.items():
         if name in recorded and not equal_bits(recorded[name], value):
             return Difference(step, name, recorded[name], value)
-    now_fingerprint = again.fingerprint() if "fingerprint" in recorded else None
-    if now_fingerprint is None:
+    fingerprint = recomputed_run.fingerprint() if "fingerprint" in recorded else None
+    if fingerprint is None:
         return None
     segment.fingerprints += 1
-    if now_fingerprint == recorded["fingerprint"]:
+    if fingerprint == recorded["fingerprint"]:
         return None
-    other = differing(record.checkpoint(step).get("hashes", {}), again.hashes())
-    return Difference(step, ", ".join(["fingerprint", *other]), recorded["fingerprint"], now_fingerprint)
+    parameters = differing(record.checkpoint(step).get("hashes", {}), recomputed_run.hashes())
+    return Difference(step, ", ".join(["fingerprint", *parameters]), recorded["fingerprint"], fingerprint)
 
 
-def _compare_arrays(record: RunRecord, again: Rerun) -> Difference | None:
-    """Compares the rest of the checkpoint: the state of the optimizer."""
-    saved, now = record.checkpoint(again.state.step).get("digests", {}), again.digests()
-    other = differing(saved, now)
-    return Difference(again.state.step, other[0], saved[other[0]], now[other[0]]) if other else None
+def _compare_arrays(record: RunRecord, recomputed_run: Rerun) -> Difference | None:
+    """Compares the remaining arrays of the checkpoint: the optimizer state."""
+    saved, digests = record.checkpoint(recomputed_run.state.step).get("digests", {}), recomputed_run.digests()
+    names = differing(saved, digests)
+    return Difference(recomputed_run.state.step, names[0], saved[names[0]], digests[names[0]]) if names else None
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The names whose values differ, of those that both have, in the order of `b`."""
+    """The common names with different values, in the order of `b`."""
     return [name for name in b if name in a and a[name] != b[name]]
 
 
 def verify_segments(
     record: RunRecord, chosen: Sequence[Segment], *, overrides: Sequence[str] = (), progress: Progress
 ) -> Iterator[Segment]:
-    """Verifies one segment after the other, until one differs, and yields each."""
+    """Verifies segments in order until one differs, and yields each."""
     for segment in chosen:
         yield verify_segment(record, segment, overrides=overrides, progress=progress)
         if segment.difference:
             return
 
 
-def write_down(record: RunRecord, segments: Sequence[Segment], seed: int) -> bool:
-    """Adds the outcome as a line to `verified.jsonl` in the run directory; False where that cannot be written.
+def append_result(record: RunRecord, segments: Sequence[Segment], seed: int) -> bool:
+    """Appends the result as a line to `verified.jsonl` in the run directory; False if it cannot be written.
 
     Args:
         record: the run.
-        segments: those that were computed again, in order.
-        seed: that they were drawn with.
+        segments: the recomputed segments, in order.
+        seed: the seed of the random choice.
     """
     line = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -120,9 +120,9 @@ def _commands(group: Any, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 def test_paragraphs_of_help_fill_the_width_of_the_terminal() -> None:
     shown = CliRunner().invoke(main.app, ["verify", "--help"], env={"COLUMNS": "200"}).output.splitlines()
-    (line,) = (line for line in shown if "Losses, gradient norms" in line)
+    (line,) = (line for line in shown if "Compares losses, gradient norms" in line)
     # In the source the line ends before.
-    assert "which may be going on, is changed" in line
+    assert "Does not modify the run, which" in line
     assert any(line.startswith("     lmt verify my-run") for line in shown)
 
 

@@ -191,7 +191,7 @@ def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
         for one, inside in ((op, of), *fused(program, op)):
             if one.opcode in ("dot", "convolution"):
                 dtypes = {inside[name].shape.split("[")[0] for name in one.operands[:2]}
-                yield f"{one.shape} {one.opcode} {one.rest[:120]}", dtypes
+                yield f"{one.shape} {one.opcode} {one.attributes[:120]}", dtypes
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_products_of_mxfp8_are_instructions_of_blackwell(determinism: str):
     runs = memory.runs()
     for name, text in texts.items():
         for op, of, turns in walk(parse(text)):
-            if f'"{BLOCK_SCALED_PRODUCT}"' in op.rest:
+            if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
                 found[tuple(of[operand].shape.split("[")[0] for operand in op.operands)] += int(runs[name] * turns)
         wide += sum(1 for _ in products(text))
     # In each layer and microbatch: forward, again but for the last map, and for both operands of each.

@@ -11,7 +11,7 @@ import pytest
 
 from lm_trainer.config.config_node import ConfigNode, all_keys
 from lm_trainer.config.imports import DIALECTS
-from lm_trainer.config.imports.base import flat
+from lm_trainer.config.imports.base import flatten
 from lm_trainer.config.imports.read import read_foreign
 from lm_trainer.config.imports.translate import foreign_dialect, translate
 from lm_trainer.config.loader import load
@@ -89,11 +89,11 @@ def test_a_foreign_configuration_becomes_one_of_ours(name: str, tmp_path: Path) 
     written.write_text(found.to_yaml(file.name))
     loaded = load(written, [], RunConfig)
     assert not loaded.notes
-    ours = flat(loaded.config.model_dump(mode="json"))
+    ours = flatten(loaded.config.model_dump(mode="json"))
     assert {key: ours[key] for key in (*some, *others)} == {**some, **others}
     # Every key of the file is taken over, read by the rule of another, or named with a reason: none is lost in silence.
     rules = next(each for each in DIALECTS if each.name == dialect).keys
-    for key in flat(read_foreign(file)[0]) if dialect != "Levanter" else ():
+    for key in flatten(read_foreign(file)[0]) if dialect != "Levanter" else ():
         known = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
         assert any(each in rules for each in known) or key in {each for each, _ in found.lost}, key
 
@@ -125,7 +125,7 @@ def test_a_decay_beyond_the_last_step_is_named(text: str, is_lost: bool, tmp_pat
 
 def _ours(name: str, text: str, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / name).write_text(text)
-    return flat(translate(tmp_path / name, RunConfig).data)
+    return flatten(translate(tmp_path / name, RunConfig).data)
 
 
 def test_what_litgpt_assumes_is_written_out(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_notes_of_one_reason_are_one_line_and_missing_text_is_told(tmp_path: Pat
 def test_numbers_with_a_power_of_ten_are_numbers(tmp_path: Path) -> None:
     text = "train: {global_batch_size: 4, max_seq_length: 100, max_tokens: 3e9, learning_rate: 2e-5}\n"
     (tmp_path / "a.yaml").write_text(text)
-    ours = flat(translate(tmp_path / "a.yaml", RunConfig).data)
+    ours = flatten(translate(tmp_path / "a.yaml", RunConfig).data)
     assert (ours["trainer.num_train_steps"], ours["optimizer.learning_rate"]) == (7_500_000, 2e-5)
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm_trainer.config.loader import load
-from lm_trainer.config.shape import shape_of_field, tags
+from lm_trainer.config.value_type import tags, value_type_of_field
 from lm_trainer.core.config import Config, Takes
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.files import TAKE_URLS, local_path
@@ -62,9 +62,9 @@ def keys(config: type[Config], path: tuple[str | int, ...] = (), above: tuple[ty
     """Every key below a class, as often as there are kinds of blocks that it can stand in."""
     for name, field in config.model_fields.items():
         yield Key((*path, name), config, {})
-        for shape in shape_of_field(field).choices():
-            entry = (*path, name) if shape.kind == "model" else (*path, name, "a")
-            found = parts(shape.inner) if shape.kind == "mapping" else shape.models
+        for value_type in value_type_of_field(field).choices():
+            entry = (*path, name) if value_type.kind == "model" else (*path, name, "a")
+            found = parts(value_type.inner) if value_type.kind == "mapping" else value_type.models
             for model in filter(is_config, found):
                 if model not in above:
                     for key in keys(model, entry, (*above, model)):

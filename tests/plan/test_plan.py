@@ -174,7 +174,7 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     config, places = config_of({"model": model, "trainer": trainer}), jax.devices()[:2]
 
     memory = StepMemory(config, VOCAB, places, "gpu")
-    peaks = {n: memory.in_turns(n).plan().peak.bytes for n in (8, 4, 2)}
+    peaks = {n: memory.with_gather(n).plan().peak.bytes for n in (8, 4, 2)}
     assert peaks[8] == memory.plan().peak.bytes > peaks[4] > peaks[2]
     found = plan_run(config, parse_devices("2xH100"), places, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
     assert found.fit is not None
@@ -360,8 +360,8 @@ def test_the_time_of_a_step_lies_between_all_at_once_and_one_after_another():
     work = ProgramWork("layer", 2, ops, {"all-gather": 1e9}, {})
     found = step_time([work], flops=6e12, peak=2e12, bandwidths=Bandwidths(1e9, 0.5e9, "none"))
     # In a run: products 2 s, memory 1 + 3 s, network 2 s.
-    assert (found.least, found.most, found.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")
-    assert found.mfu(found.least) == pytest.approx(6 / 2 / 8)
+    assert (found.lower_bound, found.upper_bound, found.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")
+    assert found.mfu(found.lower_bound) == pytest.approx(6 / 2 / 8)
 
 
 @pytest.mark.parametrize(

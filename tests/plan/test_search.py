@@ -210,7 +210,7 @@ def work_of(config: RunConfig, **changes: Any) -> Work:
         "plan": MicrobatchPlan(16, 8, 2),
         "sizes": {"replica_dcn": 1, "replica": 1, "data": 4, "pipeline": 1, "context": 1, "expert": 1, "model": 1},
         "shards": 4,
-        "turns": 1,
+        "gathers": 1,
         "params": 1000,
         "backend": "cudnn",
         "training_flops": 6000,

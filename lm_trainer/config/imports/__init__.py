@@ -1,4 +1,4 @@
-"""Configurations of other frameworks, translated: one file for each dialect, and a line in `DIALECTS`."""
+"""Translation of other frameworks' configurations: one file per dialect, and an entry in `DIALECTS`."""
 
 from __future__ import annotations
 

@@ -1,61 +1,65 @@
-"""axolotl: one flat YAML file of a fine-tuning."""
+"""axolotl: one flat YAML file for fine-tuning."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from lm_trainer.config.imports.base import (
     ALPACA,
     AUTOMATIC,
     COMPILED,
     DEVICES,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
+    Settings,
+    Unsupported,
     Values,
 )
 
-_QUANTIZED = Lost("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
+_QUANTIZED = Unsupported("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
 
 
-def _base(value: Any, values: Values) -> dict[str, Any]:
+def _base(value: object, values: Values) -> Settings:
     del values
     return {"initialize_from_hf": value, "use_hf_model_config": True}
 
 
-def _datasets(value: Any, values: Values) -> dict[str, Any]:
+def _datasets(value: object, values: Values) -> Settings:
     del values
     if not isinstance(value, list) or len(value) != 1:
         raise NoEqualError("several data sets; write each below data.configs, with data.train_weights")
-    one = value[0]
-    kind = str(one.get("type", ""))
-    found: dict[str, Any] = {}
-    if str(one.get("path", "")).endswith((".json", ".jsonl", ".parquet")) or one.get("ds_type"):
-        found["data.train_urls"] = [str(one["path"])]
+    data_set = value[0]
+    kind = str(data_set.get("type", ""))
+    settings: dict[str, object] = {}
+    if str(data_set.get("path", "")).endswith((".json", ".jsonl", ".parquet")) or data_set.get("ds_type"):
+        settings["data.train_urls"] = [str(data_set["path"])]
     else:
-        found |= {"data.id": one["path"], "data.splits": [one.get("split", "train")]}
+        settings |= {"data.id": data_set["path"], "data.splits": [data_set.get("split", "train")]}
     if kind == "completion":
-        found["data.text_key"] = one.get("field", "text")
+        settings["data.text_key"] = data_set.get("field", "text")
     elif kind == "chat_template":
-        found["data.format"] = _chat(one)
+        settings["data.format"] = _chat(data_set)
     elif kind.startswith("sharegpt"):
-        found["data.format"] = _chat(
-            {"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value", **one}
+        settings["data.format"] = _chat(
+            {
+                "field_messages": "conversations",
+                "message_field_role": "from",
+                "message_field_content": "value",
+                **data_set,
+            }
         )
     elif kind == "alpaca":
-        found["data.format"] = ALPACA
+        settings["data.format"] = ALPACA
     else:
         raise NoEqualError(f"rows of type {kind!r}; data.format is text, chat, supervised or ids")
-    return found
+    return settings
 
 
-def _chat(data_set: dict[str, Any]) -> dict[str, Any]:
-    """Our format for the conversations of a data set."""
+def _chat(data_set: Values) -> Settings:
+    """Our data format for the conversations of a data set."""
     mapped = data_set.get("message_property_mappings") or {}
     names = {key: mapped.get(key) or data_set.get(f"message_field_{key}") or key for key in ("role", "content")}
-    roles = {str(other): role for role, others in (data_set.get("roles") or {}).items() for other in others}
+    roles = {str(alias): role for role, aliases in (data_set.get("roles") or {}).items() for alias in aliases}
     return {
         "type": "chat",
         "messages_field": data_set.get("field_messages", "messages"),
@@ -64,14 +68,14 @@ def _chat(data_set: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _adapter(value: Any, values: Values) -> dict[str, Any]:
+def _adapter(value: object, values: Values) -> Settings:
     del values
     if value != "lora":
         raise NoEqualError(f"adapter {value}: there is lora, over weights that are not quantized")
     return {"adapter.type": "lora"}
 
 
-def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+def _optimizer(value: object, values: Values) -> Settings:
     del values
     name = str(value)
     if name.startswith("adamw") or name == "paged_adamw_32bit":
@@ -81,66 +85,66 @@ def _optimizer(value: Any, values: Values) -> dict[str, Any]:
     raise NoEqualError(f"optimizer {name}; AdamW takes its place")
 
 
-def _beta2(value: Any, values: Values) -> dict[str, Any]:
+def _beta2(value: object, values: Values) -> Settings:
     return {"optimizer.beta2": value} if "adamw" in str(values["optimizer"]) else {}
 
 
-def _schedule(value: Any, values: Values) -> dict[str, Any]:
+def _schedule(value: object, values: Values) -> Settings:
     del values
     if value not in ("cosine", "linear", "constant"):
         raise NoEqualError(f"schedule {value}; see optimizer.lr_schedule")
     return {"optimizer.lr_schedule": value}
 
 
-def _batch(value: Any, values: Values) -> dict[str, Any]:
+def _batch(value: int, values: Values) -> Settings:
     return {"trainer.train_batch_size": value * values["gradient_accumulation_steps"]}
 
 
-def _bf16(value: Any, values: Values) -> dict[str, Any]:
+def _bf16(value: object, values: Values) -> Settings:
     del values
     return {"trainer.mp": "p=f32,c=bfloat16"} if value in (True, "auto", "full") else {}
 
 
-def _clip(value: Any, values: Values) -> dict[str, Any]:
+def _clip(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.max_grad_norm": value}
 
 
-def _held_out(value: Any, values: Values) -> dict[str, Any]:
+def _held_out(value: object, values: Values) -> Settings:
     del values
     if not value:
         return {}
     raise NoEqualError(f"{value} of the rows; data.num_validation_sequences holds a number of rows out")
 
 
-def _epochs(value: Any, values: Values) -> dict[str, Any]:
+def _epochs(value: object, values: Values) -> Settings:
     del values
     raise NoEqualError(f"{value} passes; the length is trainer.num_train_steps, in steps, 400,000 by default")
 
 
-def _tracker(value: Any, values: Values) -> dict[str, Any]:
+def _tracker(value: object, values: Values) -> Settings:
     if not value:
         return {}
-    known = {"entity": values.get("wandb_entity"), "name": values.get("wandb_name")}
-    return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in known.items() if v}}}
+    names = {"entity": values.get("wandb_entity"), "name": values.get("wandb_name")}
+    return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in names.items() if v}}}
 
 
-def _assumed(values: Values) -> dict[str, Any]:
-    """Values that axolotl and the Trainer of transformers below it assume for the keys that a file does not give."""
-    found = {
+def _assumed(values: Values) -> Values:
+    """Defaults of axolotl, and of the underlying transformers Trainer, for missing keys."""
+    defaults = {
         **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
         **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
     }
     if not {"warmup_steps", "warmup_ratio"} & values.keys():
-        known = isinstance(values.get("max_steps"), int)
-        found |= {"warmup_steps": min(3 * values["max_steps"] // 100, 100)} if known else {_WARMUP: 0.03}
-    return found
+        has_steps = isinstance(values.get("max_steps"), int)
+        defaults |= {"warmup_steps": min(3 * values["max_steps"] // 100, 100)} if has_steps else {_WARMUP: 0.03}
+    return defaults
 
 
 _WARMUP = "the warm-up that no key gives"
 
 
-def _usual_warmup(value: Any, values: Values) -> dict[str, Any]:
+def _usual_warmup(value: float, values: Values) -> Settings:
     del values
     raise NoEqualError(
         f"{value:.0%} of the steps, but at most 100; optimizer.warmup is {value} here, as no key gives the steps",
@@ -160,8 +164,8 @@ AXOLOTL = Dialect(
         "dataset_prepared_path": "data.cache_dir",
         "sequence_len": "model.seq_len",
         "sample_packing": lambda value, _: {"data.packing": "best_fit"} if value else {},
-        "pad_to_sequence_len": Lost("rows have one length"),
-        "train_on_inputs": Lost("data.format says what the loss counts: mask_inputs, mask_user_turns"),
+        "pad_to_sequence_len": Unsupported("rows have one length"),
+        "train_on_inputs": Unsupported("data.format says what the loss counts: mask_inputs, mask_user_turns"),
         "adapter": _adapter,
         "lora_r": "adapter.rank",
         "lora_alpha": "adapter.alpha",
@@ -186,8 +190,8 @@ AXOLOTL = Dialect(
         "warmup_ratio": "optimizer.warmup",
         _WARMUP: _usual_warmup,
         "eval_steps": "trainer.steps_per_eval",
-        "evals_per_epoch": Lost("evaluations are every trainer.steps_per_eval steps"),
-        "saves_per_epoch": Lost(
+        "evals_per_epoch": Unsupported("evaluations are every trainer.steps_per_eval steps"),
+        "saves_per_epoch": Unsupported(
             "checkpoints are saved by time: trainer.checkpointer.save_interval, and keep for steps"
         ),
         "save_steps": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
@@ -204,14 +208,14 @@ AXOLOTL = Dialect(
         "wandb_name": USED,
         "wandb_watch": USED,
         "wandb_log_model": USED,
-        "output_dir": PLACE,
+        "output_dir": OUTPUT_PATHS,
         "deepspeed": DEVICES,
         "fsdp": DEVICES,
         "fsdp_config": DEVICES,
         "torch_compile": COMPILED,
         "resume_from_checkpoint": AUTOMATIC,
         "strict": USED,
-        "special_tokens": Lost(
+        "special_tokens": Unsupported(
             "the tokenizer's own are taken; data.tokenizer.eos_token names the one that ends a document"
         ),
     },
@@ -219,8 +223,8 @@ AXOLOTL = Dialect(
 )
 
 
-def _none(value: Any) -> dict[str, Any]:
-    """No settings where something is off; raises NoEqualError where it is on."""
+def _none(value: object) -> Settings:
+    """Returns no settings for a disabled option; raises NoEqualError if it is enabled."""
     if value in (None, False, ""):
         return {}
     raise NoEqualError("not available; bf16 computes in bfloat16, and weights stay in float32")

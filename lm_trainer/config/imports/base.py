@@ -1,4 +1,4 @@
-"""Dialects: what the keys of another framework's configuration mean in ours."""
+"""Dialects: the meaning of another framework's configuration keys in our configuration."""
 
 from __future__ import annotations
 
@@ -7,50 +7,55 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Values = Mapping[str, Any]
-"""The values of a foreign configuration by dotted key, its framework's own defaults among them."""
+"""The values of a foreign configuration by dotted key, including its framework's defaults."""
+
+
+Settings = Mapping[str, object]
+"""Settings of our configuration by dotted key."""
+Blocks = dict[str, Any]
+"""Settings of our configuration as nested blocks."""
 
 
 class NoEqualError(Exception):
-    """A value has no equal here; the message is the reason, `settings` what takes its place."""
+    """A value has no equivalent; the message is the reason, `settings` are used instead."""
 
-    def __init__(self, reason: str, settings: Mapping[str, Any] | None = None):
+    def __init__(self, reason: str, settings: Settings | None = None):
         super().__init__(reason)
         self.settings = settings or {}
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A key that has no equal here, whatever its value, and why."""
+class Unsupported:
+    """A key that never has an equivalent, with the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Used:
-    """A key that the rule of another one reads."""
+    """A key that is read by another key's rule."""
 
 
-Rule = str | Lost | Used | Callable[[Any, Values], Mapping[str, Any]]
-"""Our dotted key for the same value, or a function of the value and of all values to settings of ours.
+Rule = str | Unsupported | Used | Callable[[Any, Values], Settings]
+"""Our dotted key for the same value, or a function from the value and all values to our settings.
 
-A function raises `NoEqualError` where there are none.
+A function raises `NoEqualError` without an equivalent.
 """
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The configurations of one framework."""
+    """The configuration format of one framework."""
 
     name: str
     marks: frozenset[str]
-    """Dotted keys that these have and those of other frameworks have not."""
+    """Dotted keys by which the framework is recognised: other frameworks do not have them."""
     keys: Mapping[str, Rule]
-    """By dotted key; a rule for a block holds for the whole of it."""
+    """Dotted key -> rule; a rule for a block applies to everything in it."""
     defaults: Values | Callable[[Values], Values] = field(default_factory=dict)
-    """Values that the framework assumes where a file says nothing, as far as ours would assume others; or a function of
-    what the file says."""
-    always: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of ours that are so in every configuration of the framework."""
+    """The framework's default values that differ from ours, or a function from a file's values to them."""
+    always: Settings = field(default_factory=dict)
+    """Our settings that apply to every configuration of the framework."""
 
 
 USED = Used()
@@ -61,17 +66,17 @@ ALPACA = {
     "output_field": "output",
     "separate_with": "\n\n",
 }
-"""Our format for records of Alpaca's layout."""
-PLACE = Lost(
+"""Our data format for records in Alpaca's layout."""
+OUTPUT_PATHS = Unsupported(
     "where files go is said by trainer.log_dir and trainer.checkpointer.base_path; set them if the defaults do not suit"
 )
-DEVICES = Lost("all devices that are there are used; lmt launch starts several processes")
-COMPILED = Lost("every step is compiled")
-AUTOMATIC = Lost("nothing needs it: a run resumes from its newest checkpoint by itself")
+DEVICES = Unsupported("all devices that are there are used; lmt launch starts several processes")
+COMPILED = Unsupported("every step is compiled")
+AUTOMATIC = Unsupported("nothing needs it: a run resumes from its newest checkpoint by itself")
 
 
-def precision(text: Any) -> dict[str, Any]:
-    """Our policy for a dtype by the name that others give it; computation in bfloat16 keeps float32 weights."""
+def precision(text: object) -> Settings:
+    """Our precision policy for another framework's dtype name; mixed bfloat16 keeps float32 weights."""
     name = str(text).lower().removeprefix("torch.")
     if name in ("bf16-mixed", "bfloat16", "bf16"):
         return {"trainer.mp": "p=f32,c=bfloat16"}
@@ -82,11 +87,11 @@ def precision(text: Any) -> dict[str, Any]:
     raise NoEqualError(f"{text}: losses are not scaled, so float16 would overflow; bfloat16 is there")
 
 
-def flat(block: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of nested blocks by dotted key; lists and empty blocks stay whole."""
+def flatten(block: object, prefix: str = "") -> dict[str, object]:
+    """Flattens nested blocks to dotted keys; lists and empty blocks are kept as values."""
     if not isinstance(block, dict) or not block:
         return {prefix.removesuffix("."): block}
-    found: dict[str, Any] = {}
+    flattened: dict[str, object] = {}
     for key, value in block.items():
-        found |= flat(value, f"{prefix}{key}.")
-    return found
+        flattened |= flatten(value, f"{prefix}{key}.")
+    return flattened

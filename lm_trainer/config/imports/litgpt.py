@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_trainer.config.imports.base import (
     ALPACA,
     AUTOMATIC,
     DEVICES,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
+    Rule,
+    Settings,
+    Unsupported,
     Values,
     precision,
 )
 
-_VOCABULARY = Lost("the tokenizer tells the vocabulary")
-_SIZES = {
+_VOCABULARY = Unsupported("the tokenizer tells the vocabulary")
+_SIZES: dict[str, Rule] = {
     "block_size": "model.seq_len",
     "n_layer": "model.num_layers",
     "n_embd": "model.hidden_dim",
     "n_head": "model.num_heads",
-    "n_query_groups": lambda value, all: _of("llama", "num_kv_heads", value, all, plain=_known(all, "n_head")),
+    "n_query_groups": lambda value, all: _of("llama", "num_kv_heads", value, all, plain=_model_value(all, "n_head")),
     "intermediate_size": "model.intermediate_dim",
     "head_size": lambda value, all: _of("llama", "head_dim", value, all, plain=_head_size(all)),
     "norm_eps": "model.layer_norm_epsilon",
@@ -58,7 +61,7 @@ _NAMED = {
         **{"intermediate_size": 5632, **_LLAMA},
     },
 }
-"""Models that litgpt knows by name, as far as its own examples name them."""
+"""Models by litgpt name, as far as litgpt's examples use them."""
 
 
 def _block(values: Values) -> str:
@@ -66,55 +69,55 @@ def _block(values: Values) -> str:
 
 
 def _tunes(values: Values) -> bool:
-    """True of a file for one of the commands that fine-tune."""
+    """True for a file of a fine-tuning command."""
     return "checkpoint_dir" in values or "lora_r" in values
 
 
-def _known(values: Values, key: str) -> Any:
+def _model_value(values: Values, key: str) -> Any:
     return values.get(f"{_block(values)}.{key}")
 
 
 def _head_size(values: Values) -> int:
-    return int(_known(values, "n_embd")) // int(_known(values, "n_head"))
+    return int(_model_value(values, "n_embd")) // int(_model_value(values, "n_head"))
 
 
 def _type(values: Values) -> str | None:
-    return _FAMILIES.get(str(_known(values, "mlp_class_name")))
+    return _FAMILIES.get(str(_model_value(values, "mlp_class_name")))
 
 
-def _family(value: Any) -> dict[str, Any]:
+def _family(value: str) -> Settings:
     if value not in _FAMILIES:
         raise NoEqualError(f"{value}; the families are told apart by {', '.join(_FAMILIES)}: see model.type")
     return {"model.type": _FAMILIES[value]}
 
 
-def _of(kind: str, key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
-    """A key that our model of one type has, and of which the other type knows one value only."""
+def _of(kind: str, key: str, value: object, values: Values, *, plain: object) -> Settings:
+    """A key that exists in our models of type `kind`; in the other type, its value is fixed to `plain`."""
     if _type(values) == kind:
         return {f"model.{key}": value}
-    return _plain(value, plain, next(each for each in _FAMILIES.values() if each != kind))
+    return _plain(value, plain, next(family for family in _FAMILIES.values() if family != kind))
 
 
-def _fixed(value: Any, by_type: dict[str, Any], values: Values) -> dict[str, Any]:
+def _fixed(value: object, by_type: Mapping[str, object], values: Values) -> Settings:
     kind = _type(values) or "llama"
     return _plain(value, by_type[kind], kind)
 
 
-def _plain(value: Any, plain: Any, kind: str) -> dict[str, Any]:
+def _plain(value: object, plain: object, kind: str) -> Settings:
     if value != plain:
         raise NoEqualError(f"{value}: a model of type {kind} has {plain}; another family may have it, see model.type")
     return {}
 
 
-def _assumed(values: Values) -> dict[str, Any]:
-    """Values that litgpt assumes for the keys that a file does not give; by its command, which the keys tell."""
+def _assumed(values: Values) -> Values:
+    """Defaults of litgpt for missing keys; they depend on its command, which is recognised by the keys."""
     tunes = _tunes(values)
-    found: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
+    defaults: dict[str, object] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:
-        found.pop("train.max_tokens", None)
+        defaults.pop("train.max_tokens", None)
     if "train.learning_rate" not in values:
-        # Torch's own, which litgpt takes where a file names the optimizer alone.
-        found |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
+        # PyTorch's defaults, which litgpt uses if a file only names the optimizer.
+        defaults |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
     block = _block(values)
     named = _NAMED.get(str(values.get("model_name")).rpartition("/")[2])
     if any(key.startswith(f"{block}.") for key in values):
@@ -122,12 +125,12 @@ def _assumed(values: Values) -> dict[str, Any]:
     elif named is not None and not tunes:
         sizes = {**_ASSUMED_SIZES, **named}
     else:
-        return found
-    found |= {f"{block}.{key}": value for key, value in sizes.items()}
-    all_sizes = {**found, **values}
+        return defaults
+    defaults |= {f"{block}.{key}": value for key, value in sizes.items()}
+    all_sizes = {**defaults, **values}
     if f"{block}.intermediate_size" not in all_sizes and _type(all_sizes) == "gpt_neox":
-        found[f"{block}.intermediate_size"] = 4 * int(all_sizes[f"{block}.n_embd"])
-    return found
+        defaults[f"{block}.intermediate_size"] = 4 * int(all_sizes[f"{block}.n_embd"])
+    return defaults
 
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999]}
@@ -141,35 +144,35 @@ _TUNING = {
 }
 
 
-def _weights(value: Any, values: Values) -> dict[str, Any]:
+def _weights(value: object, values: Values) -> Settings:
     del values
     return {"initialize_from_hf": str(value).removeprefix("checkpoints/"), "use_hf_model_config": True}
 
 
-def _name(value: Any, values: Values) -> dict[str, Any]:
+def _name(value: object, values: Values) -> Settings:
     if any(key.startswith(f"{_block(values)}.") for key in values) or values.get("checkpoint_dir"):
         return {}
     raise NoEqualError(f"the sizes of {value} are not known here; write a model section, or use_hf_model_config")
 
 
-def _sizes(block: str) -> dict[str, Any]:
-    """Rules for the keys of a model's configuration below `block`."""
-    return {f"{block}.{key}": ours for key, ours in _SIZES.items()}
+def _sizes(block: str) -> dict[str, Rule]:
+    """Rules for the model keys below `block`."""
+    return {f"{block}.{key}": rule for key, rule in _SIZES.items()}
 
 
-def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+def _optimizer(value: object, values: Values) -> Settings:
     del values
     if not str(value).lower().endswith("adamw"):
         raise NoEqualError(f"optimizer {value}; AdamW takes its place")
     return {"optimizer.type": "adam"}
 
 
-def _betas(value: Any, values: Values) -> dict[str, Any]:
+def _betas(value: Sequence[float], values: Values) -> Settings:
     del values
     return dict(zip(("optimizer.beta1", "optimizer.beta2"), value, strict=True))
 
 
-def _steps(value: Any, values: Values) -> dict[str, Any]:
+def _steps(value: int, values: Values) -> Settings:
     lengths = ("train.max_seq_length", "model_config.block_size", "model.block_size")
     length = next((values[key] for key in lengths if key in values), None)
     rows = values.get("train.global_batch_size")
@@ -178,34 +181,34 @@ def _steps(value: Any, values: Values) -> dict[str, Any]:
     return {"trainer.num_train_steps": max(1, int(value) // (int(length) * int(rows)))}
 
 
-def _epochs(value: Any, values: Values) -> dict[str, Any]:
+def _epochs(value: object, values: Values) -> Settings:
     del values
     raise NoEqualError(f"{value} passes; the length is trainer.num_train_steps, and data begin anew by themselves")
 
 
-def _min_lr(value: Any, values: Values) -> dict[str, Any]:
+def _min_lr(value: float, values: Values) -> Settings:
     if _tunes(values):
-        # Fine-tuning there decays to nothing, whatever this key says.
+        # litgpt's fine-tuning always decays to zero, regardless of this key.
         return {"optimizer.min_lr_ratio": 0.0}
     if not (rate := values.get("optimizer.init_args.lr") or values.get("train.learning_rate")):
         raise NoEqualError("a part of the learning rate, which the file does not give")
     return {"optimizer.min_lr_ratio": float(value) / float(rate)}
 
 
-def _data(value: Any, values: Values) -> dict[str, Any]:
+def _data(value: object, values: Values) -> Settings:
     kind, path = str(value).rpartition(".")[2], values.get("data.init_args.json_path")
     path = path or values.get("data.init_args.train_data_path")
     if path is None:
         raise NoEqualError(
             f"the data module {kind}; name files as data.train_urls, or a data set of the hub as data.id"
         )
-    found: dict[str, Any] = {"data.train_urls": [str(path)]}
+    settings: dict[str, object] = {"data.train_urls": [str(path)]}
     if kind == "JSON":
-        found["data.format"] = ALPACA
-    return found
+        settings["data.format"] = ALPACA
+    return settings
 
 
-_ARCHITECTURE = Lost("no key of ours is known for it; what else a family may be is its type")
+_ARCHITECTURE = Unsupported("no key of ours is known for it; what else a family may be is its type")
 
 LITGPT = Dialect(
     "litgpt",
@@ -239,7 +242,7 @@ LITGPT = Dialect(
         "train.save_interval": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
         "eval.interval": "trainer.steps_per_eval",
         "eval.max_iters": "trainer.max_eval_batches",
-        "eval": Lost("evaluations are every trainer.steps_per_eval steps and after the last one"),
+        "eval": Unsupported("evaluations are every trainer.steps_per_eval steps and after the last one"),
         "train.learning_rate": "optimizer.learning_rate",
         "train.weight_decay": "optimizer.weight_decay",
         "train.beta1": "optimizer.beta1",
@@ -256,12 +259,12 @@ LITGPT = Dialect(
         "lora_r": "adapter.rank",
         "lora_alpha": "adapter.alpha",
         "lora_dropout": "adapter.dropout",
-        "quantize": Lost("weights are not kept in four or eight bits while they train"),
+        "quantize": Unsupported("weights are not kept in four or eight bits while they train"),
         "resume": AUTOMATIC,
-        "out_dir": PLACE,
+        "out_dir": OUTPUT_PATHS,
         "devices": DEVICES,
         "num_nodes": DEVICES,
-        "logger_name": Lost("TensorBoard is the default; others are trainer.tracker"),
+        "logger_name": Unsupported("TensorBoard is the default; others are trainer.tracker"),
     },
     _assumed,
     {"optimizer.type": "adam"},

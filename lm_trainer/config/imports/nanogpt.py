@@ -1,31 +1,30 @@
-"""nanoGPT: a Python file whose assignments take the place of those in its train.py."""
+"""nanoGPT: a Python file whose assignments override the defaults in its train.py."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
     DEVICES,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
+    Settings,
+    Unsupported,
     Values,
     precision,
 )
 
 
-def _start(value: Any, values: Values) -> dict[str, Any]:
+def _start(value: object, values: Values) -> Settings:
     del values
     if value == "resume":
         raise NoEqualError("a run resumes by itself, by the same command again")
     return {} if value == "scratch" else {"initialize_from_hf": "openai-community/" + str(value)}
 
 
-def _data(value: Any, values: Values) -> dict[str, Any]:
+def _data(value: object, values: Values) -> Settings:
     if str(value).endswith("_char"):
         raise NoEqualError(
             "what the numbers in its train.bin mean only its meta.pkl knows, which is not read; input.txt beside them "
@@ -33,7 +32,7 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
             {
                 "data.train_urls": [f"data/{value}/input.txt"],
                 "data.tokenizer": "bytes",
-                # About what its prepare.py holds out: a tenth of a million characters.
+                # About as many as its prepare.py holds out: a tenth of a million characters.
                 "data.num_validation_sequences": max(1, 100_000 // int(values["block_size"])),
             },
         )
@@ -45,34 +44,34 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
     }
 
 
-def _min_lr(value: Any, values: Values) -> dict[str, Any]:
+def _min_lr(value: float, values: Values) -> Settings:
     return {"optimizer.min_lr_ratio": value / values["learning_rate"]}
 
 
-def _decays(value: Any, values: Values) -> dict[str, Any]:
+def _decays(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.lr_schedule": "cosine" if value else "constant"}
 
 
-def _decay_steps(value: Any, values: Values) -> dict[str, Any]:
+def _decay_steps(value: object, values: Values) -> Settings:
     if values["decay_lr"] and value != values["max_iters"]:
         raise NoEqualError(f"the learning rate decays to the last step, not to step {value}")
     return {}
 
 
-def _tracker(value: Any, values: Values) -> dict[str, Any]:
+def _tracker(value: object, values: Values) -> Settings:
     if not value:
         return {}
     names = {"project": values.get("wandb_project"), "name": values.get("wandb_run_name")}
     return {"trainer.tracker": {"type": "wandb", **{key: name for key, name in names.items() if name}}}
 
 
-def _dropout(value: Any, values: Values) -> dict[str, Any]:
+def _dropout(value: object, values: Values) -> Settings:
     del values
     return dict.fromkeys(("model.resid_pdrop", "model.attn_pdrop", "model.embed_pdrop"), value) if value else {}
 
 
-def _clip(value: Any, values: Values) -> dict[str, Any]:
+def _clip(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.max_grad_norm": value or None}
 
@@ -110,11 +109,11 @@ NANOGPT = Dialect(
         "wandb_log": _tracker,
         "wandb_project": USED,
         "wandb_run_name": USED,
-        "out_dir": PLACE,
+        "out_dir": OUTPUT_PATHS,
         "device": DEVICES,
         "backend": DEVICES,
         "compile": COMPILED,
-        "eval_only": Lost("lmt eval RUN evaluates without training"),
+        "eval_only": Unsupported("lmt eval RUN evaluates without training"),
         "always_save_checkpoint": AUTOMATIC,
     },
     {

@@ -1,4 +1,4 @@
-"""Files of other frameworks as plain data: YAML, JSON, TOML, and Python that only assigns. Nothing in them is run."""
+"""Reads files of other frameworks as plain data: YAML, JSON, TOML, and Python assignments. No code is run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import operator
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,17 +25,17 @@ _OPERATORS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, to which `2e-5` is a number as well, as it is to the frameworks in the end."""
+    """PyYAML's loader that also reads `2e-5` as a number, as the frameworks do."""
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
-def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns the data of a file, by its ending, and the lines of a Python file whose values only running it tells.
+def read_foreign(file: Path) -> tuple[dict[str, object], list[str]]:
+    """Returns the data of a file, parsed by its suffix, and the lines of a Python file that cannot be evaluated.
 
     Raises:
-        UserError: when the file is not there, or is not what its ending says.
+        UserError: if the file is missing, or its content does not match its suffix.
     """
     try:
         if file.stat().st_size > MAX_BYTES:
@@ -63,8 +62,8 @@ def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
     return data, skipped
 
 
-def _depth(data: Any) -> int:
-    """Levels of blocks and lists in one another."""
+def _depth(data: object) -> int:
+    """Nesting depth of blocks and lists."""
     values, depth = [data], 0
     while blocks := [value for value in values if isinstance(value, dict | list)]:
         depth += 1
@@ -72,7 +71,7 @@ def _depth(data: Any) -> int:
     return depth
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     check_depth(text)
     loader = _Loader(text)
     try:
@@ -84,16 +83,14 @@ def _yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # PyYAML's constructors take for granted that a value is what its tag says (`!!timestamp foo`, `!!int ""`).
+        # PyYAML's constructors do not check that a value matches its tag (`!!timestamp foo`, `!!int ""`).
         raise ValueError(f"a value is not what its tag says ({type(error).__name__}: {error})") from None
     finally:
         loader.dispose()
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raises ValueError for more values than any configuration has: values of aliases count each time, also of one that
-    contains itself.
-    """
+    """Raises ValueError for more values than any configuration has; each use of an alias counts."""
     waiting, count = [root], 0
     while waiting:
         node = waiting.pop()
@@ -106,9 +103,9 @@ def _check_size(root: yaml.Node) -> None:
             waiting += node.value
 
 
-def _assignments(text: str) -> tuple[dict[str, Any], list[str]]:
-    """The values that a Python file assigns, as far as they follow from literals and one another, and other lines."""
-    found: dict[str, Any] = {}
+def _assignments(text: str) -> tuple[dict[str, object], list[str]]:
+    """The values assigned in a Python file, if computable from literals and each other, and all other lines."""
+    names: dict[str, object] = {}
     skipped = []
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -118,18 +115,18 @@ def _assignments(text: str) -> tuple[dict[str, Any], list[str]]:
             skipped.append(ast.unparse(statement).splitlines()[0])
             continue
         try:
-            found[target.id] = _value(statement.value, found)
+            names[target.id] = _value(statement.value, names)
         except (ValueError, ArithmeticError, TypeError):
             skipped.append(ast.unparse(statement).splitlines()[0])
-    return found, skipped
+    return names, skipped
 
 
-def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+def _value(node: ast.expr, names: dict[str, object]) -> object:
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.BinOp) and (compute := _OPERATORS.get(type(node.op))):
         left, right = _value(node.left, names), _value(node.right, names)
-        if not all(isinstance(each, int | float) for each in (left, right)):
+        if not all(isinstance(operand, int | float) for operand in (left, right)):
             raise ValueError("not arithmetic")
         return compute(left, right)
     return ast.literal_eval(node)

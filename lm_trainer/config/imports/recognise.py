@@ -1,4 +1,4 @@
-"""Recognition of the framework that a configuration is of, by its keys."""
+"""Recognition of the framework of a configuration by its keys."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 
 _SHOWN = 6
-"""Keys of each kind that a message names."""
+"""Maximum keys of each kind in a message."""
 
 
 def rule_for(dialect: Dialect, key: str) -> tuple[str, Rule | None]:
-    """The rule for a key, or for the innermost block around it that has one."""
+    """The rule for a key, or for the innermost enclosing block with a rule."""
     while key and key not in dialect.keys:
         key = key.rpartition(".")[0]
     return key, dialect.keys.get(key)
@@ -25,13 +25,13 @@ def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config])
     """Returns the dialect of a file.
 
     Args:
-        file: its ending counts: Python is nanoGPT's alone.
-        keys: the dotted keys in it.
-        name: of the framework; None: by the keys.
-        root: the class of our configuration, whose keys are Levanter's as well.
+        file: the file; its suffix matters: only nanoGPT uses Python.
+        keys: the dotted keys in the file.
+        name: name of the framework; None means by its keys.
+        root: our configuration class, whose keys are also Levanter's.
 
     Raises:
-        UserError: when there is no such framework, or the keys do not tell for sure.
+        UserError: for an unknown framework, or ambiguous keys.
     """
     names = ", ".join(dialect.name for dialect in DIALECTS)
     if name is not None:
@@ -51,21 +51,19 @@ def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config])
             f"{file}: no key tells whose configuration it is ({names}; nanoGPT's are Python); say it with --from NAME"
         )
     best = max(marked, key=lambda dialect: len(dialect.marks & keys))
-    known = _known(best, keys, root)
-    # A single mark may be a coincidence, unless all else fits too.
+    matched = _supported(best, keys, root)
+    # A single mark may be a coincidence, unless all other keys match too.
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
-    if 2 * len(known) < len(keys) or (few and len(known) < len(keys)):
+    if 2 * len(matched) < len(keys) or (few and len(matched) < len(keys)):
         raise UserError(
-            f"{file}: {best.name} has {len(known)} of its {len(keys)} keys ({_some(known)}), and not the others "
-            f"({_some(keys - known)}), so it may be of something else; say whose it is with --from NAME ({names})"
+            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_first(matched)}), and not the others "
+            f"({_first(keys - matched)}), so it may be of something else; say whose it is with --from NAME ({names})"
         )
     return best
 
 
-def surely_of(file: Path, keys: Set[str], root: type[Config]) -> str | None:
-    """The name of the framework of a file that has several of its marks; None for none, and for Levanter, whose keys
-    are read as they are.
-    """
+def recognise(file: Path, keys: Set[str], root: type[Config]) -> str | None:
+    """The framework of a file with several of its marks; None if unclear, and for Levanter: its keys need no change."""
     try:
         dialect = dialect_of(file, keys, None, root)
     except UserError:
@@ -73,20 +71,20 @@ def surely_of(file: Path, keys: Set[str], root: type[Config]) -> str | None:
     return dialect.name if dialect.name != "Levanter" and len(dialect.marks & keys) > 1 else None
 
 
-def _known(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
-    """The keys that a framework has."""
-    # A dialect with a rule for everything has our own keys.
+def _supported(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
+    """The keys a framework supports."""
+    # A dialect with a catch-all rule has our keys.
     if "" in dialect.keys:
         return {key for key in keys if key.split(".")[0] in root.model_fields}
     return {key for key in keys if rule_for(dialect, key)[1] is not None}
 
 
 def _is_marked(dialect: Dialect, keys: Set[str], candidates: Collection[Dialect], root: type[Config]) -> bool:
-    """Returns True if a mark of the framework is among the keys, and a key that no other framework has."""
+    """True if the keys include a mark of the framework, and a key that no other framework has."""
     shared = {key for other in candidates if other is not dialect for key in other.keys}
-    return bool(dialect.marks & keys) and bool(_known(dialect, keys, root) - shared)
+    return bool(dialect.marks & keys) and bool(_supported(dialect, keys, root) - shared)
 
 
-def _some(keys: Set[str]) -> str:
+def _first(keys: Set[str]) -> str:
     shown = sorted(keys)[:_SHOWN]
     return ", ".join(shown) + (", ..." if len(keys) > _SHOWN else "")

@@ -1,17 +1,17 @@
-"""torchtitan: a TOML file with a section for each part, and models by name and flavor."""
+"""torchtitan: a TOML file with sections, and models by name and flavor."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from lm_trainer.config.imports.base import (
     AUTOMATIC,
     COMPILED,
-    PLACE,
+    OUTPUT_PATHS,
     USED,
     Dialect,
-    Lost,
     NoEqualError,
+    Rule,
+    Settings,
+    Unsupported,
     Values,
     precision,
 )
@@ -25,7 +25,7 @@ _FLAVORS = {
 }
 
 
-def _model(value: Any, values: Values) -> dict[str, Any]:
+def _model(value: object, values: Values) -> Settings:
     sizes = _FLAVORS.get((str(values.get("model.name")), str(value)))
     if sizes is None:
         raise NoEqualError(f"the sizes of {values.get('model.name')} {value} are not known here; write a model section")
@@ -36,21 +36,21 @@ def _model(value: Any, values: Values) -> dict[str, Any]:
     }
 
 
-def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+def _optimizer(value: object, values: Values) -> Settings:
     del values
     if str(value).lower() not in ("adamw", "adam"):
         raise NoEqualError(f"optimizer {value}; AdamW takes its place")
     return {"optimizer.type": "adam"}
 
 
-def _decay_type(value: Any, values: Values) -> dict[str, Any]:
+def _decay_type(value: object, values: Values) -> Settings:
     del values
     if value not in ("linear", "cosine"):
         raise NoEqualError(f"decay_type {value}: there are linear, cosine, inv_sqrt, inv and power")
     return {"optimizer.lr_schedule": value}
 
 
-def _rows(value: Any, values: Values) -> dict[str, Any]:
+def _rows(value: object, values: Values) -> Settings:
     if values.get("training.global_batch_size", -1) > 0:
         return {"trainer.per_device_parallelism": value}
     raise NoEqualError(
@@ -60,7 +60,7 @@ def _rows(value: Any, values: Values) -> dict[str, Any]:
     )
 
 
-def _data(value: Any, values: Values) -> dict[str, Any]:
+def _data(value: object, values: Values) -> Settings:
     if path := values.get("training.dataset_path"):
         return {"data.train_urls": [f"{path}/*"]}
     if value == "c4_test":
@@ -70,33 +70,35 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
     return {"data.id": "allenai/c4", "data.name": "en"}
 
 
-def _batch(value: Any, values: Values) -> dict[str, Any]:
+def _batch(value: int, values: Values) -> Settings:
     del values
     return {"trainer.train_batch_size": value} if value > 0 else {}
 
 
-def _axis(key: str) -> Any:
+def _axis(key: str) -> Rule:
     return lambda value, _: {key: value} if value > 1 else {}
 
 
-def _remat(value: Any, values: Values) -> dict[str, Any]:
+def _remat(value: object, values: Values) -> Settings:
     del values
     if value not in ("none", "full"):
         raise NoEqualError(f"mode {value}: layers are recomputed, or not, or as lmt plan --search finds")
     return {"model.gradient_checkpointing": value == "full"}
 
 
-_SHARDED = Lost("all devices share parameters and batch by themselves; see trainer.gather: layer for less memory")
+_SHARDED = Unsupported(
+    "all devices share parameters and batch by themselves; see trainer.gather: layer for less memory"
+)
 
 TORCHTITAN = Dialect(
     "torchtitan",
     frozenset({"model.flavor", "training.local_batch_size", "lr_scheduler.warmup_steps", "job.dump_folder"}),
     {
-        "job.dump_folder": PLACE,
-        "job": Lost("nothing here needs it"),
-        "profiling": Lost("trainer.profiler records a trace of some steps"),
+        "job.dump_folder": OUTPUT_PATHS,
+        "job": Unsupported("nothing here needs it"),
+        "profiling": Unsupported("trainer.profiler records a trace of some steps"),
         "metrics.log_freq": "trainer.steps_per_log",
-        "metrics": Lost("metrics go to metrics.jsonl and TensorBoard; other trackers are trainer.tracker"),
+        "metrics": Unsupported("metrics go to metrics.jsonl and TensorBoard; other trackers are trainer.tracker"),
         "model.name": USED,
         "model.flavor": _model,
         "model.hf_assets_path": "data.tokenizer",
@@ -122,7 +124,7 @@ TORCHTITAN = Dialect(
         "training.dataset": _data,
         "training.dataset_path": USED,
         "training.mixed_precision_param": lambda value, _: precision(value),
-        "training.mixed_precision_reduce": Lost("gradients are summed in float32"),
+        "training.mixed_precision_reduce": Unsupported("gradients are summed in float32"),
         "parallelism.data_parallel_replicate_degree": _axis("trainer.replica_ici_axis_size"),
         "parallelism.data_parallel_shard_degree": _SHARDED,
         "parallelism.fsdp_reshard_after_forward": _SHARDED,
@@ -133,12 +135,12 @@ TORCHTITAN = Dialect(
         "checkpoint.interval": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
         "checkpoint": AUTOMATIC,
         "validation.freq": "trainer.steps_per_eval",
-        "validation": Lost("name held-out files as data.validation_urls"),
+        "validation": Unsupported("name held-out files as data.validation_urls"),
         "activation_checkpoint.mode": _remat,
         "activation_checkpoint": USED,
         "compile": COMPILED,
-        "float8": Lost("int8, fp8 and mxfp8 products are trainer.quantization"),
-        "quantize": Lost("int8, fp8 and mxfp8 products are trainer.quantization"),
+        "float8": Unsupported("int8, fp8 and mxfp8 products are trainer.quantization"),
+        "quantize": Unsupported("int8, fp8 and mxfp8 products are trainer.quantization"),
     },
     {
         "optimizer.lr": 8e-4,
