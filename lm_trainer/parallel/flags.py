@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lm_trainer.core.jax_types import Device
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 
 
@@ -25,7 +26,7 @@ class FlagExchange:
         devices: one or more of each process; by default all devices.
     """
 
-    def __init__(self, devices: list[jax.Device] | None = None):
+    def __init__(self, devices: list[Device] | None = None):
         self._devices = devices
         self._combined: jax.Array | None = None
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import groupby
 
-import jax
 from jax.sharding import Mesh
 
+from lm_trainer.core.jax_types import Device
 from lm_trainer.parallel.mesh import batch_shards
 
 
-def node_of(device: jax.Device) -> int:
+def node_of(device: Device) -> int:
     """Index of the node of a device.
 
     JAX names the fast domain of a device `slice_index`: the slice of a TPU, the NVLink domain of a GPU. Devices without
