@@ -119,7 +119,7 @@ def estimate_step(
 
     def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
         trace = traces.program(config, program, key, args)
-        return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.name, 0)))
+        return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.computation, 0)))
 
     row = random_batch(1, config.model.seq_len, traces.vocab_size, config.model.features_shape)
     return max(setup.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)

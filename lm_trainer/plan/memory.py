@@ -18,6 +18,7 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.device_groups import compute_shardings
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, state_bytes, taken_memory
+from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program as StepProgram
 from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
@@ -86,7 +87,7 @@ class StepMemory:
 
     def _build(self, trainer: TrainerConfig) -> TrainingSetup:
         """A training setup for rehearsals, which never runs."""
-        with on_one_shard():
+        with on_one_shard(), dispatching_for(self._platform):
             return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
     def _trainer(self, rows: int | None) -> TrainerConfig:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 """The dtype of an array, and its comma-separated dimensions."""
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 # Memory space 1 in a tiled layout, which only TPUs have.
 _ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
 # Long lists have an index comment at every fifth element.
@@ -42,6 +42,10 @@ class Instruction(NamedTuple):
     """Names of instructions of the same computation."""
     attributes: str
     """The text after the operands: attributes."""
+    operand_text: str = ""
+    """The operands as text: the number of a parameter, or the value of a constant."""
+    is_root: bool = False
+    """True for the result of the computation."""
 
     @property
     def size(self) -> float:
@@ -74,10 +78,10 @@ def parse(hlo: str) -> Program:
             current = computations.setdefault(match[1], {})
             entry = current if line.startswith("ENTRY") else entry
         elif match := _INSTRUCTION.match(line):
-            name, shape, opcode, tail = match.groups()
+            root, name, shape, opcode, tail = match.groups()
             inside, attributes = _closing(tail)
             operands = [part.split()[-1].lstrip("%") for part in _split(_COMMENT.sub("", inside)) if part.strip()]
-            current[name] = Instruction(name, shape, opcode, operands, attributes)
+            current[name] = Instruction(name, shape, opcode, operands, attributes, inside, root is not None)
     return Program(entry, computations)
 
 

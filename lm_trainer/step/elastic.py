@@ -7,6 +7,7 @@ state is updated.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 
@@ -27,6 +28,8 @@ from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.dispatch.mesh_executable import ProgramsDiffer
+from lm_trainer.step.dispatch.mesh_group import MeshWide, can_be_mesh_wide, prefers_mesh_wide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
@@ -38,6 +41,8 @@ from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.update import Metrics
+
+logger = logging.getLogger(__name__)
 
 CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
 """`(model, key data, trained parameters)` -> the stages of a curvature estimate."""
@@ -76,7 +81,6 @@ class ElasticStep:
     ):
         mesh, shardings = sharding.mesh, sharding.trained
         self.plans, self.devices = plans, DeviceGroups(sharding, together)
-        close_cache_for([list(group.mesh.devices.flat) for group in self.devices.groups])
         # For its errors: reject a mesh that cannot share a batch before compiling anything.
         for plan in plans.values:
             plan.shares(mesh)
@@ -98,11 +102,9 @@ class ElasticStep:
             if rule.curvature is not None:
                 function = curvature_sums(model, rule.curvature, trainable)
                 estimate = whole_model("curvature", function, model, trainable, self.devices, curvature_key)
-        self._gradient, self._curvature = StagedSum(stages, model, trainable, self.devices), None
-        if estimate is not None:
-            names = {"sums": "estimates", "prefix": "curvature "}
-            self._curvature = StagedSum(estimate, model, trainable, self.devices, **names)
-        self._rule = rule
+        self._rule, self._sums = rule, partial(_staged_sums, stages, estimate, model, trainable)
+        wide = prefers_mesh_wide(mesh.devices.flat[0].platform) and can_be_mesh_wide(self.devices, plans.values)
+        self._dispatch_to(MeshWide(self.devices) if wide else self.devices)
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
         norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
@@ -112,8 +114,27 @@ class ElasticStep:
         average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
         self._average = Program("average", average, "new state", elementwise=True)
 
+    def _dispatch_to(self, devices: DeviceGroups | MeshWide) -> None:
+        """Computes microbatches on these devices from now on."""
+        self._computing = devices
+        self._gradient, self._curvature = self._sums(devices)
+        if isinstance(devices, DeviceGroups):
+            close_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
+
     def prepare(self, batch: Batch, step: int = 0) -> None:
         """As `compile`, without returning programs; skipped in a rehearsal."""
+        try:
+            self._prepare(batch, step)
+        except ProgramsDiffer as error:
+            logger.warning(
+                "%s is compiled differently in one program for all devices: each device gets its own, which costs the "
+                "host more time",
+                error,
+            )
+            self._dispatch_to(self.devices)
+            self._prepare(batch, step)
+
+    def _prepare(self, batch: Batch, step: int) -> None:
         for sums in (self._curvature, self._gradient):
             if sums is not None:
                 sums.prepare(batch, self.plans.at(step))
@@ -134,7 +155,7 @@ class ElasticStep:
 
     def put(self, batch: Batch, step: int = 0) -> PlacedBatch:
         """Puts this process's rows of the global batch of `step` on their devices."""
-        return self.devices.put(batch, self.plans.at(step))
+        return self._computing.put(batch, self.plans.at(step))
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """Sums of loss, weights, gradients and reported metrics over the global batch."""
@@ -181,3 +202,17 @@ class ElasticStep:
             return None
         rate = self._scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
         return self._average(self._zero, state.averaged, params, rate)
+
+
+def _staged_sums(
+    stages: StagesOf,
+    estimate: StagesOf | None,
+    model: ModelDef,
+    trainable: Collection[str],
+    devices: DeviceGroups | MeshWide,
+) -> tuple[StagedSum, StagedSum | None]:
+    """The gradient, and the optimizer's estimate of curvature where it has one."""
+    gradient = StagedSum(stages, model, trainable, devices)
+    if estimate is None:
+        return gradient, None
+    return gradient, StagedSum(estimate, model, trainable, devices, sums="estimates", prefix="curvature ")

@@ -13,9 +13,9 @@ from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, microbatch_groups
-from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.loss.gradient import LossFn
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.staged.staged_sum import StagesOf
@@ -141,7 +141,7 @@ class _Sums:
 
     def __init__(self, stages_of: StagesOf, model: ModelDef, devices: DeviceGroups):
         self._stages_of, self._shapes, self._devices = stages_of, model.shapes, devices
-        self._programs: tuple[StagedForward, PerGroupExecutable] | None = None
+        self._programs: tuple[StagedForward, MicrobatchExecutable] | None = None
 
     @property
     def compiled(self) -> bool:

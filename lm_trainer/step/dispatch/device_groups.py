@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -16,12 +17,14 @@ from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_on
 from lm_trainer.parallel.sharded_array import by_device
-from lm_trainer.parallel.tree_sum import Shares
+from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel import shard_over_group
 from lm_trainer.step.loss.gradient import MicrobatchFn
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import StateSharding
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class ModelParallelGroup:
             return jax.make_array_from_single_device_arrays(parts[0].shape, self.sharding(), parts)
 
         return jax.tree.map(join, *copies)
+
+    def own_terms(self, shares: Shares) -> range:
+        """Positions of the group's microbatches among all microbatches that `shares` divides."""
+        return shares.terms(self.index)
+
+    def tree(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
+        """The sum over the microbatches of the group, as a part of the sum over all."""
+        return TreeSum(shares.count, add, self.own_terms(shares).start)
+
+    def stacked(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+        """A sharding of arrays with a leading axis over batch shards, of size 1 on the group."""
+        return self.sharding(None, *spec)
 
 
 def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
@@ -140,19 +155,26 @@ class DeviceGroups:
         """Indices of the microbatches of all local groups, in order."""
         return sorted(number for numbers in self.numbers(plan) for number in numbers)
 
-    def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
-        """Splits this process's rows into microbatches and sends them to their devices."""
+    def split(self, batch: Batch, plan: MicrobatchPlan) -> list[list[Batch]]:
+        """This process's rows as the microbatches of each local group, in host memory."""
         starts = {number: position * plan.rows for position, number in enumerate(self._local(plan))}
         batch = pad_rows(batch, len(starts) * plan.rows)
+        return [[_rows(batch, starts[number], plan.rows) for number in numbers] for numbers in self.numbers(plan)]
+
+    def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
+        """Splits this process's rows and sends them to their devices."""
         placed, indices = [], []
-        for group, numbers in zip(self.groups, self.numbers(plan), strict=True):
-            splits = [_rows(batch, starts[number], plan.rows) for number in numbers]
+        for group, splits, numbers in zip(self.groups, self.split(batch, plan), self.numbers(plan), strict=True):
             # All at once: later microbatches are transferred while the first is computed. Rows and indices share one
             # transfer; passing a host scalar to a program would cost another transfer for each microbatch.
             rows, group_indices = group.put((splits, [np.int32(number) for number in numbers]))
             placed.append(rows)
             indices.append(group_indices)
         return PlacedBatch(plan, placed, indices)
+
+    def views(self, arrays: Params) -> list[Params]:
+        """Global arrays that are not sharded over the batch axes, as each local group reads them."""
+        return on_groups(arrays, self.groups)
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
@@ -212,5 +234,8 @@ def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) ->
         mesh: full mesh.
     """
     shape = (batch_shards(mesh), *parts[0].shape[1:])
+    if len(parts) == 1 and parts[0].shape == shape and shape[0] > 1:
+        # Already global: the result of a program of all devices.
+        return parts[0]
     shards = [shard.data for part in parts for shard in part.addressable_shards]
     return join_parts(shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards)

@@ -15,6 +15,7 @@ from lm_trainer.parallel.ordered_sum import add_parts, sum_over_shards, sum_part
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares, tree_sum
 from lm_trainer.step.dispatch.device_groups import ModelParallelGroup, stack_groups
+from lm_trainer.step.dispatch.mesh_group import MeshGroup
 from lm_trainer.step.loss.gradient import Sums
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ Layouts = Mapping[str, ParamSharding]
 """Shardings of the tree of the sums, by parameter name."""
 
 
-def sums_on_group(group: ModelParallelGroup, layouts: Layouts) -> PyTree:
+def sums_on_group(group: ModelParallelGroup | MeshGroup, layouts: Layouts) -> PyTree:
     """Shardings of the sums of a microbatch on its group: the shardings of the parameters, with a leading axis."""
-    tree = {name: group.sharding(None, *layout.compute) for name, layout in layouts.items()}
-    return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
+    tree = {name: group.stacked(*layout.compute) for name, layout in layouts.items()}
+    return Sums(group.stacked(), tree)  # pyright: ignore[reportArgumentType]
 
 
 def stack_sums(parts: Sequence[Sequence[Sums]], shares: Shares, layouts: Layouts, mesh: Mesh) -> list[Sums]:

@@ -13,6 +13,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.mesh_group import MeshWide
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -63,11 +64,11 @@ class MicrobatchGroup:
     microbatches: Microbatches[Microbatch]
 
 
-def microbatch_groups(batch: PlacedBatch, devices: DeviceGroups, step: int) -> Iterator[MicrobatchGroup]:
+def microbatch_groups(batch: PlacedBatch, devices: DeviceGroups | MeshWide, step: int) -> Iterator[MicrobatchGroup]:
     """The microbatches of a batch, in groups that share gathered parameters, in computation order."""
     shares = devices.shares(batch.plan)
     steps = [group.put(np.int32(step)) for group in devices.groups]
-    sizes = [len(shares.terms(group.index)) for group in devices.groups]
+    sizes = [len(group.own_terms(shares)) for group in devices.groups]
     for number in range(batch.plan.count // shares.count):
         slices = [slice(number * size, (number + 1) * size) for size in sizes]
         yield MicrobatchGroup(

@@ -21,8 +21,8 @@ class Program:
     """Name in plans. Programs with the same name and arguments of the same shapes are the same program."""
     jitted: Any
     """The `jax.stages.Wrapped` function; None in a description of a program without its function."""
-    results: str
-    """Purpose of the arrays it returns, such as `gradients`."""
+    results: str | tuple[str, ...]
+    """Purpose of the arrays it returns, such as `gradients`; one for each element of a tuple that it returns."""
     grows: bool = False
     """True if its memory grows with the number of rows that are computed at once."""
     elementwise: bool = False
@@ -34,8 +34,15 @@ class Program:
     """True if the host may call it long before it runs, so its results take memory until the host has waited."""
     repeatable: bool = True
     """As for `Executable.make`."""
+    exchanges: str = ""
+    """The end of its name that tells what it sends beside a computation, where programs without that exist too."""
     executable: Executable | None = None
     """The compiled program; None compiles it when it is called."""
+
+    @property
+    def computation(self) -> str:
+        """The name without the exchanges."""
+        return self.name.removesuffix(self.exchanges)
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Enqueues the program and returns its results at once."""

@@ -47,6 +47,8 @@ class _Call:
     measured: Measured
     sizes: list[int]
     """Bytes of its results on the device."""
+    purposes: list[str]
+    """Purpose of each result."""
     runs: int = 0
 
 
@@ -105,15 +107,16 @@ class Recorder:
             if buffer is not None:
                 buffer.last_call = memory.calls
         results = [
-            abstract(about, memory, program.results, queued=program.queued, size=size)
-            for about, size in zip(measured.results, call.sizes, strict=True)
+            abstract(about, memory, purpose, queued=program.queued, size=size)
+            for about, size, purpose in zip(measured.results, call.sizes, call.purposes, strict=True)
         ]
         return jax.tree.unflatten(measured.structure, results)
 
     def _measured(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
         shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
         measured = self._measure(program, key, shapes)
-        return _Call(measured, [about.bytes_on(self.memory.device) for about in measured.results])
+        sizes = [about.bytes_on(self.memory.device) for about in measured.results]
+        return _Call(measured, sizes, _purposes(program, measured.structure))
 
     def _note(self, program: Program, sizes: ProgramBytes) -> None:
         """Records the memory of the device while a program runs, before its results replace donated arguments."""
@@ -123,10 +126,20 @@ class Recorder:
         if peak is not None and peak.bytes >= total:
             return
         parts = {purpose: size for purpose, size in self.memory.held.items() if size}
-        parts[program.results] = parts.get(program.results, 0) + at_once * sizes.new
+        # If results have several purposes, the results of the computation come first and are the largest.
+        purpose = program.results if isinstance(program.results, str) else program.results[0]
+        parts[purpose] = parts.get(purpose, 0) + at_once * sizes.new
         self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * sizes.temporary})
         if self._limit is not None and total > self._limit:
             raise MemoryLimitExceeded
+
+
+def _purposes(program: Program, structure: PyTree) -> list[str]:
+    """The purpose of each array that a program returns."""
+    if isinstance(program.results, str):
+        return [program.results] * structure.num_leaves
+    pairs = zip(program.results, structure.children(), strict=True)
+    return [purpose for purpose, child in pairs for _ in range(child.num_leaves)]
 
 
 def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measured, Executable]:

@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares
-from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup, on_groups, same_sharding
-from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, sums_on_group
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup, same_sharding
+from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
+from lm_trainer.step.dispatch.mesh_executable import Exchange
+from lm_trainer.step.dispatch.mesh_group import MeshGroup, MeshWide
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions
@@ -91,7 +93,7 @@ class Stage:
 
     def __init__(
         self,
-        devices: DeviceGroups,
+        devices: DeviceGroups | MeshWide,
         functions: StageFunctions,
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         trainable: Collection[str],
@@ -109,6 +111,9 @@ class Stage:
         everywhere = NamedSharding(self._mesh, PartitionSpec())
         storage = {name: NamedSharding(self._mesh, stored[name].storage) for name in dtypes}
         computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in dtypes}
+        self._at_rest = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[name]) for name, x in self._shapes.items()
+        }
         # With axes of size 1, storage and compute shardings agree, and no copy is made.
         in_place = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
         in_place = in_place and all(same_sharding(computed[name], storage[name]) for name in dtypes)
@@ -134,9 +139,35 @@ class Stage:
             params: all parameters of the model.
             row: index of the layer in the stacked parameters, an int32 scalar on all devices.
         """
-        read = {name: params[name] for name in self.dtypes}
+        read = self.read(params)
         gathered = read if self._gather is None else wait_on_cpu(self._gather(read, row))
-        return on_groups(gathered, self.devices.groups)
+        return self.devices.views(gathered)
+
+    def gathering(self) -> Exchange:
+        """`gather` of a layer for a program that computes meanwhile: `(params, row)`, with the result of `read`."""
+        computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in self.dtypes}
+        arguments = (self._at_rest, _row(self._mesh))
+        return Exchange(self.labels.gather, self._gathered, arguments, computed, self.labels.gathered)
+
+    def reducing(self, shares: Shares) -> Exchange:
+        """`reduce_layer` for a program that computes meanwhile: `(grads, sums, row)`, with the result of `stacked`.
+
+        Args:
+            shares: division of the microbatches among the devices.
+        """
+        shapes = {name: x for name, x in self.shapes().items() if name in self.trained}
+        if shares.most > 1:
+            # Sums over several microbatches have the dtype of the parameters.
+            shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
+        stacked = stacked_shapes(shapes, self._trained_layouts, self._mesh, ())
+
+        def reduce(grads: Params, sums: Sums, row: jax.Array) -> Params:
+            return self._into_row(grads, [sums], shares, row)
+
+        grads = {name: self._at_rest[name] for name in self.trained}
+        shardings = {name: x.sharding for name, x in grads.items()}
+        arguments = (grads, stacked, _row(self._mesh))
+        return Exchange(self.labels.reduce, reduce, arguments, shardings, self.labels.sums, donated=(0,))
 
     def reduce(self, sums: list[list[Sums]], shares: Shares) -> Sums:
         """Adds the partial sums of all device groups in all processes; the gradients get storage sharding.
@@ -151,6 +182,14 @@ class Stage:
         """Zeros in the shape of the gradients of all layers."""
         return self._zeros()
 
+    def stacked(self, sums: list[list[Sums]], shares: Shares) -> Sums:
+        """The sums of all devices, as `reducing` takes them."""
+        return self._stack(sums, shares)[0]
+
+    def read(self, params: Params) -> Params:
+        """The stored parameters that the stage reads."""
+        return {name: params[name] for name in self.dtypes}
+
     def reduce_layer(self, grads: Params, sums: list[list[Sums]], shares: Shares, row: jax.Array) -> Params:
         """As `reduce`, and writes the result to one layer (`row`) of `grads`, which are consumed."""
         return wait_on_cpu(self._reduce_layer(grads, self._stack(sums, shares), shares, row))
@@ -159,12 +198,12 @@ class Stage:
         """Shapes of the gathered parameters."""
         return {name: jax.ShapeDtypeStruct(self._shape(name), dtype) for name, dtype in self.dtypes.items()}
 
-    def on(self, group: ModelParallelGroup) -> dict[str, jax.ShapeDtypeStruct]:
+    def on(self, group: ModelParallelGroup | MeshGroup) -> dict[str, jax.ShapeDtypeStruct]:
         """`shapes` with their shardings on a group."""
         shardings = {name: group.sharding(*self.layouts[name].compute) for name in self.dtypes}
         return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in self.shapes().items()}
 
-    def sums_on(self, group: ModelParallelGroup) -> PyTree:
+    def sums_on(self, group: ModelParallelGroup | MeshGroup) -> PyTree:
         """Shardings on a group of the sums of a microbatch, which have a leading axis."""
         return sums_on_group(group, self._trained_layouts)
 
@@ -193,6 +232,10 @@ class Stage:
 
     def _stack(self, parts: list[list[Sums]], shares: Shares) -> list[Sums]:
         return stack_sums(parts, shares, self._trained_layouts, self._mesh)
+
+
+def _row(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _of_one(sharding: ParamSharding) -> ParamSharding:

@@ -14,7 +14,8 @@ and head, it needs as much memory as FSDP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 
 import jax
@@ -23,17 +24,20 @@ import jax.numpy as jnp
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
-from lm_trainer.parallel.tree_sum import TreeSum
+from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
+from lm_trainer.step.dispatch.mesh_executable import MeshExecutable, MicrobatchExecutable, ProgramsDiffer
+from lm_trainer.step.dispatch.mesh_group import MeshWide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup, microbatch_groups
-from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions
-from lm_trainer.step.staged.stages import Queue, Ready, SavedForBackward, StageCall, StagedForward, Stages
+from lm_trainer.step.staged.stages import Overlap, Queue, Ready, SavedForBackward, StageCall, StagedForward, Stages
 from lm_trainer.step.state.model_def import ModelDef, Params
+
+logger = logging.getLogger(__name__)
 
 StagesOf = Callable[[Batch], Sequence[StageFunctions]]
 """From the shapes of a microbatch to the stages of a loss, in execution order."""
@@ -48,12 +52,38 @@ class _Programs:
     """
 
     def __init__(self, stages: Stages, batch: Batch):
-        self.stages, self.forward = stages, StagedForward.compile(stages, batch)
+        self.stages, self._batch, self.forward = stages, batch, StagedForward.compile(stages, batch)
         # The derivative for the input of the first stage is never needed, only the gradient for its parameters.
         needed = [kind.trained or index > 0 for index, kind in enumerate(stages.kinds)]
         self.gradients = [stages.compile_gradient(index, batch) if need else None for index, need in enumerate(needed)]
+        self._exchanging = dict[bool, dict[int, MicrobatchExecutable]]()
 
-    def named(self) -> dict[str, PerGroupExecutable]:
+    def exchanging(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
+        """Backward passes of layers that also gather the layer below and reduce the gradients of the layer above.
+
+        Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged by separate programs only.
+        """
+        # Sums over several microbatches have a wider dtype than gradients of one.
+        several = shares.most > 1
+        if several not in self._exchanging:
+            self._exchanging[several] = self._compile_exchanging(shares)
+        return self._exchanging[several]
+
+    def _compile_exchanging(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
+        stages, compiled = self.stages, dict[int, MicrobatchExecutable]()
+        for index, program in enumerate(self.gradients):
+            # The first and the last layer have a neighbour that is not a layer.
+            if not (isinstance(program, MeshExecutable) and stages.kinds[index].layered and stages.num_layers > 2):
+                continue
+            below, above = stages.kinds[stages.layer_kind(index, -1)], stages.kinds[stages.layer_kind(index, 1)]
+            overlap = Overlap([below.gathering(), above.reducing(shares)], program.alone)
+            try:
+                compiled[index] = stages.compile_gradient(index, self._batch, overlap)
+            except ProgramsDiffer as error:
+                logger.warning("%s: compiled differently, so the layer runs without them", error)
+        return compiled
+
+    def named(self) -> dict[str, MicrobatchExecutable]:
         """All programs by name."""
         names, kinds = [kind.functions.name for kind in self.stages.kinds], range(len(self.stages.kinds))
         if len(kinds) == 1:
@@ -66,6 +96,31 @@ class _Programs:
             for index in (*layers, last, first)
             if (program := self.gradients[index]) is not None
         }
+
+
+class _Exchange:
+    """One run of the backward pass of a layer that also exchanges parameters and gradients of its neighbours.
+
+    Args:
+        program: program to run.
+        arguments: arguments of the exchanges, dropped when the program runs.
+    """
+
+    def __init__(self, program: MicrobatchExecutable, arguments: tuple[PyTree, ...]):
+        self._program, self._arguments = program, arguments
+        self._results: list[PyTree] = []
+        self.started = False
+
+    def run(self, group: int, arguments: tuple[PyTree, ...]) -> PyTree:
+        """The results for the microbatch."""
+        exchanged, self._arguments, self.started = self._arguments, (), True
+        results, *self._results = self._program(group, *arguments, *exchanged)
+        return results
+
+    def results(self) -> list[PyTree]:
+        """Returns the results of the exchanges once, so that nothing here keeps them alive."""
+        results, self._results = self._results, []
+        return results
 
 
 class StagedSum:
@@ -85,7 +140,7 @@ class StagedSum:
         stages_of: StagesOf,
         model: ModelDef,
         trainable: Collection[str],
-        devices: DeviceGroups,
+        devices: DeviceGroups | MeshWide,
         *,
         sums: str = "gradients",
         prefix: str = "",
@@ -111,6 +166,7 @@ class StagedSum:
         if plan.rows not in self._programs:
             rows = plan.rows_like(batch)
             self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
+        self._programs[plan.rows].exchanging(self.devices.shares(plan))
 
     def compile(self, batch: Batch, plan: MicrobatchPlan) -> Executable | Executables:
         """As `prepare`; returns the programs of a microbatch."""
@@ -184,39 +240,86 @@ class StagedSum:
         derivatives = group.microbatches.map(lambda _: None)
         scalars: dict[str, jax.Array] = {}
         grads: list[Params | None] = [None] * len(stages.kinds)
-        for call in reversed(stages.order):
+        calls = [*reversed(stages.order)]
+        exchanging = programs.exchanging(group.shares)
+        overlapped = {
+            n for n, call in enumerate(calls) if call.kind in exchanging and _between_layers(stages, calls, n)
+        }
+        gathered: list[Params] | None = None
+        unreduced: list[list[Sums]] = []
+        for n, call in enumerate(calls):
             kind = stages.kinds[call.kind]
-            derivatives, sums = self._backward(programs, ready, group, call, saved.pop(), derivatives)
+            if gathered is None and programs.gradients[call.kind] is not None:
+                gathered = stages.gather(ready, call)
+            exchange = None
+            if n in overlapped:
+                above, below = calls[n - 1], calls[n + 1]
+                exchange = _Exchange(
+                    exchanging[call.kind],
+                    (
+                        stages.kinds[below.kind].read(ready.params),
+                        below.row,
+                        self._layer_grads(stages, grads, above),
+                        stages.kinds[above.kind].stacked(unreduced, group.shares),
+                        above.row,
+                    ),
+                )
+                unreduced = []
+            derivatives, sums = self._backward(programs, group, call, saved.pop(), derivatives, gathered, exchange)
+            gathered = None
+            if exchange is not None:
+                gathered_below, grads[calls[n - 1].kind] = exchange.results()
+                gathered = [gathered_below]
             if kind.layered:
-                layer_grads = grads[call.kind]
-                layer_grads = kind.no_gradients() if layer_grads is None else layer_grads
-                grads[call.kind] = kind.reduce_layer(layer_grads, sums, group.shares, call.row)
+                if n + 1 in overlapped:
+                    unreduced = sums
+                else:
+                    layer_grads = self._layer_grads(stages, grads, call)
+                    grads[call.kind] = kind.reduce_layer(layer_grads, sums, group.shares, call.row)
                 queue.push(derivatives)
             elif sums:
                 reported, grads[call.kind] = kind.reduce(sums, group.shares)
                 scalars = scalars or reported
         return scalars, [kind_grads or {} for kind_grads in grads]
 
-    # A separate function, so the gathered parameters are freed when it returns.
-    def _backward(
+    def _layer_grads(self, stages: Stages, grads: list[Params | None], call: StageCall) -> Params:
+        """Takes the gradients of all layers of one kind out of `grads`: zeros before the first one is reduced."""
+        layer_grads, grads[call.kind] = grads[call.kind], None
+        return stages.kinds[call.kind].no_gradients() if layer_grads is None else layer_grads
+
+    def _backward(  # noqa: PLR0913 - a stage, its inputs, and the exchange that overlaps with it
         self,
         programs: _Programs,
-        ready: Ready,
         group: MicrobatchGroup,
         call: StageCall,
         saved: Microbatches[SavedForBackward],
         derivatives: Microbatches[PyTree],
+        gathered: list[Params] | None,
+        exchange: _Exchange | None,
     ) -> tuple[Microbatches[PyTree], list[list[Sums]]]:
-        """Computes the derivatives for the inputs of a stage, and the sums of its gradients for each device group."""
+        """Computes the derivatives for the inputs of a stage, and the sums of its gradients for each device group.
+
+        Args:
+            programs: programs of a microbatch.
+            group: the microbatches.
+            call: the stage.
+            saved: what the forward pass saved.
+            derivatives: derivatives of the loss for the output of the stage.
+            gathered: parameters of the stage; None if it has no backward pass.
+            exchange: overlaps with the first microbatch.
+        """
         run, shares = programs.gradients[call.kind], group.shares
-        if run is None:
+        if run is None or gathered is None:
             return derivatives, []
-        gathered = programs.stages.gather(ready, call)
-        trees = [TreeSum[Sums](shares.count, self._add_to, shares.terms(g.index).start) for g in self.devices.groups]
+        trees: list[TreeSum[Sums]] = [group.tree(shares, self._add_to) for group in self.devices.groups]
 
         def one(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
-            derivative, sums = run(i, gathered[i], *inputs, rows, call.numbers[i], derivative, step, index)
+            arguments = (gathered[i], *inputs, rows, call.numbers[i], derivative, step, index)
+            if exchange is not None and not exchange.started:
+                derivative, sums = exchange.run(i, arguments)
+            else:
+                derivative, sums = run(i, *arguments)
             trees[i].push(sums)
             return derivative
 
@@ -259,3 +362,8 @@ class StagedSum:
                 joined |= stage_grads
         # A parameter that no stage reads does not affect the loss.
         return {name: joined[name] if name in joined else self._zeros[name]() for name in self._zeros}
+
+
+def _between_layers(stages: Stages, calls: Sequence[StageCall], position: int) -> bool:
+    """True if the calls before and after a call are layers."""
+    return all(stages.kinds[calls[neighbour].kind].layered for neighbour in (position - 1, position + 1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -15,6 +17,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup
+from lm_trainer.step.dispatch.mesh_executable import Exchange, MeshExecutable, MicrobatchExecutable, ProgramsDiffer
+from lm_trainer.step.dispatch.mesh_group import MeshWide, Role, Signature
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup
 from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
@@ -22,6 +26,21 @@ from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
 from lm_trainer.step.staged.stage_sharing import put_on_group, share_stage, stream_on_group
 from lm_trainer.step.state.model_def import Params
+
+logger = logging.getLogger(__name__)
+
+
+class Overlap(NamedTuple):
+    """Exchanges that overlap with the computation of a microbatch."""
+
+    exchanges: Sequence[Exchange]
+    alone: PerGroupExecutable
+    """The computation without them, compiled for one device."""
+
+
+_FORWARD: tuple[Role, ...] = ("own", "own", "shared", "shared", "own")
+"""Roles of the arguments of a forward pass, without the parameters."""
+_GRADIENT: tuple[Role, ...] = ("own", "own", "own", "shared", "own", "shared", "own")
 
 LAYERS_AT_ONCE = 2
 """Layers in a device's queue, including the one being computed: arrays take memory once they are queued."""
@@ -64,7 +83,7 @@ class Stages:
         functions: Sequence[StageFunctions],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         trainable: Collection[str],
-        devices: DeviceGroups,
+        devices: DeviceGroups | MeshWide,
         *,
         sums: str = "sums",
         prefix: str = "",
@@ -104,25 +123,36 @@ class Stages:
         """The parameters of a stage, gathered for computation on each local group."""
         return self.kinds[call.kind].gather(ready.params, call.row) if ready.gathered is None else ready.gathered
 
-    def compile_forward(self, index: int, batch: Batch) -> PerGroupExecutable:
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of all kinds."""
+        return sum(len(kind.functions.layers or ()) for kind in self.kinds)
+
+    def layer_kind(self, index: int, offset: int) -> int:
+        """Position in `kinds` of the layer that is `offset` layers above a layer of kind `index`."""
+        layered = [position for position, kind in enumerate(self.kinds) if kind.layered]
+        return layered[(layered.index(index) + offset) % len(layered)]
+
+    def compile_forward(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
         """The forward pass of one kind of stage: `(params, stream, rows, number, step, index)`.
 
         Args:
             index: position in `kinds`.
             batch: shapes of a microbatch.
+            overlap: exchanges that overlap with the computation.
         """
         kind = self.kinds[index]
         program = Program(kind.labels.forward, None, "activations of layers", grows=True, overlaps=True)
-        return self._compile(
-            program, kind.functions.forward, kind, self._arguments(index, batch), ("stream", "nothing")
-        )
+        signature = Signature(self._arguments(index, batch), _FORWARD, ("stream", "nothing"))
+        return self._compile(program, kind.functions.forward, kind, signature, overlap)
 
-    def compile_gradient(self, index: int, batch: Batch) -> PerGroupExecutable:
+    def compile_gradient(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
         """The backward pass: `(params, stream, residuals, rows, number, derivative, step, index)`.
 
         Args:
             index: position in `kinds`.
             batch: shapes of a microbatch.
+            overlap: exchanges that overlap with the computation.
         """
         kind = self.kinds[index]
         stream, *others = self._arguments(index, batch)
@@ -134,13 +164,14 @@ class Stages:
         returns = ("nothing" if stream is None else "stream", "sums")
         arguments = (stream, residuals, rows, number, derivative, step, microbatch)
         program = Program(kind.labels.gradient, None, kind.labels.gradients, grows=True, overlaps=True)
-        return self._compile(program, kind.functions.gradient, kind, arguments, returns, donated=donated)
+        signature = Signature(arguments, _GRADIENT, returns, donated)
+        return self._compile(program, kind.functions.gradient, kind, signature, overlap)
 
-    def compile_losses(self, batch: Batch) -> PerGroupExecutable:
+    def compile_losses(self, batch: Batch) -> MicrobatchExecutable:
         """The sums the loss reports, computed from the input of the last stage; otherwise as a forward pass."""
-        arguments = self._arguments(len(self.kinds) - 1, batch)
+        signature = Signature(self._arguments(len(self.kinds) - 1, batch), _FORWARD, "scalars")
         program = Program(self.last.labels.forward, None, "sums", grows=True, overlaps=True)
-        return self._compile(program, self.last.functions.losses, self.last, arguments, "scalars")
+        return self._compile(program, self.last.functions.losses, self.last, signature)
 
     def _arguments(self, index: int, batch: Batch) -> tuple[PyTree, ...]:
         """Shapes of the arguments of a forward pass after the parameters."""
@@ -163,28 +194,40 @@ class Stages:
         assert function is not None
         if kind.functions.divided:
             return function
-        return share_stage(function, kind, self.devices.groups[0].mesh, arguments, returns)
+        return share_stage(function, kind, self._alone[0].mesh, arguments, returns)
 
     def _compile(
         self,
         program: Program,
         function: Callable[..., PyTree] | None,
         kind: Stage,
-        arguments: Sequence[PyTree],
-        returns: PyTree,
-        *,
-        donated: Sequence[int] = (),
-    ) -> PerGroupExecutable:
-        """Compiles `function(params, *arguments)` for each group.
+        signature: Signature,
+        overlap: Overlap | None = None,
+    ) -> MicrobatchExecutable:
+        """Compiles `function(params, *arguments)`.
 
         Args:
             program: description of the program, without its function.
             function: function to compile.
             kind: stage whose parameters the function reads.
-            arguments: shapes of the other arguments, with streams as returned by `_stream`.
-            returns: as for `share_stage`.
-            donated: positions of the arguments that the program consumes.
+            signature: arguments and results of the function.
+            overlap: exchanges that overlap with the computation.
         """
+        assert function is not None
+        alone = self._compile_alone(program, function, kind, signature) if overlap is None else overlap.alone
+        if not isinstance(self.devices, MeshWide):
+            return alone
+        (group,) = self.devices.groups
+        exchanges = () if overlap is None else overlap.exchanges
+        wide = MeshExecutable(function, group, signature, program, exchanges)
+        wide.compile_for(kind.on(group), alone)
+        return wide
+
+    def _compile_alone(
+        self, program: Program, function: Callable[..., PyTree], kind: Stage, signature: Signature
+    ) -> PerGroupExecutable:
+        """Compiles the computation for each group of devices, or for one device if a program serves all of them."""
+        arguments, returns = signature.arguments, signature.returns
 
         def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
             return kind.on(group), *put_on_group(arguments, group.mesh)
@@ -195,9 +238,14 @@ class Stages:
             return jax.tree.map(lambda name: kinds[name], returns)
 
         shared = self._shared(function, kind, arguments, returns)
-        executable = PerGroupExecutable(shared, self.devices.groups, results, donated=donated, program=program)
+        executable = PerGroupExecutable(shared, self._alone, results, donated=signature.donated, program=program)
         executable.compile_for(on_group)
         return executable
+
+    @property
+    def _alone(self) -> Sequence[ModelParallelGroup]:
+        """The groups of devices for which the computation of a microbatch is compiled alone."""
+        return self.devices.devices.groups[:1] if isinstance(self.devices, MeshWide) else self.devices.groups
 
 
 class SavedForBackward(NamedTuple):
@@ -216,15 +264,26 @@ class StagedForward:
     Attributes:
         stages: stages of the loss.
         programs: one program for each kind of stage except the last, in the order of `Stages.kinds`.
+        gathering: programs of layers that also gather the next layer, by position in `Stages.kinds`.
     """
 
     stages: Stages
-    programs: list[PerGroupExecutable]
+    programs: list[MicrobatchExecutable]
+    gathering: Mapping[int, MicrobatchExecutable] = field(default_factory=dict)
 
     @classmethod
     def compile(cls, stages: Stages, batch: Batch) -> StagedForward:
         """Compiles the programs for microbatches like `batch`."""
-        return cls(stages, [stages.compile_forward(index, batch) for index in range(len(stages.kinds) - 1)])
+        programs = [stages.compile_forward(index, batch) for index in range(len(stages.kinds) - 1)]
+        gathering = dict[int, MicrobatchExecutable]()
+        for index, program in enumerate(programs):
+            if isinstance(program, MeshExecutable) and stages.kinds[index].layered and stages.num_layers > 1:
+                overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gathering()], program.alone)
+                try:
+                    gathering[index] = stages.compile_forward(index, batch, overlap)
+                except ProgramsDiffer as error:
+                    logger.warning("%s: compiled differently, so the layer runs without them", error)
+        return cls(stages, programs, gathering)
 
     def __call__(
         self, ready: Ready, group: MicrobatchGroup, saved: list[Microbatches[SavedForBackward]] | None = None
@@ -237,9 +296,12 @@ class StagedForward:
             saved: receives the values for the backward pass of each stage except the last.
         """
         streams: Microbatches[PyTree] = group.microbatches.map(lambda _: None)
-        queue = Queue()
-        for call in self.stages.order[:-1]:
-            results = self._through(ready, group, call, streams)
+        queue, stages = Queue(), self.stages
+        gathered: list[Params] | None = None
+        for call, following in pairwise(stages.order):
+            gathered = stages.gather(ready, call) if gathered is None else gathered
+            overlaps = call.kind in self.gathering and stages.kinds[following.kind].layered
+            results, gathered = self._through(ready, group, call, streams, gathered, following if overlaps else None)
             if saved is not None:
                 saved.append(streams.map(lambda stream, result: SavedForBackward(stream, result[1]), results))
             streams = results.map(lambda result: result[0])
@@ -247,17 +309,30 @@ class StagedForward:
                 queue.push(streams)
         return streams
 
-    # A separate function, so the gathered parameters are freed when it returns.
     def _through(
-        self, ready: Ready, group: MicrobatchGroup, call: StageCall, streams: Microbatches[PyTree]
-    ) -> Microbatches[PyTree]:
-        gathered, run = self.stages.gather(ready, call), self.programs[call.kind]
+        self,
+        ready: Ready,
+        group: MicrobatchGroup,
+        call: StageCall,
+        streams: Microbatches[PyTree],
+        gathered: list[Params],
+        following: StageCall | None,
+    ) -> tuple[Microbatches[PyTree], list[Params] | None]:
+        """The results of a stage, and the parameters of the `following` stage, gathered with the first microbatch."""
+        run, gathered_ahead = self.programs[call.kind], None
 
         def one(microbatch: Microbatch, stream: PyTree) -> PyTree:
+            nonlocal gathered_ahead
             i, rows, step, index = microbatch
-            return run(i, gathered[i], stream, rows, call.numbers[i], step, index)
+            arguments = (gathered[i], stream, rows, call.numbers[i], step, index)
+            if following is None or gathered_ahead is not None:
+                return run(i, *arguments)
+            params = self.stages.kinds[following.kind].read(ready.params)
+            results, next_params = self.gathering[call.kind](i, *arguments, params, following.row)
+            gathered_ahead = [next_params]
+            return results
 
-        return group.microbatches.map(one, streams)
+        return group.microbatches.map(one, streams), gathered_ahead
 
 
 class Queue:

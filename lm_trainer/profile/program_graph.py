@@ -1,0 +1,213 @@
+"""Comparison of compiled programs as graphs: whether two programs compute a value in the same way.
+
+The text of a program also contains its schedule, memory layouts, and whatever else it computes or sends. None of that
+changes a bit of a value. Two values are equal if the same operations, in the same fusions (results are rounded at the
+end of a fusion) and by the same kernels, compute them from the same arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from lm_trainer.profile.hlo import Computation, Instruction, Program, parse
+
+Value = str | tuple["Value", ...]
+"""A hash of how a value is computed; for a tuple, one for each element."""
+
+_UNCHANGED = frozenset(
+    (
+        "copy",
+        "copy-start",
+        "copy-done",
+        "optimization-barrier",
+        "async-done",
+        "async-update",
+        "call-done",
+        "fusion-done",
+    )
+)
+"""Operations that return their operand."""
+_CALLS = frozenset(("call", "async-start", "call-start"))
+_SHAPES = frozenset(("bitcast", "reshape"))
+_ACCUMULATES = frozenset(("convolution", "dot", "reduce", "reduce-window", "scatter", "custom-call"))
+"""Operations whose order of additions may depend on tile sizes."""
+
+_LAYOUT = re.compile(r"\{[^{}]*\}")
+_UNIT = re.compile(r"(?<=[\[,])1(?:,|(?=\]))")
+_IRRELEVANT = re.compile(r"\b(?:metadata|frontend_attributes|sharding|control-predecessors|origin)=\{")
+_CALLED = re.compile(r"\b(?:calls|to_apply|condition|body|called_computations|branch_computations)=\{?[^,}]*\}?")
+_ALIASES = re.compile(r",?\s*output_to_operand_aliasing=\{(?:[^{}]|\{[^{}]*\})*\}")
+_TILES = (
+    "window_config",
+    "convolution_algorithm_config",
+    "gemm_backend_config",
+    "fusion_backend_config",
+    "cudnn_fmha_backend_config",
+)
+_SCHEDULE = (
+    "used_scoped_memory_configs",
+    "force_earliest_schedule",
+    "operation_queue_id",
+    "reification_cost",
+    "wait_on_operation_queues",
+    "device_type",
+    "estimated_cycles",
+    "iteration_bounds",
+    "scoped_memory_configs",
+    "aliasing_operands",
+    "flag_configs",
+    "retry_config",
+    "outer_dimension_partitions",
+)
+"""Fields of a kernel's configuration that only affect when and where it runs."""
+
+
+def output_hashes(hlo: str) -> list[str]:
+    """Hashes how an optimised program computes each of its results from its arguments.
+
+    Arguments are identified by their position. Axes of size 1 are ignored.
+
+    Args:
+        hlo: text of the program.
+
+    Returns:
+        One hash for each result, in order. Programs with equal hashes compute equal bits.
+    """
+    program = parse(hlo)
+    root = next(op for op in program.entry.values() if op.is_root)
+    result = _Hasher(program).entry()[root.name]
+    return [_flat(value) for value in result] if isinstance(result, tuple) else [result]
+
+
+class _Hasher:
+    def __init__(self, program: Program):
+        self._program = program
+        self._functions: dict[str, str] = {}
+        self._accumulating: dict[str, bool] = {}
+
+    def entry(self) -> dict[str, Value]:
+        """The values of the entry computation, by name."""
+        entry = self._program.entry
+        parameters = [op for op in entry.values() if op.opcode == "parameter"]
+        return self._values(
+            entry, {op.name: _digest("argument", op.operand_text, _dims(op.shape)) for op in parameters}
+        )
+
+    def _values(self, computation: Computation, parameters: Mapping[str, Value]) -> dict[str, Value]:
+        # Instructions are printed after their operands.
+        values: dict[str, Value] = dict(parameters)
+        for op in computation.values():
+            if op.name not in values:
+                values[op.name] = self._value(op, computation, values)
+        return values
+
+    def _result(self, name: str, arguments: Sequence[Value]) -> Value:
+        """The result of calling a computation with these arguments."""
+        computation = self._program.computations[name]
+        parameters = [op for op in computation.values() if op.opcode == "parameter"]
+        root = next(op for op in computation.values() if op.is_root)
+        return self._values(computation, {op.name: arguments[int(op.operand_text)] for op in parameters})[root.name]
+
+    def _value(self, op: Instruction, computation: Computation, values: Mapping[str, Value]) -> Value:
+        operands = [values[name] for name in op.operands if name in values]
+        if op.opcode in _UNCHANGED:
+            return operands[0]
+        if op.opcode in _SHAPES and _dims(op.shape) == _dims(computation[op.operands[0]].shape):
+            return operands[0]
+        if op.opcode == "get-tuple-element":
+            index = int(re.findall(r"index=(\d+)", op.attributes)[0])
+            elements = operands[0]
+            return elements[index] if isinstance(elements, tuple) else _digest("element", index, elements)
+        if op.opcode == "tuple":
+            return tuple(operands)
+        if op.opcode in _CALLS:
+            return self._result(op.called("calls", "to_apply")[0], operands)
+        if op.opcode == "fusion":
+            return self._marked(self._result(op.called("calls")[0], operands), self._attributes(op))
+        if op.opcode == "constant":
+            return _digest("constant", _dims(op.shape), re.sub(r"[{}\s]", "", op.operand_text))
+        functions = [self._function(name) for name in op.called("to_apply", "condition", "body", "branch_computations")]
+        literal = op.operand_text if op.opcode == "iota" else ""
+        flat = [_flat(value) for value in operands]
+        return _digest(op.opcode, _dims(op.shape), literal, self._attributes(op), *functions, *flat)
+
+    def _marked(self, value: Value, attributes: str) -> Value:
+        if isinstance(value, tuple):
+            return tuple(self._marked(element, attributes) for element in value)
+        return _digest("fusion", attributes, value)
+
+    def _function(self, name: str) -> str:
+        """A hash of a computation for any arguments."""
+        if name not in self._functions:
+            parameters = [op for op in self._program.computations[name].values() if op.opcode == "parameter"]
+            symbols = [_digest("symbol", index) for index in range(len(parameters))]
+            self._functions[name] = _flat(self._result(name, symbols))
+        return self._functions[name]
+
+    def _accumulates(self, op: Instruction) -> bool:
+        if op.opcode in _ACCUMULATES:
+            return True
+        return any(self._any_accumulates(name) for name in op.called("calls"))
+
+    def _any_accumulates(self, name: str) -> bool:
+        if name not in self._accumulating:
+            inner = self._program.computations[name].values()
+            self._accumulating[name] = any(self._accumulates(op) for op in inner)
+        return self._accumulating[name]
+
+    def _attributes(self, op: Instruction) -> str:
+        """Attributes that affect the result, and the tile sizes of operations that accumulate."""
+        rest = _ALIASES.sub("", _CALLED.sub("", _without_irrelevant(op.attributes)))
+        rest, _, config = rest.partition("backend_config=")
+        return re.sub(r"[\s,]+", " ", rest).strip() + self._kernel(op, config)
+
+    def _kernel(self, op: Instruction, config: str) -> str:
+        if not config or not self._accumulates(op):
+            return ""
+        body = config[: len(config) - len(_behind_closing(config[1:]))]
+        try:
+            fields = json.loads(body)
+        except json.JSONDecodeError:
+            return body
+        if op.opcode == "custom-call":
+            return json.dumps({key: x for key, x in fields.items() if key not in _SCHEDULE}, sort_keys=True)
+        return json.dumps({key: _without_costs(fields[key]) for key in _TILES if key in fields}, sort_keys=True)
+
+
+def _without_costs(fields: object) -> object:
+    """Removes estimates of time, which do not affect the result."""
+    if not isinstance(fields, dict):
+        return fields
+    return {key: x for key, x in fields.items() if "estimated" not in key and key != "cost_model_type"}
+
+
+def _flat(value: Value) -> str:
+    return value if isinstance(value, str) else _digest("tuple", *map(_flat, value))
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _dims(shape: str) -> str:
+    """A shape without its layout and its axes of size 1."""
+    return re.sub(r",(?=\])", "", _UNIT.sub("", _LAYOUT.sub("", shape)))
+
+
+def _without_irrelevant(text: str) -> str:
+    while match := _IRRELEVANT.search(text):
+        text = text[: match.start()] + _behind_closing(text[match.end() :])
+    return text
+
+
+def _behind_closing(text: str) -> str:
+    """The text after the bracket that closes one opened before it. Quoted brackets come in pairs, so they count too."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return text[index + 1 :]
+    return ""

@@ -1,0 +1,169 @@
+"""All devices of a mesh as one group: each computes its own microbatch, by the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.jax_types import PyTree
+from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
+from lm_trainer.parallel.rehearsal import put_on
+from lm_trainer.parallel.sharded_array import replicate
+from lm_trainer.parallel.tree_sum import Shares, TreeSum
+from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.state.model_def import Params
+
+T = TypeVar("T")
+
+Role = Literal["own", "shared"]
+"""`own` if each device has its own value of an argument, `shared` if all devices have the same value."""
+
+
+class Signature(NamedTuple):
+    """Arguments and results of a function of one microbatch, whose first argument is the parameters."""
+
+    arguments: Sequence[PyTree]
+    """Shapes of the other arguments on one device or group."""
+    roles: Sequence[Role]
+    """Role of each of these arguments."""
+    returns: PyTree
+    """As for `lm_trainer.step.staged.stage_sharing.share_stage`."""
+    donated: Sequence[int] = ()
+    """Positions of the arguments it consumes; the parameters are argument 0."""
+
+
+@dataclass(frozen=True)
+class MeshGroup:
+    """All devices of a mesh.
+
+    Values that each device has for itself are concatenated along their first axis to one global array, and scalars to
+    a vector. So the part on a device has the same shape as on a device alone, and its program the same operations.
+    """
+
+    mesh: Mesh
+    index: ClassVar[int] = 0
+
+    def sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+        """A sharding of a value that is the same for all batch shards."""
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def stacked(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+        """A sharding of the values of all batch shards, concatenated along the first axis."""
+        return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES, *spec))
+
+    def put(self, values: PyTree) -> PyTree:
+        """Puts host scalars on all devices."""
+        return jax.tree.map(lambda x: replicate(x, self.mesh), values)
+
+    def own_terms(self, shares: Shares) -> range:
+        """Positions of the microbatches of a device among its own."""
+        return range(shares.most)
+
+    def tree(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
+        """The sum over the microbatches of a device: the same subtree of the full sum on every device."""
+        return TreeSum(shares.most, add)
+
+    def shapes(self, signature: Signature) -> tuple[PyTree, ...]:
+        """Global shapes and shardings of the arguments of a function."""
+        shards = batch_shards(self.mesh)
+
+        def shared(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding())
+
+        def own(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            first, *others = x.shape or (1,)
+            return jax.ShapeDtypeStruct((shards * first, *others), x.dtype, sharding=self.stacked())
+
+        by_role = {"shared": shared, "own": own}
+        pairs = zip(signature.arguments, signature.roles, strict=True)
+        return tuple(jax.tree.map(by_role[role], argument) for argument, role in pairs)
+
+    def over_devices(self, function: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
+        """Maps `function(params, *arguments)` of one device over all devices."""
+
+        def on_device(params: Params, *values: PyTree) -> PyTree:
+            arguments = jax.tree.map(lambda about, x: x.reshape(about.shape), tuple(signature.arguments), values)
+            return jax.tree.map(lambda x: x.reshape(x.shape or (1,)), function(params, *arguments))
+
+        specs = {"own": PartitionSpec(BATCH_AXES), "shared": PartitionSpec()}
+        return jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), *(specs[role] for role in signature.roles)),
+            out_specs=PartitionSpec(BATCH_AXES),
+            check_vma=False,
+        )
+
+
+class MeshWide:
+    """Places batches and parameters for programs of all devices of a mesh; otherwise like `DeviceGroups`.
+
+    Args:
+        devices: the same devices as separate groups of one device each.
+    """
+
+    def __init__(self, devices: DeviceGroups):
+        self.devices, self.sharding = devices, devices.sharding
+        self.groups = [MeshGroup(devices.sharding.mesh)]
+
+    def shares(self, plan: MicrobatchPlan) -> Shares:
+        """As `DeviceGroups.shares`."""
+        return self.devices.shares(plan)
+
+    def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
+        """Puts this process's rows on their devices: one global array for the n-th microbatches of all devices."""
+        (group,) = self.groups
+
+        def join(*parts: np.ndarray | np.generic) -> jax.Array:
+            values = np.concatenate([np.atleast_1d(part) for part in parts])
+            shape = (batch_shards(group.mesh) * (len(values) // len(parts)), *values.shape[1:])
+            if (rehearsed := put_on(np.broadcast_to(values[:1], shape), group.stacked(), "batch")) is not None:
+                return rehearsed
+            return jax.make_array_from_process_local_data(group.stacked(), values, shape)
+
+        by_microbatch = zip(*self.devices.split(batch, plan), strict=True)
+        rows = [jax.tree.map(join, *of_devices) for of_devices in by_microbatch]
+        numbers = zip(*self.devices.numbers(plan), strict=True)
+        indices = [join(*map(np.int32, of_devices)) for of_devices in numbers]
+        return PlacedBatch(plan, [rows], [indices])
+
+    def views(self, arrays: Params) -> list[Params]:
+        """Gathered parameters as the group reads them: global arrays."""
+        return [arrays]
+
+
+def can_be_mesh_wide(devices: DeviceGroups, plans: Sequence[MicrobatchPlan]) -> bool:
+    """True if each of several devices computes its microbatches alone, and as many as every other device."""
+    mesh = devices.sharding.mesh
+    alone = mesh.size == batch_shards(mesh) > 1
+    return alone and all(devices.shares(plan).even for plan in plans)
+
+
+_DISPATCHES_FOR: ContextVar[str | None] = ContextVar("dispatches_for", default=None)
+
+
+@contextmanager
+def dispatching_for(platform: str) -> Iterator[None]:
+    """Steps built inside dispatch their programs as on devices of this platform; for plans and tests."""
+    token = _DISPATCHES_FOR.set(platform)
+    try:
+        yield
+    finally:
+        _DISPATCHES_FOR.reset(token)
+
+
+def prefers_mesh_wide(platform: str) -> bool:
+    """True if one program for all devices is faster than one for each.
+
+    On CPUs, programs of single devices overlap, and dispatching is cheap compared to computing.
+    """
+    return (_DISPATCHES_FOR.get() or platform) != "cpu"
