@@ -43,9 +43,9 @@ def _check_local_or_hub(param: typer.CallbackParam, value: Any) -> Any:
 
 
 def _check_place(param: typer.CallbackParam, value: Any) -> Any:
-    from lm_trainer.core.bucket import PLACES
+    from lm_trainer.core.bucket import STORAGE_SCHEMES
 
-    return _checked(param, value, schemes=PLACES)
+    return _checked(param, value, schemes=STORAGE_SCHEMES)
 
 
 def _find_config(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:

@@ -59,14 +59,14 @@ def build(
     from lm_trainer.core.runtime import keep_freed_memory
     from lm_trainer.data.tokenize.plan import plan_caches
     from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
-    from lm_trainer.health.signals import Interruption
+    from lm_trainer.health.signals import InterruptHandler
 
     # Tokenising allocates and frees batches of text constantly.
     keep_freed_memory()
     # Without an address, --ray starts a cluster on this machine's cores.
     cluster = run.trainer.ray if ray else None
     message = "what was tokenised is kept, and the same command goes on"
-    with Interruption(message) as signals, build_progress() as show:
+    with InterruptHandler(message) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
         callbacks = BuildCallbacks(show, stopped=signals.came)
         try:
@@ -182,10 +182,10 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
-    from lm_trainer.data.tokenize.open_cache import excluded_of
+    from lm_trainer.data.tokenize.open_cache import excluded_documents
 
     run.data.need_documents()
-    seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_of(run.data)
+    seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_documents(run.data)
     _refuse_misfits(caches)
     for cache in caches:
         # Each recording is one row.

@@ -14,7 +14,7 @@ from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_trainer.data.find import Found, TrainedAt
+    from lm_trainer.data.find import Occurrence, TrainedAt
     from lm_trainer.run.config.run_config import RunConfig
 
 _STEPS = 8
@@ -69,7 +69,7 @@ def find(
     texts = token_texts(data.tokenizer)
     trainer = config.trainer
     tracer = Tracer(data, trainer.batch_schedule, trainer.num_train_steps, texts)
-    matches: list[Found] = []
+    matches: list[Occurrence] = []
     count, progress = 0, ScanProgress("tokens")
     for name, match in find_text(data, target, texts, progress):
         count += 1
@@ -107,14 +107,14 @@ def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tu
     return record.config(record.last, overrides), record.last
 
 
-def _show(occurrence: "Found", last: int | None, *, named: bool) -> None:
+def _show(occurrence: "Occurrence", last: int | None, *, named: bool) -> None:
     # A single data set has no name.
     split = occurrence.cache if named else occurrence.cache.rpartition("/")[2]
     clean.echo(f"{split}: {occurrence.where}, character {occurrence.character}")
     clean.echo(f"  {_when(occurrence, last)}")
 
 
-def _when(occurrence: "Found", last: int | None) -> str:
+def _when(occurrence: "Occurrence", last: int | None) -> str:
     steps = occurrence.trained_at
     if occurrence.excluded:
         return "left out by data.exclude"
@@ -135,7 +135,7 @@ def _listed(steps: "list[TrainedAt] | tuple[TrainedAt, ...]") -> str:
     return shown + (f" and {len(steps) - _STEPS} more" if len(steps) > _STEPS else "")
 
 
-def _plain(occurrence: "Found") -> dict:
+def _plain(occurrence: "Occurrence") -> dict:
     match = occurrence.match._asdict()
     return {
         **occurrence._asdict(),

@@ -11,7 +11,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
@@ -33,7 +33,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
     state = setup.init()
     plan = setup.step.plans.at(0)
-    variants = dict(_variants(with_gather(config, vocab_size), plan.rows * seq_len))
+    variants = dict(_variants(with_resolved_gather(config, vocab_size), plan.rows * seq_len))
     programs = {name: configured_setup(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}

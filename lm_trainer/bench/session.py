@@ -13,7 +13,7 @@ from lm_trainer.profile.flops import flops_per_token, parameter_count, recompute
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import recomputes_layers
 from lm_trainer.run.build.setup import TrainingSetup
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.dry_run import configured_setup
@@ -61,7 +61,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         UserError: if the devices or the sharding rules do not fit.
     """
     setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
-    config = with_gather(config, vocab_size)
+    config = with_resolved_gather(config, vocab_size)
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = setup.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)

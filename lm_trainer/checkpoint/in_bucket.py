@@ -24,9 +24,9 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock
 from lm_trainer.core.bucket import Bucket, explain
+from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.key_values import context
-from lm_trainer.core.seal import sealed
 from lm_trainer.parallel.processes import gather, is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class BucketWriter:
         prefix = f"{_ARRAYS}/{step}-{unique:08x}"
         layout = {"prefix": prefix, "chunks": {name: _chunk_shape(x) for name, x in arrays.items()}}
         shards = list(_local_shards(arrays))
-        record = sealed({**record, "layout": layout})
+        record = with_checksum({**record, "layout": layout})
         return self._saves.submit(self._write, step, shards, record)
 
     def _write(self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from pydantic import PositiveInt, model_validator
 
 from lm_trainer.core.bucket import storage_path
-from lm_trainer.core.config import Config, Duration, PlacePath, PositiveDuration
+from lm_trainer.core.config import Config, Duration, PositiveDuration, StorageLocation
 
 
 class KeepEvery(Config):
@@ -24,7 +24,7 @@ class KeepEvery(Config):
 class CheckpointerConfig(Config):
     """Two overlapping policies: by time (temporary, replaced by the next) and by step (permanent)."""
 
-    base_path: PlacePath = "checkpoints/"
+    base_path: StorageLocation = "checkpoints/"
     """Directory of the checkpoints of all runs; the run ID is appended. May be a gs:// or s3:// URL; then a copy of the
     run directory is kept next to the checkpoints."""
     save_interval: Duration = timedelta(minutes=15)

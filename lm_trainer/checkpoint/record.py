@@ -6,8 +6,8 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
+from lm_trainer.core.checksummed import has_valid_checksum
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.seal import is_sealed
 
 FORMAT = 2
 # The first format has no checksum of the metadata; such checkpoints can still be read.
@@ -28,7 +28,7 @@ def checked(record: Any) -> dict[str, Any]:
     """
     if not isinstance(record, dict) or "digests" not in record:
         raise CheckpointError("its metadata is missing")
-    if record.get("format") != _FORMAT_WITHOUT_CHECKSUM and not is_sealed(record):
+    if record.get("format") != _FORMAT_WITHOUT_CHECKSUM and not has_valid_checksum(record):
         raise CheckpointError("the checksum of its metadata differs")
     return record
 

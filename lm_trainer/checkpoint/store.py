@@ -17,12 +17,12 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause
 from lm_trainer.checkpoint.steps import DirectoryLock, NoLock, Steps, move_damaged_aside
 from lm_trainer.core.bucket import Bucket, StoragePath
+from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.seal import sealed
 from lm_trainer.parallel.processes import any_process, wait_for_all
 
 __all__ = [
-    "KEPT",
+    "PERMANENT_KEY",
     "CheckpointError",
     "CheckpointStore",
     "Restored",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-KEPT = "kept"
+PERMANENT_KEY = "kept"
 """Key of a record: True if the checkpoint was saved as permanent, by the policy or at a user's request. Records of
 older versions lack the key, so it is unknown for them."""
 
@@ -77,7 +77,7 @@ class CheckpointStore:
         earlier = self.steps()
         # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
         self.extra_permanent = [
-            s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(KEPT, True)
+            s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(PERMANENT_KEY, True)
         ]
         self._stay = {*self.extra_permanent, *(() if config.delete_old_temp_checkpoints else earlier)}
 
@@ -122,11 +122,11 @@ class CheckpointStore:
         # A save may replace the previous one only after it is known to be complete.
         self.wait()
         self._delete_temporary()
-        permanent = is_permanent(step, self._config.keep) or record.get(KEPT, False)
+        permanent = is_permanent(step, self._config.keep) or record.get(PERMANENT_KEY, False)
         if permanent:
             self._stay.add(step)
         fields = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays)}
-        meta = sealed({**fields, **record, KEPT: permanent})
+        meta = with_checksum({**fields, **record, PERMANENT_KEY: permanent})
         try:
             self._saving = self._writer.save(step, arrays, meta)
         except Exception as error:

@@ -14,8 +14,8 @@ from typing import Any
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import expanded
-from lm_trainer.core.inside import check_name
 from lm_trainer.core.key_values import KeyValues, context, reason_of
+from lm_trainer.core.safe_names import check_name
 
 _PROBE_SECONDS = 10.0
 _FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
@@ -73,7 +73,7 @@ def _gcs(bucket: str, path: str) -> dict[str, Any]:
 SCHEMES: dict[str, Callable[[str, str], dict[str, Any]]] = {"gs": _gcs, "s3": _s3}
 """URL scheme -> function from bucket and prefix to TensorStore's specification."""
 
-PLACES = (*SCHEMES, "file")
+STORAGE_SCHEMES = (*SCHEMES, "file")
 """URL schemes accepted for the locations of runs, checkpoints and exports."""
 
 

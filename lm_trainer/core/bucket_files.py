@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lm_trainer.core.bucket import Bucket, StoragePath, explain
 from lm_trainer.core.errors import MachineError, UserError, disk_error
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 
 _MAX_PUT = {"s3": 5 * 2**30}
 """URL scheme -> bytes of the largest object the protocol accepts in one request."""
@@ -102,7 +102,7 @@ def _multipart_writer(directory: Bucket, key: str, size: int) -> Callable[[str, 
 
 
 @contextlib.contextmanager
-def written_to(directory: StoragePath) -> Iterator[Path]:
+def staging_directory(directory: StoragePath) -> Iterator[Path]:
     """Yields a local directory to write files into; they are uploaded on exit if `directory` is in a bucket."""
     if isinstance(directory, Path):
         yield directory

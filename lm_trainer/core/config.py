@@ -23,13 +23,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from lm_trainer.core.bucket import PLACES
+from lm_trainer.core.bucket import STORAGE_SCHEMES
 from lm_trainer.core.docstrings import field_docs
 from lm_trainer.core.files import HUB_NAME, path_problem
 
 
 @dataclass(frozen=True)
-class Ignored:
+class IgnoredKey:
     """Reason why a key has no effect, and the values it may have; None means all values."""
 
     reason: str
@@ -72,7 +72,7 @@ class Config(BaseModel, metaclass=_ConfigType):
 
     refused_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of other frameworks refused here -> the reason or the replacement."""
-    ignored_keys: ClassVar[Mapping[str, Ignored]] = {}
+    ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {}
     """Keys of other frameworks accepted without effect, with a note; values other than the listed ones are refused."""
     renamed_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of other frameworks -> the equivalent key here; reported in a note."""
@@ -234,7 +234,7 @@ def _path_as_text(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Takes:
+class PathType:
     """Annotation of a key with a path as text; callers in Python may pass a `Path`.
 
     A `~` is kept, and expanded where the path is used: see `lm_trainer.core.files.expanded`.
@@ -257,13 +257,13 @@ class Takes:
         return value
 
 
-LocalPath = Annotated[str, Takes()]
+LocalPath = Annotated[str, PathType()]
 """A path on this machine; a URL would be taken for a directory name, and is refused."""
 
-PlacePath = Annotated[str, Takes(schemes=PLACES)]
+StorageLocation = Annotated[str, PathType(schemes=STORAGE_SCHEMES)]
 """A path on this machine, or an object storage URL."""
 
-LocalPathOrHubName = Annotated[str, Takes(name=HUB_NAME)]
+LocalPathOrHubName = Annotated[str, PathType(name=HUB_NAME)]
 """A path on this machine, or a name on the Hugging Face hub."""
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -13,7 +13,7 @@ from lm_trainer.core.errors import UserError
 AnyPath = str | os.PathLike[str]
 """A path as accepted from Python callers."""
 
-TAKE_URLS = (
+KEYS_WITH_URLS = (
     *("data.train_urls", "data.validation_urls", "data.cache_dir", "data.source.path"),
     *("trainer.checkpointer.base_path", "trainer.load_checkpoint_path", "trainer.initialize_from", "hf_save_path"),
     *("trainer.tracker.logdir", "trainer.jax_compilation_cache_dir"),
@@ -89,7 +89,7 @@ def url_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> s
     accepted = ["a path on this machine", *([name] if name else []), *(f"{scheme}://" for scheme in schemes)]
     return (
         f"{text} is a URL, and only {' or '.join(accepted)} works here; copy the files or mount the bucket, and write "
-        f"that path. Keys that take URLs: {', '.join(TAKE_URLS)}"
+        f"that path. Keys that take URLs: {', '.join(KEYS_WITH_URLS)}"
     )
 
 

@@ -17,7 +17,7 @@ _answers: dict[tuple[str, int], tuple[str | None, float]] = {}
 """(host, port) -> (the reason it is unreachable or None, time of the check)."""
 
 
-def why_no_hub() -> str | None:
+def hub_unreachable_reason() -> str | None:
     """Returns the reason why the hub is unreachable, within 4 seconds; None if it is, or may be, reachable.
 
     Behind a proxy nothing is checked, because only the proxy could know. A success is cached for the whole process.

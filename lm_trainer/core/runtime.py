@@ -79,7 +79,7 @@ def return_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def quick_handover() -> Iterator[None]:
+def short_switch_interval() -> Iterator[None]:
     """Reduces the switch interval of the interpreter's lock (GIL) from 5 ms to 0.2 ms.
 
     For pipeline stages that release the lock most of the time, and would wait for it after each call.

@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, Ignored, LocalPath, LocalPathOrHubName
+from lm_trainer.core.config import Config, IgnoredKey, LocalPath, LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
-from lm_trainer.data.formats.usual_packing import Packing, usual_packing
+from lm_trainer.data.formats.default_packing import Packing, default_packing
 from lm_trainer.data.mixture import check_known, check_set_names, check_steps, shares
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
@@ -244,14 +244,14 @@ class DataConfig(SetConfig):
     num_validation_sequences: AffectsResults[PerSet | None] = None
     """Holds out this many rows at the end of the training text as validation text; for all sets, or by name."""
 
-    ignored_keys: ClassVar[Mapping[str, Ignored]] = {
-        "mixture_block_size": Ignored("the proportions of a mixture hold after any number of rows, without blocks"),
-        "permutation_type": Ignored("the permutation is always a Feistel network", ("feistel",)),
-        "enforce_eos": Ignored("every document ends with the end-of-document token", (True,)),
-        "ignore_token_id": Ignored("it is no token, and nothing else is masked by its id", (-100,)),
-        "auto_build_caches": Ignored("caches that are missing are always built", (True,)),
-        "cache_options": Ignored("caches need no tuning; num_workers sets the number of processes"),
-        "vocab_size": Ignored("the tokenizer decides; of one that is trained here, data.tokenizer.vocab_size"),
+    ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {
+        "mixture_block_size": IgnoredKey("the proportions of a mixture hold after any number of rows, without blocks"),
+        "permutation_type": IgnoredKey("the permutation is always a Feistel network", ("feistel",)),
+        "enforce_eos": IgnoredKey("every document ends with the end-of-document token", (True,)),
+        "ignore_token_id": IgnoredKey("it is no token, and nothing else is masked by its id", (-100,)),
+        "auto_build_caches": IgnoredKey("caches that are missing are always built", (True,)),
+        "cache_options": IgnoredKey("caches need no tuning; num_workers sets the number of processes"),
+        "vocab_size": IgnoredKey("the tokenizer decides; of one that is trained here, data.tokenizer.vocab_size"),
     }
     refused_keys: ClassVar[Mapping[str, str]] = {
         **SetConfig.refused_keys,
@@ -334,7 +334,7 @@ class DataConfig(SetConfig):
     @model_validator(mode="after")
     def _choose_packing(self) -> Self:
         if "packing" not in self.model_fields_set:
-            packing = usual_packing({name: set_config.format for name, set_config in self.sets.items()})
+            packing = default_packing({name: set_config.format for name, set_config in self.sets.items()})
             # The configuration is frozen from this point.
             object.__setattr__(self, "packing", packing)
         return self

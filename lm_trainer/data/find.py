@@ -60,7 +60,7 @@ class TrainedAt(NamedTuple):
     """The epoch of the set, from 0."""
 
 
-class Found(NamedTuple):
+class Occurrence(NamedTuple):
     """An occurrence of the text in a document."""
 
     cache: str
@@ -293,14 +293,14 @@ class Tracer:
             f"{train.name}/train": number for number, train in enumerate(self._order.sets)
         }
 
-    def trace(self, name: str, match: Match) -> Found:
+    def trace(self, name: str, match: Match) -> Occurrence:
         """Returns the document of an occurrence, and its steps."""
         cache = self._data.caches[name]
         (passage,) = full_stream_passages(cache, self._data.tokenizer, match.first, 1)
         character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
         trained = tuple(sorted(self._trained_at(name, match)))
-        excluded = cache.place_of(match.first) is None
-        return Found(name, passage.where, character, match, trained, excluded)
+        excluded = cache.position_of(match.first) is None
+        return Occurrence(name, passage.where, character, match, trained, excluded)
 
     def _trained_at(self, name: str, match: Match) -> Iterator[TrainedAt]:
         if name not in self._index:
@@ -308,7 +308,7 @@ class Tracer:
         index = self._index[name]
         train = self._order.sets[index]
         # Documents are retained or excluded as a unit, so the tokens of an occurrence stay together.
-        if (first := self._data.caches[name].place_of(match.first)) is None:
+        if (first := self._data.caches[name].position_of(match.first)) is None:
             return
         rows = train.rows.rows_with(first, first + match.stop - match.first)
         stop = self._schedule.rows_before(self._num_steps)

@@ -31,7 +31,7 @@ from lm_trainer.data.cache.format import (
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import IN_LOSS, LossMaskStream
-from lm_trainer.data.cache.token_place import TokenPlace
+from lm_trainer.data.cache.token_location import TokenLocation
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.provenance import source_of
@@ -40,7 +40,7 @@ from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.lock import parsed_claim
-from lm_trainer.data.tokenize.plan import find_misfits, open_builds
+from lm_trainer.data.tokenize.plan import find_mismatches, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
@@ -106,7 +106,7 @@ def status(config: DataConfig) -> list[CacheStatus]:
     file.
     """
     directory, caches = find_caches(config)
-    misfits = find_misfits(config, directory, caches)
+    misfits = find_mismatches(config, directory, caches)
     return [_status(name, cache, misfits.get(name)) for name, cache in caches.items()]
 
 
@@ -169,7 +169,7 @@ def _problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
 
 
 def _compare_place(record: dict[str, Any], count: int) -> list[str]:
-    location = TokenPlace(*(record[name] for name in TokenPlace._fields))
+    location = TokenLocation(*(record[name] for name in TokenLocation._fields))
     try:
         content = np.ascontiguousarray(location.open(count)[0:count])
     except MachineError as error:

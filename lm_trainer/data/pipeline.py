@@ -11,7 +11,7 @@ from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuilds
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
-from lm_trainer.data.tokenize.open_cache import excluded_of, open_cache
+from lm_trainer.data.tokenize.open_cache import excluded_documents, open_cache
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.ray_config import RayConfig
@@ -48,7 +48,7 @@ def open_data(
     """
     plan = plan_caches(config, on_progress, ray)
     growing = _unfinished(plan.builds) if background else {}
-    callbacks, excluded = BuildCallbacks(on_progress), excluded_of(config)
+    callbacks, excluded = BuildCallbacks(on_progress), excluded_documents(config)
     caches = {
         # A growing cache is opened in its current state; any other is built to its end first.
         name: open_cache(

@@ -13,7 +13,7 @@ from lm_trainer.data.cache.documents import begin_of, need_record, read_lengths,
 from lm_trainer.data.cache.format import damaged, part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
-from lm_trainer.data.cache.token_place import TokenPlace
+from lm_trainer.data.cache.token_location import TokenLocation
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.rows.order import RowOrigin
 from lm_trainer.data.sources import Shard
@@ -72,7 +72,7 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
 
 def passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
     """Yields the documents, or parts of them, in the tokens [start, start + count) of `cache.stream`."""
-    for first, tokens in cache.in_whole(start, count):
+    for first, tokens in cache.to_unfiltered(start, count):
         yield from full_stream_passages(cache, tokenizer, first, tokens)
 
 
@@ -104,7 +104,7 @@ def source_of(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int
     record = need_record(store, ledger, part)
     row, number = int(read_rows(store, ledger, part)[index]), record["shard"]
     if ledger.places:
-        location = TokenPlace(*ledger.places[part])
+        location = TokenLocation(*ledger.places[part])
         return f"{location.path}:token {location.first + row - record['rows'][0]}"
     # A prebuilt cache is a single shard, which represents all of its original shards.
     prebuilt = len(shards) == 1 and number > 0

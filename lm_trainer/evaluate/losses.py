@@ -128,7 +128,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
         numbers_B = index * size + np.asarray(local)
         is_target_BS = batch.weights > 0
         # A target is the token after its input.
-        positions_BS = rows.places_of(numbers_B) + 1
+        positions_BS = rows.stream_positions(numbers_B) + 1
         documents_N = np.searchsorted(ends_D, positions_BS[is_target_BS], side="right")
         weights_N = batch.weights[is_target_BS].astype(np.float64)
         values = [nll_BS[is_target_BS] * weights_N, weights_N]
@@ -141,7 +141,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     documents = Documents(
         predicted, nats_D[predicted], tokens_D[predicted], None if counts_V is None else bytes_D[predicted]
     )
-    return SetLosses(held_out.name, rows.tags, held_out, documents, rows.num_cut(ends_D))
+    return SetLosses(held_out.name, rows.tags, held_out, documents, rows.num_split(ends_D))
 
 
 class Group(NamedTuple):

@@ -28,9 +28,9 @@ from lm_trainer.run.build.model import TokenNll, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.adapters import load_whole
+from lm_trainer.run.weights.adapters import load_merged_model
 from lm_trainer.run.weights.local_params import local_params
-from lm_trainer.run.weights.open_model import local_model
+from lm_trainer.run.weights.open_model import local_hf_directory
 from lm_trainer.run.weights.saved_model import LoadedModel, read_config
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
@@ -101,7 +101,7 @@ def open_eval_model(
     Raises:
         UserError: if there is no such model, it is damaged, or the devices cannot share it.
     """
-    path = local_model(source)
+    path = local_hf_directory(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
@@ -109,7 +109,7 @@ def open_eval_model(
     directory, _ = find_checkpoints(source)
     config = read_config(directory, [*_ONE_PROCESS, *overrides])
     _configure(config)
-    loaded = load_whole(source, step, averaged=averaged)
+    loaded = load_merged_model(source, step, averaged=averaged)
     # Adapters have been merged.
     config = config.model_copy(update={"adapter": None})
     return _to_devices(loaded, loaded.step, config, context)

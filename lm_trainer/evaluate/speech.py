@@ -14,8 +14,8 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.rows.audio_rows import HeardSet
-from lm_trainer.generate.speech import write_heard
+from lm_trainer.data.rows.audio_rows import SpeechSet
+from lm_trainer.generate.speech import transcribe_features
 from lm_trainer.generate.speech_rules import SpeechRules
 
 
@@ -35,7 +35,7 @@ class ErrorRates:
     """Reference and transcript of the first rows."""
 
 
-def error_rates(model: Any, held_out: HeardSet, generation: dict[str, Any], max_batches: int | None) -> ErrorRates:
+def error_rates(model: Any, held_out: SpeechSet, generation: dict[str, Any], max_batches: int | None) -> ErrorRates:
     """Transcribes all rows of a set greedily, each after its own prompt, and counts errors.
 
     Args:
@@ -57,7 +57,7 @@ def error_rates(model: Any, held_out: HeardSet, generation: dict[str, Any], max_
             targets_BS, weights_BS = np.asarray(batch.targets), np.asarray(batch.weights)
             references += [_decoded(held_out, targets_BS[row][weights_BS[row] > 0]) for row in rows]
             rules = SpeechRules.from_config(generation, start_id=prompt[0], eos_id=held_out.eos_id)
-            transcripts = write_heard(model, np.asarray(batch.features)[rows], rules, prompt=prompt)
+            transcripts = transcribe_features(model, np.asarray(batch.features)[rows], rules, prompt=prompt)
             written += [_decoded(held_out, ids) for ids in transcripts]
     # An empty reference has no words to divide by; its transcript counts as insertions.
     normalise = _normaliser()
@@ -84,7 +84,7 @@ def _by_prompt(batch: Batch) -> dict[tuple[int, ...], list[int]]:
     return rows_by_prompt
 
 
-def _decoded(held_out: HeardSet, ids: Sequence[int] | np.ndarray) -> str:
+def _decoded(held_out: SpeechSet, ids: Sequence[int] | np.ndarray) -> str:
     return held_out.tokenizer.decode([int(token) for token in ids]).strip()
 
 

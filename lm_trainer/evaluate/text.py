@@ -13,14 +13,14 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.held_out import open_held_out
-from lm_trainer.data.rows.audio_rows import HeardSet
+from lm_trainer.data.rows.audio_rows import SpeechSet
 from lm_trainer.data.tokenize.progress import OnProgress
 from lm_trainer.evaluate.compare import SetComparison, compare
 from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_means
 from lm_trainer.evaluate.model import EvalModel
 from lm_trainer.evaluate.speech import ErrorRates, error_rates
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.find_run import find_run, root_of
+from lm_trainer.run.files.find_run import find_run, run_start_directory
 
 _YAML = (".yaml", ".yml")
 
@@ -77,7 +77,7 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
     root = Path.cwd()
     # For a checkpoint directory without a run directory, it is unknown where the run was started.
     with contextlib.suppress(UserError):
-        root = root_of(find_run(source), model.config.trainer.log_dir)
+        root = run_start_directory(find_run(source), model.config.trainer.log_dir)
     return Text(model.config.data, root)
 
 
@@ -107,7 +107,7 @@ def evaluate_text(
             for held_out in opened.sets:
                 held_out.cache.limit_ids(model.vocab_size)
         sets = [evaluate_set(model, opened_set, max_batches=options.max_batches) for opened_set in opened.sets]
-        speech_sets = [opened_set.rows for opened_set in opened.sets if isinstance(opened_set.rows, HeardSet)]
+        speech_sets = [opened_set.rows for opened_set in opened.sets if isinstance(opened_set.rows, SpeechSet)]
         decoder = model.decoder() if speech_sets else None
         generation = getattr(model.config.model, "generation_config", {})
         rates = [error_rates(decoder, rows, generation, options.max_batches) for rows in speech_sets]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from lm_trainer.data.tokenizer.files import CARRIED_FILES, CONFIG_FILE, TOKENIZER_FILE
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, COPIED_FILES, TOKENIZER_FILE
 
 Treatment = Literal["written", "merged", "carried"]
 """`written`: generated from the model. `merged`: all fields of the source are kept, except for the user's changes.
@@ -27,7 +27,7 @@ FILES: Mapping[str, Treatment] = {
     GENERATION: "merged",
     PREPROCESSOR: "merged",
     CONFIG_FILE: "merged",
-    **dict.fromkeys((TOKENIZER_FILE, *CARRIED_FILES, *PROCESSOR_FILES), "carried"),
+    **dict.fromkeys((TOKENIZER_FILE, *COPIED_FILES, *PROCESSOR_FILES), "carried"),
 }
 """Patterns of paths allowed in a model directory; other files are not read, exported or pushed."""
 

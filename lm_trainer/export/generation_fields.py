@@ -60,7 +60,7 @@ def generation_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
 
 
-def not_computed(generation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def unsupported_fields(generation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields fields, with their values, for which transformers would generate another text than this package."""
     for name, value in generation.items():
         if GENERATION_FIELDS.get(name) == "unknown here" and value and value != _NEUTRAL.get(name):

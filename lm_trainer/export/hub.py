@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.hub import why_no_hub
+from lm_trainer.core.hub import hub_unreachable_reason
 from lm_trainer.export.files import CONFIG, DOWNLOADED
 from lm_trainer.export.output import exported_copy
 
@@ -160,7 +160,7 @@ def _check_online() -> None:
 
     if constants.HF_HUB_OFFLINE:
         raise UserError("the hub is switched off: HF_HUB_OFFLINE is set in the environment; unset it")
-    if (reason := why_no_hub()) is not None:
+    if (reason := hub_unreachable_reason()) is not None:
         raise MachineError(f"the Hugging Face hub is needed, and {reason}")
 
 

@@ -54,7 +54,7 @@ class TextModel:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, the tokenizer's first."""
-        return all_ends(self.tokenizer, self.settings)
+        return all_end_ids(self.tokenizer, self.settings)
 
     def build(self, devices: Sequence[Any] | None = None) -> Decoder:
         """Builds the module with these parameters, sharded over devices of this process (None: all) unless already
@@ -110,7 +110,7 @@ def check_exportable(config: DecoderConfig) -> None:
     hf.check_writable(config)
 
 
-def all_ends(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int, ...]:
+def all_end_ids(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int, ...]:
     """Lists the tokens that end a text: the tokenizer's, and the ones in the model's settings."""
     return tuple(dict.fromkeys((tokenizer.eos_id, *(settings.end_ids if settings else ()))))
 
@@ -162,7 +162,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
         )
     # All headers are checked before the first tensor is read.
     weights = Weights(base) if base is directory else AdaptedWeights(directory, base)
-    with blame(directory):
+    with errors_prefixed_with(directory):
         hf.plan_reading(config, vocab_size, *weights.headers())
         params = hf.params_from_hf(config, vocab_size, weights)
     name = name or directory.resolve().name
@@ -191,10 +191,10 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
             f"{config_file}: `auto_map` asks to run code from the directory, which is never done; "
             f"use a model that transformers supports without trust_remote_code"
         )
-    with blame(config_file):
+    with errors_prefixed_with(config_file):
         _check_unquantized(raw)
         config, vocab_size = hf.config_from_hf(raw)
-    with blame(directory):
+    with errors_prefixed_with(directory):
         config = _untie_distinct_head(config, vocab_size, directory)
     settings = HfSettings.read(directory)
     if (directory / GENERATION).is_file():
@@ -236,7 +236,7 @@ def _check_unquantized(raw: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def blame(path: Path) -> Iterator[None]:
+def errors_prefixed_with(path: Path) -> Iterator[None]:
     """Prefixes errors of a file's or directory's content with its name."""
     try:
         yield

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.export.tensor_file import StoredTensor, read_header
 from lm_trainer.export.weights import Weights, read_json
 

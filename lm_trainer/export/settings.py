@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import token_text
-from lm_trainer.data.tokenizer.files import CONFIG_FILE, read_carried
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, read_copied_files
 from lm_trainer.export.files import CONFIG, GENERATION, PREPROCESSOR, PROCESSOR_FILES
 from lm_trainer.export.generation_fields import generation_of_config
 from lm_trainer.export.weights import read_json
@@ -40,7 +40,7 @@ class HfSettings:
         """Reads the files of a directory written by `write`, transformers or other programs.
 
         Raises:
-            UserError: as `read_carried`, for a damaged file, and for an end token that is not an id.
+            UserError: as `read_copied_files`, for a damaged file, and for an end token that is not an id.
         """
         config = read_json(directory / CONFIG)
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
@@ -51,7 +51,7 @@ class HfSettings:
                 f"eos_token_id={generation['eos_token_id']!r} is no id and no list of ids"
             )
         preprocessor = read_json(preprocessor_file) if preprocessor_file.is_file() else None
-        return cls(config, generation, preprocessor, read_carried(directory, PROCESSOR_FILES))
+        return cls(config, generation, preprocessor, read_copied_files(directory, PROCESSOR_FILES))
 
     @classmethod
     def made_for(cls, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer) -> Self:

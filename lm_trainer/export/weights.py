@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401 - teaches NumPy the name bfloat16, which safetens
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.export.tensor_file import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"

@@ -21,7 +21,7 @@ from lm_trainer.generate.speech_rules import SpeechRules, TimestampState, timest
 from lm_trainer.nn.encoder_decoder import EncodedCache, EncoderDecoder
 
 
-def write_heard(  # noqa: PLR0913 - the choices of a transcription
+def transcribe_features(  # noqa: PLR0913 - the choices of a transcription
     model: EncoderDecoder,
     features_BMP: np.ndarray,
     rules: SpeechRules,
@@ -80,7 +80,7 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
 def detect_languages(
     model: EncoderDecoder, features_BMP: np.ndarray, rules: SpeechRules, dtype: DTypeLike = jnp.float32
 ) -> list[int]:
-    """Detects the most likely language of each row, returning its token; arguments as for `write_heard`."""
+    """Detects the most likely language of each row, returning its token; arguments as for `transcribe_features`."""
     graphdef, state = nnx.split(model, nnx.Param)
     params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, 1, jnp.dtype(dtype))
     cache, inputs = _encode(program, params, jnp.asarray(features_BMP)), _Inputs.of(rules, model.spec.vocab_size)

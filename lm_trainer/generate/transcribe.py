@@ -15,7 +15,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
 from lm_trainer.data.audio.read import AudioRules, BadAudio
-from lm_trainer.generate.speech import detect_languages, write_heard
+from lm_trainer.generate.speech import detect_languages, transcribe_features
 from lm_trainer.generate.speech_rules import SpeechRules
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Transcriber:
             frames = min(len(features_FM) - seek, self._frames)
             window_FM = np.zeros((self._frames, self._mels), np.float32)
             window_FM[:frames] = features_FM[seek : seek + frames]
-            (tokens,) = write_heard(
+            (tokens,) = transcribe_features(
                 self._model,
                 window_FM[None],
                 self._rules,

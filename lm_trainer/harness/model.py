@@ -16,8 +16,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer
-from lm_trainer.export.generation_fields import not_computed
-from lm_trainer.export.huggingface import all_ends
+from lm_trainer.export.generation_fields import unsupported_fields
+from lm_trainer.export.huggingface import all_end_ids
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.generate.engine import generate_stream
 from lm_trainer.generate.layout import for_decoding
@@ -70,9 +70,9 @@ class HarnessModel(TemplateLM):
     ):
         super().__init__()
         self._model, self._tokenizer, self._dtype = model, tokenizer, jnp.dtype(dtype)
-        self._end_ids = all_ends(tokenizer, settings)
+        self._end_ids = all_end_ids(tokenizer, settings)
         self._generation = settings.generation if settings else {}
-        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in not_computed(self._generation))
+        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in unsupported_fields(self._generation))
         self.max_length = min(max_length or model.spec.num_positions, model.spec.num_positions)
 
     @property

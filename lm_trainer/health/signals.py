@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lm_trainer.core.errors import Preempted, Stopped
-from lm_trainer.core.hangup import heeded, leave_terminal
+from lm_trainer.core.terminal_loss import handled_signals, redirect_terminal_to_devnull
 from lm_trainer.parallel.processes import gather, is_lead
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -76,7 +76,7 @@ class _Handlers:
         self._second: _SecondSignal | None = None
 
     def __enter__(self) -> Self:
-        signals = heeded(_SIGNALS)
+        signals = handled_signals(_SIGNALS)
         self._second = _SecondSignal(signals)
         for number in signals:
             self._previous[number] = signal.signal(number, self._handle)
@@ -91,7 +91,7 @@ class _Handlers:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == signal.SIGHUP:
-            leave_terminal()
+            redirect_terminal_to_devnull()
         if self.requested:
             _end_at_once(number)
         self.requested = signal.Signals(number).name
@@ -192,7 +192,7 @@ class SaveRequests:
         _write_stderr("\nSIGUSR1: saving after this step\n")
 
 
-class Interruption(_Handlers):
+class InterruptHandler(_Handlers):
     """Context manager that interrupts work other than training by an exception.
 
     Python drops an exception raised during garbage collection, so long work should also poll `came`.

@@ -16,7 +16,7 @@ from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import count_params, model_config, run_config, vocab_size_of
 from lm_trainer.ladder.running import changes
 from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import numeric_identity
 from lm_trainer.run.files.records import RUN, identity_of, read_run_record
 
@@ -83,7 +83,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
     if not (folder / RUN).is_file():
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
     identity = identity_of(read_run_record(folder), folder)
-    expected = config_as_begun(run_config(ladder, size_spec, seed), identity)
+    expected = config_with_recorded_keys(run_config(ladder, size_spec, seed), identity)
     if differences := changes(identity, numeric_identity(expected), expected):
         raise UserError(
             f"{folder} holds a run of another ladder than {ladder.name}:\n  "

@@ -15,7 +15,7 @@ from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import run_config, run_folder, run_name
 from lm_trainer.profile.matmul import MatmulProbe
 from lm_trainer.profile.mfu import measure
-from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.files.records import RUN, identity_of, read_run_record
 from lm_trainer.run.summary import Summary
@@ -52,7 +52,7 @@ def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     if not (folder / RUN).exists():
         return False
     identity = identity_of(read_run_record(folder), folder)
-    config = config_as_begun(config, identity)
+    config = config_with_recorded_keys(config, identity)
     expected = numeric_identity(config)
     if differences := changes(identity, expected, config):
         raise UserError(

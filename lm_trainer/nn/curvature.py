@@ -104,7 +104,7 @@ def gauss_newton_bartlett(
     return jax.grad(objective)(params)
 
 
-def with_key_of_dropout(loss: StagedLoss) -> StagedLoss:
+def with_dropout_key(loss: StagedLoss) -> StagedLoss:
     """Derives the dropout key of `loss` from the key of an estimate, which is also used for sampling."""
 
     def fold(key: jax.Array | None) -> jax.Array | None:
@@ -125,7 +125,7 @@ def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = N
         loss: a cross-entropy of the targets.
         block_size: as for `gauss_newton_bartlett`.
     """
-    loss_with_dropout_key = with_key_of_dropout(loss)
+    loss_with_dropout_key = with_dropout_key(loss)
 
     def head(model: Decoder, stream: Stream, batch: Batch, key: jax.Array) -> LossSums:
         h_BSD = hidden_after_layers(model, stream, batch, jax.random.fold_in(key, _DROPOUT))

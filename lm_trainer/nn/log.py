@@ -70,12 +70,12 @@ def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"
     log_p.bind(x, entry=entry)
 
 
-def listening() -> AbstractContextManager[None]:
+def collecting_logs() -> AbstractContextManager[None]:
     """Makes calls of `log` add their equations to programs traced in this context."""
     return _listener("")
 
 
-def refusing(reason: str) -> AbstractContextManager[None]:
+def refusing_logs(reason: str) -> AbstractContextManager[None]:
     """Refuses calls of `log` with this reason in programs traced in this context; a step would lose their values."""
     return _listener(reason)
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
-from lm_trainer.parallel.collectives import batch_parts, group_sum, whole_on_one
+from lm_trainer.parallel.collectives import batch_parts, gather_on_first_device, group_sum
 
 Carry = TypeVar("Carry")
 Out = TypeVar("Out")
@@ -135,7 +135,7 @@ def hidden_nll(
     per_position = {name: _merge_blocks(x, h_ND.shape[0], settings.parts) for name, x in stacked.items()}
     per_position = {name: x.reshape(*h_BSD.shape[:2], *x.shape[1:]) for name, x in per_position.items()}
     weights_BS = jnp.asarray(batch.weights).astype(jnp.float32)
-    metrics = {name: whole_on_one(x) for name, x in per_position.items()}
+    metrics = {name: gather_on_first_device(x) for name, x in per_position.items()}
     return jnp.sum(weights_BS * per_position["nll"]), jnp.sum(weights_BS), metrics
 
 

@@ -19,7 +19,7 @@ from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
-from lm_trainer.parallel.own_rows import from_own_rows
+from lm_trainer.parallel.local_rows import map_local_rows
 from lm_trainer.parallel.target_platform import target_platform
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Moe(nnx.Module):
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
         # XLA would run top-k over the rows of all devices, on each of them.
-        weights_MK, experts_MK = from_own_rows(lambda probs_ME: jax.lax.top_k(probs_ME, spec.top_k), (probs_ME,), ())
+        weights_MK, experts_MK = map_local_rows(lambda probs_ME: jax.lax.top_k(probs_ME, spec.top_k), (probs_ME,), ())
         if spec.renormalize:
             weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
         y_MD = self._mix_experts(x_MD, experts_MK, weights_MK)
@@ -88,7 +88,7 @@ class Moe(nnx.Module):
             return reduce_scatter(self._dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Sorted among the rows of all devices, every token would be sent to all of them.
         weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
-        y_MKD = from_own_rows(self._grouped_experts, (x_MD, experts_MK), weights)
+        y_MKD = map_local_rows(self._grouped_experts, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 

@@ -58,7 +58,7 @@ def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Initializ
     return identity if spec is None else Norm(spec, axis, init=init)
 
 
-def norms_of(module: nnx.Module) -> dict[str, str]:
+def norm_kinds(module: nnx.Module) -> dict[str, str]:
     """Returns `LayerNorm` or `RMSNorm` for the dotted name of each norm parameter of a module."""
     classes = {
         path: _KINDS[node.spec.kind] if isinstance(node, Norm) else type(node).__name__

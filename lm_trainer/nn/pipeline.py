@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm_trainer.nn.attention import make_context
-from lm_trainer.nn.log import refusing
+from lm_trainer.nn.log import refusing_logs
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import run_blocks
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, reduce_scatter
@@ -60,7 +60,7 @@ def run_stages(  # noqa: PLR0913 - what a pass through the layers shares
         return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD
 
     # Idle steps compute values that are ignored, and would be counted.
-    with refusing("pipeline_axis_size is not 1, and this is inside a layer"):
+    with refusing_logs("pipeline_axis_size is not 1, and this is inside a layer"):
         _, y_L1SD = jax.lax.scan(pipeline_step, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
     # Row r leaves the last stage at step r + stages - 1. The other stages contribute zeros to a sum, of which each
     # device receives its own rows.

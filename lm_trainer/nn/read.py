@@ -28,7 +28,7 @@ _reader: ContextVar[Reader | None] = ContextVar("reader", default=None)
 
 
 @contextmanager
-def read_by(reader: Reader) -> Iterator[None]:
+def parameter_reader(reader: Reader) -> Iterator[None]:
     """Sets the reader of parameters while a computation is traced."""
     token = _reader.set(reader)
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat
 
-from lm_trainer.core.config import Config, Ignored
+from lm_trainer.core.config import Config, IgnoredKey
 from lm_trainer.optim.schedule import POWER_EXPONENT, POWER_SCALE, Constants, ScheduleName
 
 
@@ -45,13 +45,13 @@ class InvSqrtShape(Config):
         return Constants(timescale=self.timescale)
 
 
-_FROM_RUN = Ignored("the run itself says how many tokens each step has")
+_FROM_RUN = IgnoredKey("the run itself says how many tokens each step has")
 
 
 class PowerShape(Config):
     """Power law of the tokens since the start of the cycle."""
 
-    ignored_keys: ClassVar[Mapping[str, Ignored]] = {"batch_size": _FROM_RUN, "seq_length": _FROM_RUN}
+    ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {"batch_size": _FROM_RUN, "seq_length": _FROM_RUN}
 
     type: Literal["power"] = "power"
     a: PositiveFloat = POWER_SCALE

@@ -74,7 +74,7 @@ def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return _gather(x, axis, dim)
 
 
-def whole_on_one(x_BS: jax.Array) -> jax.Array:
+def gather_on_first_device(x_BS: jax.Array) -> jax.Array:
     """Gathers the rows and positions of all devices: [all B, all S] on one device, zeros on the others.
 
     The sum over the devices equals the gathered array.

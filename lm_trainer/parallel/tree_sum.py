@@ -104,12 +104,12 @@ class Shares:
         return _parts(self)
 
     @property
-    def most_parts(self) -> int:
+    def max_parts(self) -> int:
         """Maximum number of partial sums of a shard."""
         return max(map(len, self.parts))
 
     @property
-    def most_held(self) -> int:
+    def max_held(self) -> int:
         """Maximum number of items a shard holds while it adds its terms: partial sums and the new item."""
         return _most_held(self)
 

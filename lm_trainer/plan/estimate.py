@@ -21,10 +21,10 @@ from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import build_setup, setup_from_config, shard_state
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes, taken_memory
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, memory_order, state_bytes
 from lm_trainer.step.dispatch.program import Program as StepProgram
 from lm_trainer.step.dispatch.recorder import Key, Measured, measure_traced
 from lm_trainer.step.state.model_def import ModelDef
@@ -102,7 +102,7 @@ def estimate_step(
     # Layers in a loop are traced once.
     config = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
     model = traces.model(config)
-    config = with_gather(config, traces.vocab_size)
+    config = with_resolved_gather(config, traces.vocab_size)
     trainer = config.trainer.step_plan
     tx, sharding = shard_state(trainer, config.optimizer, model, trainer.abstract_mesh(group.count))
     averaged = config.trainer.model_averaging is not None
@@ -135,7 +135,7 @@ def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) ->
     unlayered = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
     # Parameters are gathered in the compute dtype. Gradients: of one microbatch, and their sum if there are several.
-    plan = max(config.trainer.step_plan.microbatches.values, key=taken_memory)
+    plan = max(config.trainer.step_plan.microbatches.values, key=memory_order)
     sums = 1 + (plan.shares(sharding.mesh).most > 1)
     in_parts = (_LAYERS_AT_ONCE * layers + unlayered) * itemsize // _FLOAT32
     return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
@@ -170,7 +170,7 @@ def estimate_temporary(
     Raises:
         UserError: for a model with an encoder.
     """
-    config, axes = with_gather(config, vocab_size), axes or {}
+    config, axes = with_resolved_gather(config, vocab_size), axes or {}
     model, spec = config.model, config.model.spec(vocab_size)
     if spec.encoder is not None:
         raise UserError(

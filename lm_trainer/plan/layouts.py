@@ -11,8 +11,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.fit import possible_rows
 from lm_trainer.profile.devices import NODE
-from lm_trainer.run.build.model import keeps_inside_layers
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.build.model import can_save_inside_layers
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig, changed_keys, numeric_identity
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -58,7 +58,7 @@ def layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
     least that many microbatches. A run with `determinism: fast` keeps it, and all other runs stay bit-identical on any
     number of devices.
     """
-    config = with_gather(config, vocab_size)
+    config = with_resolved_gather(config, vocab_size)
     initial_identity = numeric_identity(config)
     for trainer in _meshes(config, vocab_size, count):
         for settings in _steps(config, trainer, count):
@@ -148,7 +148,7 @@ def _memory_settings(
     """Settings that trade memory for computation or traffic, from least to most memory."""
     configured_policy, value = config.model.remat, config.model.gradient_checkpointing
     policies = [value]
-    if not trainer.gathers_layers or keeps_inside_layers(trainer):
+    if not trainer.gathers_layers or can_save_inside_layers(trainer):
         # Of several values for one policy, keeps the configured one.
         words = {policy: value if policy == configured_policy else named for policy, named in _REMAT.items()} | {
             configured_policy: value

@@ -12,12 +12,12 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.device_groups import compute_shardings
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
-from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, state_bytes, taken_memory
+from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_order, state_bytes
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program as StepProgram
@@ -71,7 +71,7 @@ class StepMemory:
     ):
         self._growing = growing
         self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
-        config = self.config = with_gather(config, vocab_size)
+        config = self.config = with_resolved_gather(config, vocab_size)
         setup = self.setup = self._build(config.trainer)
         plan = self.largest_step()
         self.rows = plan.rows
@@ -118,7 +118,7 @@ class StepMemory:
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The run's batch with the highest memory; `rows` as for `record`."""
-        return max(self._trainer(rows).step_plan.microbatches.values, key=taken_memory)
+        return max(self._trainer(rows).step_plan.microbatches.values, key=memory_order)
 
     def record(self, rows: int | None = None) -> StepRecord:
         """The compiled programs of the step with the highest memory.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lm_trainer.plan.search import MARGIN, Candidate, Search
 from lm_trainer.plan.table import columns, count_of, size_of
-from lm_trainer.run.build.model import keeps_inside_layers
+from lm_trainer.run.build.model import can_save_inside_layers
 
 _GATHERS = {"model": "gathers the model", "layer": "gathers each layer", "auto": "fast"}
 _RECOMPUTED = {"full": "recomputes layers", "dots_no_batch": "recomputes all but products", "none": "keeps everything"}
@@ -67,7 +67,7 @@ def _layout(candidate: Candidate) -> str:
     if trainer.gathers_layers:
         group = trainer.microbatches_per_gather
         parts.append("one gather for all" if group is None else f"one gather for {group}")
-    if trainer.gathers_layers and not keeps_inside_layers(trainer):
+    if trainer.gathers_layers and not can_save_inside_layers(trainer):
         parts.append(_RECOMPUTED["full"])
     else:
         parts.append(_RECOMPUTED.get(model.remat if isinstance(model.remat, str) else "", "recomputes as configured"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.page import GROUPS, POINTS
 from lm_trainer.report.run import ReportedRun

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.page import write_page
+from lm_trainer.core.html_page import write_page
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.run import ReportedRun, utc_time
 from lm_trainer.report.saved import tokens_saved

@@ -47,6 +47,6 @@ def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
         for line, _ in parse(file.read_bytes())[0] if file.is_file() else []:
             if line["step"] <= saved[-1]:
                 present.add(line_name(line), line["step"])
-        if lacks := Series(expected).without(present):
-            missing[name] = lacks
+        if missing_lines := Series(expected).without(present):
+            missing[name] = missing_lines
     return LostMetrics(saved[-1], missing)

@@ -12,10 +12,10 @@ from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_r
 from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.inside import check_name, path_inside
-from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.core.safe_names import check_name, path_inside
+from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.files.find_run import checkpoints_of, find_run, root_of
+from lm_trainer.run.files.find_run import checkpoints_of, find_run, run_start_directory
 from lm_trainer.run.files.records import RUN, identity_of, read_attempts, read_run_record
 from lm_trainer.trackers import read_metrics
 
@@ -127,7 +127,7 @@ class RunRecord:
     @cached_property
     def root(self) -> Path:
         """The directory in which the run was started, to which relative paths of its configuration refer."""
-        return root_of(self.path, self.config(self.last).trainer.log_dir)
+        return run_start_directory(self.path, self.config(self.last).trainer.log_dir)
 
     def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
         """Loads the configuration of a step.
@@ -158,7 +158,7 @@ class RunRecord:
 
     def _load(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
         loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
-        return config_as_begun(loaded.config, loaded.data)
+        return config_with_recorded_keys(loaded.config, loaded.data)
 
 
 def equal_bits(a: Any, b: Any) -> bool:

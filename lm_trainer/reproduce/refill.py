@@ -53,10 +53,10 @@ class _Lines:
         record = {"step": step, "time": round(time.time(), 3)}
         self.of_files[file].append({**record, **{name: encode(value) for name, value in values.items()}})
 
-    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
+    def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
         self.add(step, evaluation_metrics(name, means))
 
-    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None:
+    def log_group_evaluation(self, step: int, name: str, found: Mapping[str, float]) -> None:
         self.add(step, evaluation_metrics(name, found))
 
     def flush(self) -> None: ...

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, rerun
 from lm_trainer.run.files.environment import environment, environment_differences

@@ -10,7 +10,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.data.dataset import Data
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
-from lm_trainer.generate.speech import write_heard
+from lm_trainer.generate.speech import transcribe_features
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.generate.text import encode_prompt
 from lm_trainer.run.build.setup import TrainingSetup
@@ -56,5 +56,5 @@ def _sample_transcription(setup: TrainingSetup, data: Data, state: TrainState, r
     count = int(np.argmax(row.weights[0] > 0)) + 1
     ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id
     rules = SpeechRules(start_id=ids[0], eos_id=eos_id)
-    transcription = write_heard(model, np.asarray(row.features), rules, prompt=ids[:count])[0]
+    transcription = transcribe_features(model, np.asarray(row.features), rules, prompt=ids[:count])[0]
     return data.tokenizer.decode(ids[count:]) + "⟫" + data.tokenizer.decode(transcription)

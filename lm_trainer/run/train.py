@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.bucket_files import written_to
+from lm_trainer.core.bucket_files import staging_directory
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
@@ -24,7 +24,7 @@ from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import recomputes_layers, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
 from lm_trainer.run.build.startup_notes import recomputation_note, schedule_notes
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import run_id
 from lm_trainer.run.sample import draw_sample
@@ -194,7 +194,7 @@ def _prepare_run(
         vocab_size = pretrained.check_tokenizer(data.tokenizer)
     if vocab_size < data.tokenizer.vocab_size:
         data.limit_ids(vocab_size)
-    config, loads = with_gather(config, vocab_size), attempt.config
+    config, loads = with_resolved_gather(config, vocab_size), attempt.config
     if loads.gathers_by_size and config.trainer.gathers_layers:
         attempt.progress.note(
             "one layer is gathered at a time, because of the size of the model (trainer.gather: auto)"
@@ -206,7 +206,7 @@ def _prepare_run(
     settings = published_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
     # Saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
-        with written_to(attempt.directory.checkpoints) as directory:
+        with staging_directory(attempt.directory.checkpoints) as directory:
             data.tokenizer.save(directory / TOKENIZER)
             if settings is not None:
                 settings.write(directory / SETTINGS)

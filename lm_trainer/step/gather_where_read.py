@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.nn.read import read_by
+from lm_trainer.nn.read import parameter_reader
 from lm_trainer.parallel.mesh import BATCH_AXES, spec_axes
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
@@ -68,7 +68,7 @@ class GatherWhereRead:
         if not self._late:
             yield
             return
-        with read_by(self._gather):
+        with parameter_reader(self._gather):
             yield
 
     def _gather(self, name: str, values: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -16,7 +16,7 @@ from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.rehearsal import local_devices, rehearsing
 from lm_trainer.step.base import Step
-from lm_trainer.step.dispatch.memory import PhaseBytes, taken_memory
+from lm_trainer.step.dispatch.memory import PhaseBytes, memory_order
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.recorder import Key, Measure, MemoryLimitExceeded, Recorder
 from lm_trainer.step.state.state_sharding import StateSharding
@@ -98,7 +98,7 @@ class RehearsedStep:
     def _largest_step(self) -> int:
         """Number of a step with the batch that takes the most memory, with a curvature estimate if possible."""
         plans = self.step.plans
-        largest = max(plans.values, key=taken_memory)
+        largest = max(plans.values, key=memory_order)
         start = plans.start_of(largest)
         estimated = -(-start // self.interval) * self.interval
         return estimated if plans.at(estimated) == largest else start

@@ -79,7 +79,7 @@ class Tracker(Protocol):
         """
         ...
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         """The expected lines that were missing when the tracker was opened; empty if this cannot be determined.
 
         Args:
@@ -87,7 +87,7 @@ class Tracker(Protocol):
         """
         ...
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Inserts missing lines: by file of the run, records of finished steps, in order."""
         ...
 

@@ -31,10 +31,10 @@ def catch_up(name: str, tracker: Tracker, run_file: RunFile) -> str | None:
     Returns:
         A message that names the inserted lines; None if the tracker is complete.
     """
-    missing = tracker.lacks({file: Series(plain) for file, plain in run_file.lines.items()})
+    missing = tracker.missing_lines({file: Series(plain) for file, plain in run_file.lines.items()})
     if not missing:
         return None
-    tracker.put_back(
+    tracker.insert_missing(
         {
             file: [record for record in run_file.records(file) if record["step"] in names.get(line_name(record), ())]
             for file, names in missing.items()

@@ -90,12 +90,12 @@ class JsonlTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Ignored: artifacts are files of the run directory."""
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         existing = self.lines
         missing = {file: series.without(Series(existing.get(file))) for file, series in lines.items()}
         return {file: names for file, names in missing.items() if names}
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         for file, file_records in records.items():
             self._lines(file).insert(file_records)
 

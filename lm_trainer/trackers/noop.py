@@ -50,11 +50,11 @@ class NoopTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         pass
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         del lines
         return {}
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         pass
 
     def records(self, file: str) -> list[dict[str, Any]]:

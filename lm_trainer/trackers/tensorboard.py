@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from lm_trainer.core.config import Takes
+from lm_trainer.core.config import PathType
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
@@ -29,7 +29,7 @@ class TensorboardConfig(TrackerConfig):
     """Writes event files for `tensorboard --logdir`; the viewer is a separate package."""
 
     type: Literal["tensorboard"] = "tensorboard"
-    logdir: Annotated[str, Takes(schemes=("gs", "s3"))] | None = None
+    logdir: Annotated[str, PathType(schemes=("gs", "s3"))] | None = None
     """Event files go to `logdir`/run id, which may be a gs:// or s3:// URL. Default: `tensorboard` in the run
     directory."""
 
@@ -132,7 +132,7 @@ class TensorboardTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Ignored: TensorBoard shows no files, and the run directory has them."""
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         # A bucket would have to download entire files.
         if self._shown is None:
             return {}
@@ -143,7 +143,7 @@ class TensorboardTracker:
         }
         return find_missing(lines, recorded)
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
 
     def sync(self) -> None:

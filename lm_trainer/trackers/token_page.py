@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
-from lm_trainer.core.page import write_page
+from lm_trainer.core.html_page import write_page
 
 FILE, PAGE = "token-probabilities.jsonl", "token-probabilities.html"
 """File names in the run directory."""

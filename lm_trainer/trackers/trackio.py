@@ -98,7 +98,7 @@ class TrackioTracker:
         with _quiet():
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         # Querying a Space for so many lines at each start is too slow.
         if not self._local:
             return {}
@@ -110,7 +110,7 @@ class TrackioTracker:
                 recorded.setdefault(name, set()).add(row["step"])
         return find_missing(lines, recorded)
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
 
     def sync(self) -> None:

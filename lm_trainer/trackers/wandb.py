@@ -127,7 +127,7 @@ class WandbTracker:
             files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
         self._upload(name, type, files)
 
-    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+    def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         run = self._run
         if run.disabled:
             return {}
@@ -143,7 +143,7 @@ class WandbTracker:
         }
         return find_missing(lines, recorded)
 
-    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
 
     def sync(self) -> None:

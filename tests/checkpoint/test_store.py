@@ -22,9 +22,9 @@ from pydantic import ValidationError
 
 from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.store import KEPT, CheckpointStore, committed_steps, root_cause
+from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore, committed_steps, root_cause
+from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.seal import sealed
 from tests.checkpoint.steps import (
     NEVER,
     arrays,
@@ -119,7 +119,7 @@ def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) 
 def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) -> None:
     every_ten, rare = (NEVER.model_copy(update={"keep": (KeepEvery(every=n),)}) for n in (10, 1000))
     store = CheckpointStore(directory, every_ten)
-    for step, record in ((10, {}), (13, {KEPT: True}), (20, {}), (25, {})):
+    for step, record in ((10, {}), (13, {PERMANENT_KEY: True}), (20, {}), (25, {})):
         store.save(step, arrays(step, sharded(1)), record)
     store.close()
     assert store.extra_permanent_note() is None
@@ -140,7 +140,11 @@ def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
 ) -> None:
     # As versions wrote them that judged by the policy of the day alone.
     with monkeypatch.context() as older:
-        older.setattr(store_module, "sealed", lambda record: sealed({k: v for k, v in record.items() if k != KEPT}))
+        older.setattr(
+            store_module,
+            "with_checksum",
+            lambda record: with_checksum({k: v for k, v in record.items() if k != PERMANENT_KEY}),
+        )
         saved(directory, 10, 20, 21, config=NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})).close()
     saved(directory, 22, 23).close()
     assert committed_steps(directory) == [10, 20, 21, 23]

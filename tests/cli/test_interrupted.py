@@ -16,7 +16,7 @@ from lm_trainer.core.errors import EXIT_PREEMPTED
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
-from lm_trainer.health.signals import Interruption
+from lm_trainer.health.signals import InterruptHandler
 from tests.conftest import lmt_command, lmt_environment
 
 
@@ -69,7 +69,7 @@ def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
 
     # Not always Python's own: under `nohup` it is ignored.
     before = signal.getsignal(signal.SIGINT)
-    with Interruption("all is kept") as signals:
+    with InterruptHandler("all is kept") as signals:
         gc.callbacks.append(signal_now)
         try:
             gc.collect()

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model
 
 from lm_trainer.config.imports.translate import foreign_settings
 from lm_trainer.config.loader import Loaded, load
-from lm_trainer.core.config import Config, Duration, Ignored, Name
+from lm_trainer.core.config import Config, Duration, IgnoredKey, Name
 from lm_trainer.core.errors import ConfigError
 
 
@@ -73,9 +73,9 @@ class Trainer(Config):
         "eager": "everything is compiled",
     }
     renamed_keys: ClassVar[Mapping[str, str]] = {"boards": "tracker", "steps": "num_train_steps"}
-    ignored_keys: ClassVar[Mapping[str, Ignored]] = {
-        "tuning": Ignored("nothing needs tuning"),
-        "eager": Ignored("everything is compiled", (False,)),
+    ignored_keys: ClassVar[Mapping[str, IgnoredKey]] = {
+        "tuning": IgnoredKey("nothing needs tuning"),
+        "eager": IgnoredKey("everything is compiled", (False,)),
     }
 
     seed: int = 0

@@ -12,9 +12,9 @@ import yaml
 
 from lm_trainer.config.loader import load
 from lm_trainer.config.value_type import tags, value_type_of_field
-from lm_trainer.core.config import Config, Takes
+from lm_trainer.core.config import Config, PathType
 from lm_trainer.core.errors import ConfigError, UserError
-from lm_trainer.core.files import TAKE_URLS, local_path
+from lm_trainer.core.files import KEYS_WITH_URLS, local_path
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.run.config.run_config import RunConfig
 
@@ -38,9 +38,9 @@ class Key(NamedTuple):
         return self.config.model_fields[str(self.path[-1])]
 
     @property
-    def takes(self) -> Takes | None:
+    def takes(self) -> PathType | None:
         field = self.annotation
-        return next((x for x in (*field.metadata, *parts(field.annotation)) if isinstance(x, Takes)), None)
+        return next((x for x in (*field.metadata, *parts(field.annotation)) if isinstance(x, PathType)), None)
 
     def document(self, value: str) -> dict[str, Any]:
         inner: Any = yaml.safe_load(yaml.safe_dump(self.blocks))
@@ -110,7 +110,7 @@ def test_the_keys_that_a_refusal_names_are_those_that_take_urls() -> None:
     marked = {key.dotted for root, key in PATHS if root is RunConfig and key.takes and key.takes.schemes}
     lists = {"data.train_urls", "data.validation_urls"}
     # The sets of a mixture have the keys of a single set.
-    assert {name for name in marked if ".a." not in name} == set(TAKE_URLS) - lists
+    assert {name for name in marked if ".a." not in name} == set(KEYS_WITH_URLS) - lists
     assert lists <= {key.dotted for _, key in ALL}
 
 
@@ -130,7 +130,7 @@ def test_a_url_that_does_not_work_is_refused_where_it_is_written(root: Any, key:
         at = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if url in text)
         # A key that takes one path or several names the one that is refused.
         assert re.match(rf"{file}:{at}:\d+: {re.escape(key.dotted)}(\.0)?: {url} is a URL", line)
-        assert all(name in line for name in TAKE_URLS)
+        assert all(name in line for name in KEYS_WITH_URLS)
     assert [path.name for path in in_tmp_path.iterdir()] == ["c.yaml"]
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.bucket_files import fetch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.inside import check_name, path_inside
+from lm_trainer.core.safe_names import check_name, path_inside
 from lm_trainer.data.cache.format import RECORD_KEYS, read_record
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from lm_trainer.core.page import write_page
+from lm_trainer.core.html_page import write_page
 
 HOSTILE = "</script><script>alert(1)</script><!-- & \"'"
 

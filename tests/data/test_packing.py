@@ -287,7 +287,7 @@ class TestAnswers:
             ("mmm.no.", "mm._o._"),
         ]
         for held_out, count in ((full, 1), (split, 2)):
-            assert held_out.num_cut(np.cumsum([6, 11, 5, 18, 3])) == count
+            assert held_out.num_split(np.cumsum([6, 11, 5, 18, 3])) == count
             self.check_places(held_out)
         assert self.shown(full.in_order(6)) == self.shown(split.in_order(6))
 
@@ -295,7 +295,7 @@ class TestAnswers:
         """The places of a set's rows are those of its targets, each of which is predicted once."""
         used = []
         for index, batch in enumerate(held_out.batches(3, rows=range(3))):
-            places = held_out.places_of(index * 3 + np.arange(3))[batch.weights > 0] + 1
+            places = held_out.stream_positions(index * 3 + np.arange(3))[batch.weights > 0] + 1
             used += places.tolist()
             for position, target in zip(places.tolist(), batch.targets[batch.weights > 0].tolist(), strict=True):
                 assert held_out.stream.read(np.array([position]), 1)[0, 0] == target

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.core import hub
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.hub import why_no_hub
+from lm_trainer.core.hub import hub_unreachable_reason
 from lm_trainer.data import load_tokenizer
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import (
@@ -316,13 +316,13 @@ class TestPretrained:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-            assert "cannot be reached" in str(why_no_hub())
+            assert "cannot be reached" in str(hub_unreachable_reason())
             server.listen()
             # Several parts of one start get one answer.
-            assert why_no_hub() is not None
+            assert hub_unreachable_reason() is not None
             monkeypatch.setattr(hub.time, "monotonic", lambda clock=time.monotonic: clock() + 60)
-            assert why_no_hub() is None
-        assert why_no_hub() is None
+            assert hub_unreachable_reason() is None
+        assert hub_unreachable_reason() is None
 
     def test_a_hub_name(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import huggingface_hub
@@ -337,7 +337,7 @@ class TestPretrained:
             return str(directory / name)
 
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-        monkeypatch.setattr(hf, "why_no_hub", lambda: None)
+        monkeypatch.setattr(hf, "hub_unreachable_reason", lambda: None)
         tokenizer = load_pretrained(Pretrained(name="org/name", revision="v1"))
         assert tokenizer.eos_id == 0
         assert ("org/name", "tokenizer.json", "v1") in requests

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.speech import write_heard
+from lm_trainer.generate.speech import transcribe_features
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.models import WhisperConfig
 from tests.models.speech import VOCAB, features
@@ -78,7 +78,7 @@ def theirs_of(
 def test_tokens_are_those_of_transformers(models: tuple[Any, Any], timestamps: bool) -> None:
     reference, model = models
     rules = SpeechRules.from_config(RULES, start_id=None, eos_id=None)
-    actual = write_heard(model, features(ROWS), rules, language="de", task="translate", timestamps=timestamps)
+    actual = transcribe_features(model, features(ROWS), rules, language="de", task="translate", timestamps=timestamps)
     prompt = [3, 41, 45, *([] if timestamps else [46])]
     assert rules.prompt("de", "translate", timestamps=timestamps) == prompt
     expected = theirs_of(reference, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps)
@@ -105,12 +105,14 @@ def test_beams_are_those_of_transformers(
     raw = {**RULES, "eos_token_id": end, "length_penalty": penalty}
     rules = SpeechRules.from_config(raw, start_id=None, eos_id=None)
     request: dict[str, Any] = {"language": "de", "task": "translate", "timestamps": timestamps}
-    actual = write_heard(model, features(ROWS), rules, beams=beams, **request)
+    actual = transcribe_features(model, features(ROWS), rules, beams=beams, **request)
     prompt = [3, 41, 45, *([] if timestamps else [46])]
     search = {"num_beams": beams} | ({} if penalty is None else {"length_penalty": penalty})
     expected = theirs_of(reference, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps, raw=raw, **search)
     assert actual == expected
-    assert actual != write_heard(model, features(ROWS), rules, **request), "the likeliest tokens are not all there is"
+    assert actual != transcribe_features(model, features(ROWS), rules, **request), (
+        "the likeliest tokens are not all there is"
+    )
     assert min(map(len, actual)) < 16 - len(prompt) or timestamps, "texts end before there is no more room"
 
 
@@ -127,7 +129,7 @@ def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, 
     expected = reference.generate(mels, task="transcribe", max_new_tokens=9, do_sample=False)
     languages = reference.detect_language(mels, generation_config=reference.generation_config).tolist()
     rules = SpeechRules.from_config(raw, start_id=None, eos_id=None)
-    actual = write_heard(model, features(ROWS), rules, task="transcribe", max_new_tokens=9)
+    actual = transcribe_features(model, features(ROWS), rules, task="transcribe", max_new_tokens=9)
     assert len(set(languages)) > 1, "the test needs rows of several languages"
     for row, theirs_row, language in zip(actual, expected.tolist(), languages, strict=True):
         text = [token for token in row if token != 2]
@@ -170,10 +172,10 @@ def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:
         SpeechRules.from_config({}, start_id=None, eos_id=2)
     never = SpeechRules.from_config({"early_stopping": "never"}, start_id=3, eos_id=2)
     with pytest.raises(UserError, match="early_stopping is 'never', by which no beam search ends here; write false"):
-        write_heard(models[1], features(1), never, beams=2)
+        transcribe_features(models[1], features(1), never, beams=2)
     with pytest.raises(UserError, match="names the token 99, but the model knows 0 to 60"):
-        write_heard(models[1], features(1), SpeechRules(start_id=99, eos_id=2))
-    assert write_heard(models[1], np.zeros((0, 12, 5), np.float32), rules) == []
+        transcribe_features(models[1], features(1), SpeechRules(start_id=99, eos_id=2))
+    assert transcribe_features(models[1], np.zeros((0, 12, 5), np.float32), rules) == []
 
 
 def test_rules_survive_a_configuration() -> None:

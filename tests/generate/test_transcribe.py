@@ -104,7 +104,7 @@ def test_timestamps_that_nobody_asked_for_cut_nothing(
     record(tmp_path / "a.wav", 0.1)
     stamp = RULES["no_timestamps_token_id"] + 1
     written = iter([[[5, stamp, stamp, 6]]])
-    monkeypatch.setattr("lm_trainer.generate.transcribe.write_heard", lambda *_, **__: next(written))
+    monkeypatch.setattr("lm_trainer.generate.transcribe.transcribe_features", lambda *_, **__: next(written))
     transcript = Transcriber(models[1], TranscribeSettings(language="en")).transcribe(tmp_path / "a.wav")
     assert [segment.tokens for segment in transcript.segments] == [[5, stamp, stamp, 6]]
 

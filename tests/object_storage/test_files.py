@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core import bucket_files
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import fetch, local_copy, put, written_to
+from lm_trainer.core.bucket_files import fetch, local_copy, put, staging_directory
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub
@@ -150,7 +150,7 @@ def test_a_key_that_leads_out_is_refused_wherever_a_listing_is_copied(
 def test_settings_of_a_published_model_lie_beside_checkpoints_and_in_exports(behind: Bucket, tmp_path: Path) -> None:
     assert read_settings(behind) is None
     settings = HfSettings({"eos_token_id": [1, 2]}, {"top_k": 5}, None, {"processor_config.json": b"\xff"})
-    with written_to(behind) as directory:
+    with staging_directory(behind) as directory:
         settings.write(directory / SETTINGS)
     assert read_settings(behind) == settings
     with complete_directory(behind / "out", overwrite=False, replaceable=FILES) as draft:

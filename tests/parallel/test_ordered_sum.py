@@ -98,7 +98,7 @@ def test_partial_sums_of_any_number_of_devices_add_up_to_the_tree(devices: int, 
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         return {name: jax.device_put(np.stack(x), rows) for name, x in sums.items()}
 
-    stacked = [slot(number) for number in range(shares.most_parts)]
+    stacked = [slot(number) for number in range(shares.max_parts)]
     summed = jax.jit(lambda x: sum_parts_over_shards(x, shares, layouts, mesh, dtypes))(stacked)
     for name, x in summed.items():
         assert x.dtype == np.float32

@@ -90,11 +90,11 @@ def test_shares_of_any_number_of_shards_add_up_to_the_tree(count: int) -> None:
         np.testing.assert_array_equal(shares.add(sums, np.add), expected, err_msg=str(shares))
         assert [n for shard in range(shards) for n in shares.terms(shard)] == [*range(count)]
         assert shares.most == -(-count // shards)
-        assert shares.most_held == most
+        assert shares.max_held == most
         if shares.even:
             np.testing.assert_array_equal(np.asarray(tree_sum(jnp.stack([one for (one,) in sums]))), expected)
 
 
 def test_a_shard_comes_to_few_partial_sums() -> None:
     # Each height of the tree occurs at most twice among the nodes of an interval.
-    assert max(Shares(64, shards).most_parts for shards in range(1, 65)) <= 6
+    assert max(Shares(64, shards).max_parts for shards in range(1, 65)) <= 6

@@ -271,7 +271,7 @@ def test_a_tree_sum_holds_no_more_than_is_said(count: int):
     tree: TreeSum[Item] = TreeSum(count, lambda a, _: a)
     for _ in range(count):
         tree.push(Item())
-    assert most == Shares(count, 1).most_held
+    assert most == Shares(count, 1).max_held
 
 
 def test_every_device_of_the_peak_table_has_a_memory():

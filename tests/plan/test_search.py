@@ -26,7 +26,7 @@ from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import build_setup
-from lm_trainer.run.config.gather import with_gather
+from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.step.dispatch.memory import PhaseBytes
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -84,18 +84,18 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
     found = list(layouts(config, VOCAB, 4))
     assert len({layout.overrides for layout in found}) == len(found) > 100
     for layout in found[:: len(found) // samples]:
-        read = with_gather(load(path, layout.overrides, RunConfig).config, VOCAB)
+        read = with_resolved_gather(load(path, layout.overrides, RunConfig).config, VOCAB)
         assert read.model_dump() == layout.config.model_dump()
         build_setup(read, VOCAB, jax.devices()[:4])
 
 
 def test_layouts_say_which_of_their_settings_make_another_run(path: Path):
-    config = with_gather(load(path, [], RunConfig).config, VOCAB)
+    config = with_resolved_gather(load(path, [], RunConfig).config, VOCAB)
     found = list(layouts(config, VOCAB, 4))
 
     @functools.cache
     def hash_with(overrides: tuple[str, ...]) -> str:
-        return config_hash(with_gather(load(path, overrides, RunConfig).config, VOCAB))
+        return config_hash(with_resolved_gather(load(path, overrides, RunConfig).config, VOCAB))
 
     for layout in found:
         assert bool(layout.changes) == (config_hash(layout.config) != config_hash(config))
@@ -205,7 +205,7 @@ def work_of(config: RunConfig, **changes: Any) -> Work:
     spec = config.model.spec(VOCAB)
     given = {
         "spec": spec,
-        "trainer": with_gather(config, VOCAB).trainer,
+        "trainer": with_resolved_gather(config, VOCAB).trainer,
         "seq_len": config.model.seq_len,
         "plan": MicrobatchPlan(16, 8, 2),
         "sizes": {"replica_dcn": 1, "replica": 1, "data": 4, "pipeline": 1, "context": 1, "expert": 1, "model": 1},

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from lm_trainer.core.seal import sealed
+from lm_trainer.core.checksummed import with_checksum
 from tests.conftest import Outcome, RunLmt, refused, run_here
 from tests.run.conftest import Plain, merged
 
@@ -282,7 +282,7 @@ def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
 def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> None:
     lose(copied, 3, 4)
     record = json.loads((copied / "checkpoints/run/4/_CHECKPOINT_METADATA").read_text())
-    record["custom_metadata"] = sealed({**record["custom_metadata"], "fingerprint": "0" * 16})
+    record["custom_metadata"] = with_checksum({**record["custom_metadata"], "fingerprint": "0" * 16})
     (copied / "checkpoints/run/4/_CHECKPOINT_METADATA").write_text(json.dumps(record))
     before = (copied / "logs/run/metrics.jsonl").read_bytes()
     refused(run_here("replay", "run", "--metrics"), "come out otherwise here", "lmt verify")

@@ -26,7 +26,7 @@ from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hf_exports import HfExports
-from lm_trainer.run.weights.adapters import find_base, load_whole, training_flops
+from lm_trainer.run.weights.adapters import find_base, load_merged_model, training_flops
 from lm_trainer.run.weights.initial_weights import Request, find_start
 from lm_trainer.run.weights.saved_model import load_model, write_model
 from lm_trainer.run.weights.saved_state import save_state
@@ -130,7 +130,7 @@ def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
     moments = [name for name, shape in saved.items() if name.startswith("opt_state.") and "[]" not in shape]
     assert len(moments) == 2 * len(adapter), "two moments of Adam for each matrix, and none for what is frozen"
 
-    check_merged(named_leaves(load_whole("run").params), base, adapter)
+    check_merged(named_leaves(load_merged_model("run").params), base, adapter)
 
     # A base that trains on is used at the step that the adapter was begun on.
     shutil.copytree("base/0", "base/7")
@@ -145,10 +145,10 @@ def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
     with pytest.raises(UserError, match=r"step 4 was trained beside other frozen weights .* set trainer\.id"):
         start(config, store, setup)
     with pytest.raises(UserError, match="run is an adapter for other weights than those that are now in base"):
-        load_whole("run")
+        load_merged_model("run")
     shutil.rmtree("base")
     with pytest.raises(UserError, match="run is an adapter, and the model that it is for cannot be read: base: no run"):
-        load_whole("run")
+        load_merged_model("run")
     store.close()
 
 

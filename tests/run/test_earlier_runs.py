@@ -13,7 +13,7 @@ import yaml
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.config.gather import LARGE_MODEL_PARAMS, resolve_gather, with_gather
+from lm_trainer.run.config.gather import LARGE_MODEL_PARAMS, resolve_gather, with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
@@ -130,7 +130,9 @@ def test_what_is_gathered_follows_from_the_size_of_the_model() -> None:
     assert gathered(LARGE_MODEL_PARAMS, determinism="fast") == "auto"
     assert gathered(1, gather="layer") == "layer"
     assert gathered(LARGE_MODEL_PARAMS, gather="model") == "model"
-    assert with_gather(RunConfig.model_validate({"model": {"type": "gpt2"}}), 50257).trainer.gather == "layer"  # 124 M
+    assert (
+        with_resolved_gather(RunConfig.model_validate({"model": {"type": "gpt2"}}), 50257).trainer.gather == "layer"
+    )  # 124 M
     with pytest.raises(RuntimeError):
         _ = TrainerConfig().gathers_layers
 

@@ -212,7 +212,7 @@ def test_the_server_of_wandb_is_believed_about_its_last_step(wandb: Any, tmp_pat
         for resumed, summary in [(True, {"global_step": 4}), (True, {}), (True, {"global_step": 9}), (False, {})]:
             online: Any = SimpleNamespace(disabled=False, offline=False, resumed=resumed, summary=summary)
             tracker._run = online
-            missing.append(tracker.lacks(lines))
+            missing.append(tracker.missing_lines(lines))
         tracker._run = real
     of_steps = [{"metrics.jsonl": {"train/loss": {*range(first, 7)}}} for first in (5, 1)]
     assert missing == [of_steps[0], {}, {}, of_steps[1]]

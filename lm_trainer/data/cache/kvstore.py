@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lm_trainer.core.bucket import Bucket, explain, is_bucket
-from lm_trainer.core.config import Takes
+from lm_trainer.core.checksummed import CHECKSUM, has_valid_checksum, with_checksum
+from lm_trainer.core.config import PathType
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.core.key_values import KeyValues, reason_of
-from lm_trainer.core.seal import CHECKSUM, is_sealed, sealed
 
-CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
+CachePath = Annotated[str, PathType(schemes=("gs", "s3", "file", "memory", "http", "https"))]
 """A directory, or a URL supported by a TensorStore driver."""
 
 # TensorStore raises one error type for every failure, so only the message distinguishes a full disk from a refused
@@ -83,7 +83,7 @@ class KvStore(KeyValues):
 
     def write_json(self, key: str, value: Mapping[str, object], *, if_generation: bytes | None = None) -> bytes:
         """Writes an object as canonical JSON with a checksum; otherwise as `write`."""
-        return self.write(key, canonical_json(sealed(value)), if_generation=if_generation)
+        return self.write(key, canonical_json(with_checksum(value)), if_generation=if_generation)
 
     def reason(self, error: Exception, seconds: float) -> str:
         """Returns the reason a request failed."""
@@ -131,7 +131,7 @@ def parsed_json(content: bytes) -> Any:
     except RecursionError:
         raise ValueError("it is not JSON that was written here") from None
     if isinstance(value, dict) and CHECKSUM in value:
-        if not is_sealed(value):
+        if not has_valid_checksum(value):
             raise ValueError("its checksum differs")
         del value[CHECKSUM]
     return value

@@ -20,7 +20,7 @@ from lm_trainer.data.cache.format import (
     shard_key,
 )
 from lm_trainer.data.cache.kvstore import KvStore
-from lm_trainer.data.cache.token_place import TokenPlace
+from lm_trainer.data.cache.token_location import TokenLocation
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Ledger:
     marks: bool = False
     """True if the parts have loss masks."""
     places: list[list[Any]] = field(default_factory=list)
-    """The location of each part's tokens, if they stay in their original files: see `TokenPlace`."""
+    """The location of each part's tokens, if they stay in their original files: see `TokenLocation`."""
     next: list[int] = field(default_factory=lambda: [0, 0])
     """Next shard and part."""
     finished: bool = False
@@ -174,8 +174,8 @@ class Ledger:
 
 
 def _token_place(record: CommitRecord) -> list[object]:
-    """Returns the fields of a commit record's `TokenPlace`."""
-    return [record["place"][name] for name in TokenPlace._fields]
+    """Returns the fields of a commit record's `TokenLocation`."""
+    return [record["place"][name] for name in TokenLocation._fields]
 
 
 def _digest(record: CommitRecord) -> str:

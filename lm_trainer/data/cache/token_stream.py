@@ -21,7 +21,7 @@ from lm_trainer.data.cache.documents import need_record, read_lengths, read_rows
 from lm_trainer.data.cache.format import damaged, part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
-from lm_trainer.data.cache.token_place import TokenPlace
+from lm_trainer.data.cache.token_location import TokenLocation
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
 """Each memory-mapped part holds a file descriptor, and a process has a limited number of them."""
@@ -51,7 +51,7 @@ class TokenStream:
         self._lock = threading.Lock()
         self.loss_mask: TokenStream | None = None
         """The mask values at the same positions, if the data format has a loss mask: see `loss_mask.py`."""
-        self.known_ids: int | None = None
+        self.num_model_ids: int | None = None
         """Number of ids with a model embedding, if the tokenizer has more: reads of any other id are refused."""
         self.extend(ledger)
 
@@ -116,8 +116,8 @@ class TokenStream:
             self._copy_remote(pieces, out)
         else:
             self._copy_local(pieces, out)
-        if self.known_ids is not None:
-            self._check_ids(pieces, out, self.known_ids)
+        if self.num_model_ids is not None:
+            self._check_ids(pieces, out, self.num_model_ids)
 
     def _copy_local(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         parts = {part for _, part, _, _ in pieces}
@@ -128,9 +128,9 @@ class TokenStream:
         for position, part, offset, count in pieces:
             out[position : position + count] = map_of(part)[offset : offset + count]
 
-    def _check_ids(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray, known_ids: int) -> None:
+    def _check_ids(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray, num_model_ids: int) -> None:
         for position, part, offset, count in pieces:
-            unknown = np.flatnonzero(out[position : position + count] >= known_ids)
+            unknown = np.flatnonzero(out[position : position + count] >= num_model_ids)
             if not len(unknown):
                 continue
             pieces_P = np.cumsum(read_lengths(self._store, self._ledger, part))
@@ -138,7 +138,8 @@ class TokenStream:
             row, shard = read_rows(self._store, self._ledger, part)[index], self._names[part].partition("-")[0]
             raise UserError(
                 f"{self._store.url}: row {row} of shard {int(shard)} has the token {out[position + int(unknown[0])]}, "
-                f"but the model knows 0 to {known_ids - 1}; leave the row out, or take the text of that token out of it"
+                f"but the model knows 0 to {num_model_ids - 1}; leave the row out, or take the text of that token out "
+                "of it"
             )
 
     def tail(self, start: int) -> np.ndarray:
@@ -198,13 +199,13 @@ class TokenStream:
     def _bytes_of(self, part: int) -> int:
         count = int(self._ends[part] - self._starts[part])
         if self._places:
-            return count * np.dtype(TokenPlace(*self._places[part]).dtype).itemsize
+            return count * np.dtype(TokenLocation(*self._places[part]).dtype).itemsize
         return self._byte_range(0, count)[1]
 
     def _damaged(self, part: int, first: int) -> MachineError:
         """Returns the error for a damaged block of a part that begins at byte `first`."""
         if self._places:
-            path = TokenPlace(*self._places[part]).path
+            path = TokenLocation(*self._places[part]).path
             return MachineError(
                 f"{path} has changed since it was indexed; put it back as it was, or remove {self._store.url} to index "
                 "it again"
@@ -226,7 +227,7 @@ class TokenStream:
     def _open(self, part: int) -> CheckedItems:
         sums, failed = self._block_sums(part), partial(self._damaged, part)
         if self._places:
-            position, count = TokenPlace(*self._places[part]), int(self._ends[part] - self._starts[part])
+            position, count = TokenLocation(*self._places[part]), int(self._ends[part] - self._starts[part])
             items = position.open(count)
             return CheckedItems(items, position.bytes_of(items), position.byte_range, sums, failed)
         content_F = self._map_file(part)

@@ -159,7 +159,7 @@ class AudioFormat(FormatConfig):
         prepared = _PreparedAudio(samples_T if self.keeps_features else None, text, language)
         return PreparedRow(prepared, size, text is not record[self.text_key], extra_bytes)
 
-    def hear(self, row: Row) -> np.ndarray:
+    def compute_features(self, row: Row) -> np.ndarray:
         """Computes the features float32 [F, M] of a row accepted by `prepare`.
 
         Raises:

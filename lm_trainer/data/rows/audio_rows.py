@@ -52,7 +52,7 @@ class _ComputedFeatures:
         if row is None or isinstance(row, BadRow):
             raise UserError(f"{location}: the recording was there when it was tokenised, and is no more")
         try:
-            return self.format.hear(row)
+            return self.format.compute_features(row)
         except UnusableRow as error:
             raise UserError(f"{location}: {error}") from None
 
@@ -171,7 +171,7 @@ class FeatureMasks:
 
 
 @dataclass(frozen=True)
-class HeardSet(EvalSet):
+class SpeechSet(EvalSet):
     """All rows of a held-out set with their features, in order."""
 
     audio_rows: AudioRows | None = None
@@ -186,7 +186,7 @@ class HeardSet(EvalSet):
         assert self.audio_rows is not None
         return self.audio_rows.num_rows
 
-    def places_of(self, rows_B: np.ndarray) -> np.ndarray:
+    def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
         """See `EvalSet`."""
         assert self.audio_rows is not None
         starts_B = np.full(len(rows_B), len(self.stream), np.int64)
@@ -194,7 +194,7 @@ class HeardSet(EvalSet):
         starts_B[valid] = self.audio_rows.starts_D[self.audio_rows.documents_R[rows_B[valid]]]
         return starts_B[:, None] + np.arange(self.seq_len)
 
-    def num_cut(self, ends_D: np.ndarray) -> int:
+    def num_split(self, ends_D: np.ndarray) -> int:
         """See `EvalSet`."""
         del ends_D
         return 0

@@ -82,12 +82,12 @@ class EvalSet:
         for start in range(0, len(self.stream), _BLOCK_TOKENS):
             yield self.stream.read(np.array([start]), min(_BLOCK_TOKENS, len(self.stream) - start))[0]
 
-    def places_of(self, rows_B: np.ndarray) -> np.ndarray:
+    def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
         """Position of each input in the stream, int64 [B, S]; padding is at the stream's end or beyond."""
         starts_B = self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
         return starts_B[:, None] + np.arange(self.seq_len)
 
-    def num_cut(self, ends_D: np.ndarray) -> int:
+    def num_split(self, ends_D: np.ndarray) -> int:
         """Counts the documents with tokens predicted in several rows.
 
         Args:

@@ -44,13 +44,13 @@ class PackedSet(EvalSet):
         """
         return np.argsort(self.plan.starts_P[self.plan.firsts_R[:-1]], kind="stable")
 
-    def places_of(self, rows_B: np.ndarray) -> np.ndarray:
+    def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
         """See `EvalSet`."""
         places_BS = self._packed.places(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         places_BS[rows_B >= self.num_rows] = len(self.stream)
         return places_BS
 
-    def num_cut(self, ends_D: np.ndarray) -> int:
+    def num_split(self, ends_D: np.ndarray) -> int:
         """See `EvalSet`."""
         return int(np.count_nonzero(np.diff(ends_D, prepend=self.first_token) - 1 > self.seq_len))
 
@@ -70,7 +70,7 @@ class PackedSet(EvalSet):
         # Rows past the end repeat the last row and become padding.
         batch = self._packed.read(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         if self.first_token:
-            batch.weights[self.places_of(rows_B) + 1 < self.first_token] = 0
+            batch.weights[self.stream_positions(rows_B) + 1 < self.first_token] = 0
         past_B = rows_B >= self.num_rows
         batch.tokens[past_B] = batch.targets[past_B] = self.eos_id
         batch.weights[past_B] = 0

@@ -16,7 +16,7 @@ from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
 from lm_trainer.data.formats import AudioFormat, TextFormat
 from lm_trainer.data.formats.ids import IdsFormat
-from lm_trainer.data.rows.audio_rows import AudioRows, FeatureMasks, HeardSet, open_audio_rows
+from lm_trainer.data.rows.audio_rows import AudioRows, FeatureMasks, SpeechSet, open_audio_rows
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
@@ -170,7 +170,7 @@ class RowBuilder:
             audio_rows = self._audio_rows(name, cache, config.format)
             audio_rows = audio_rows.part(0 if last_rows is None else audio_rows.num_rows - last_rows)
             tags = tuple(config.tags)
-            return HeardSet(
+            return SpeechSet(
                 title, cache.stream, self.seq_len, self.tokenizer, audio_rows.num_rows, tags=tags, audio_rows=audio_rows
             )
         plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)

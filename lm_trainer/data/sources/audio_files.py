@@ -115,8 +115,8 @@ class ArchiveShard:
             if isinstance(recording, str):
                 yield BadRow(number, location, recording)
             elif recording is None or text is None:
-                lacks = "recording" if recording is None else "text"
-                yield BadRow(number, location, f"there is no {lacks} of this name beside it in the archive")
+                missing_lines = "recording" if recording is None else "text"
+                yield BadRow(number, location, f"there is no {missing_lines} of this name beside it in the archive")
             else:
                 yield _row(number, location, recording, text, self.fields)
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.hub import why_no_hub
-from lm_trainer.core.inside import check_name
+from lm_trainer.core.hub import hub_unreachable_reason
+from lm_trainer.core.safe_names import check_name
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
 from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
@@ -176,7 +176,7 @@ def _reader(path: str) -> type[FileSource]:
 def _look_up(source: HuggingFace) -> _Repository:
     from huggingface_hub import HfApi
 
-    if (reason := why_no_hub()) is not None:
+    if (reason := hub_unreachable_reason()) is not None:
         raise UserError(
             f"data.id: {source.id!r} is on the Hugging Face hub, and {reason}; name local files with train_urls"
         )

@@ -14,9 +14,9 @@ import numpy as np
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.data.cache.format import fingerprint
-from lm_trainer.data.cache.token_place import open_array
+from lm_trainer.data.cache.token_location import open_array
 from lm_trainer.data.sources.base import Shard, SourceConfig, Split
 from lm_trainer.data.sources.tokens import DocumentEnds, TokenArray, TokenShard
 

@@ -22,7 +22,7 @@ class TokenArray(NamedTuple):
     """Name for messages."""
     path: str
     kind: str
-    """See `TokenPlace`."""
+    """See `TokenLocation`."""
     dtype: str
     header: int
     count: int

@@ -10,8 +10,8 @@ import numpy as np
 
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.cache.exclusion import Exclusion, read_exclusions
+from lm_trainer.data.cache.filtered_stream import FilteredStream
 from lm_trainer.data.cache.format import fingerprint, token_dtype
-from lm_trainer.data.cache.kept_stream import KeptStream
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
@@ -68,28 +68,28 @@ class OpenCache:
     @property
     def whole(self) -> TokenStream:
         """The stream of all documents, including excluded ones."""
-        return self.stream.whole if isinstance(self.stream, KeptStream) else self.stream
+        return self.stream.whole if isinstance(self.stream, FilteredStream) else self.stream
 
     def limit_ids(self, count: int) -> None:
         """Makes reads fail for ids of `count` or more, which have no row in the model's embedding."""
-        self.whole.known_ids = count
+        self.whole.num_model_ids = count
 
     def document_lengths(self) -> np.ndarray:
         """The tokens of each document of `stream`, end-of-document token included: int64 [D]."""
-        if isinstance(self.stream, KeptStream):
+        if isinstance(self.stream, FilteredStream):
             return self.stream.lengths_D
         return document_lengths(self.store, self.ledger)
 
-    def in_whole(self, start: int, count: int) -> list[tuple[int, int]]:
+    def to_unfiltered(self, start: int, count: int) -> list[tuple[int, int]]:
         """Maps the tokens [start, start + count) of `stream` to `whole`: pairs of first token and number of tokens."""
-        if not isinstance(self.stream, KeptStream):
+        if not isinstance(self.stream, FilteredStream):
             return [(start, count)]
         _, starts_P, counts_P, _ = self.stream.pieces(np.array([start]), np.array([count]))
         return list(zip(starts_P.tolist(), counts_P.tolist(), strict=True))
 
-    def place_of(self, token: int) -> int | None:
+    def position_of(self, token: int) -> int | None:
         """The position in `stream` of a token of `whole`; None if its document is excluded."""
-        return self.stream.place_of(token) if isinstance(self.stream, KeptStream) else token
+        return self.stream.position_of(token) if isinstance(self.stream, FilteredStream) else token
 
     def extend(self, ledger: Ledger) -> None:
         """Adds newly committed parts. The ledger is copied, so the caller may keep changing it."""
@@ -122,7 +122,7 @@ class OpenCache:
         return MissingTokens(len(self.stream) if have is None else have, need, self._progress)
 
 
-def excluded_of(config: DataConfig) -> dict[str, Exclusion]:
+def excluded_documents(config: DataConfig) -> dict[str, Exclusion]:
     """The documents excluded by a configuration, by `NAME/train`.
 
     Raises:
@@ -152,5 +152,5 @@ def open_cache(
     if ledger.marks or build.format.has_loss_mask or by_index:
         stream.loss_mask = LossMaskStream(build.store, ledger, np.dtype(np.uint8))
     if exclusion is not None:
-        stream = KeptStream(build.store, ledger, stream, exclusion, name)
+        stream = FilteredStream(build.store, ledger, stream, exclusion, name)
     return OpenCache(build.store, stream, ledger, build.shards, fingerprint(build.manifest()), exclusion)

@@ -81,7 +81,7 @@ def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSp
     return _builds(config, caches, choose_backend(tokenizer, config.tokenizer_backend, [], _built_with(caches)))
 
 
-def find_misfits(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> dict[str, str]:
+def find_mismatches(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> dict[str, str]:
     """Finds existing caches that training would reject, with the reasons. Read-only."""
     begun = [name for name, cache in caches.items() if cache.begun]
     if not begun:

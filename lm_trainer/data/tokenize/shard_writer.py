@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.runtime import quick_handover
+from lm_trainer.core.runtime import short_switch_interval
 from lm_trainer.data.cache.checksums import checksums
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
@@ -65,7 +65,7 @@ def write_shard(
     if isinstance(job.shard, TokenShard):
         index_tokens(job, on_rows, stopped)
     else:
-        with quick_handover():
+        with short_switch_interval():
             _ShardWriter(job, on_rows, stopped).run()
 
 

@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.checksums import checksums
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
-from lm_trainer.data.cache.token_place import TokenPlace
+from lm_trainer.data.cache.token_location import TokenLocation
 from lm_trainer.data.sources.tokens import TokenArray, TokenShard
 from lm_trainer.data.tokenize.progress import Stopped
 from lm_trainer.data.tokenize.shard_reader import ShardJob
@@ -51,7 +51,7 @@ def index_tokens(
                 if stopped():
                     raise Stopped
                 count = min(PART_TOKENS, array.count - first)
-                source = TokenPlace(array.path, array.kind, array.dtype, array.header, first)
+                source = TokenLocation(array.path, array.kind, array.dtype, array.header, first)
                 record = _index_part(job, start, source, count, ends_D)
                 if on_rows is not None:
                     on_rows(record["text_bytes"])
@@ -73,7 +73,7 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
     Raises:
         UserError: names the first document without it.
     """
-    tokens = TokenPlace(array.path, array.kind, array.dtype, array.header, 0).open(array.count)
+    tokens = TokenLocation(array.path, array.kind, array.dtype, array.header, 0).open(array.count)
     begin = 0
     for first in range(0, array.count, PART_TOKENS):
         last = min(first + PART_TOKENS, array.count)
@@ -93,7 +93,7 @@ def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
 
 
 def _index_part(
-    job: ShardJob, start: _PartStart, source: TokenPlace, count: int, ends_D: np.ndarray | None
+    job: ShardJob, start: _PartStart, source: TokenLocation, count: int, ends_D: np.ndarray | None
 ) -> dict[str, Any]:
     """Writes the index and the commit record of one part; returns the record."""
     shard, name = job.shard, part_name(job.index, start.part)
@@ -131,7 +131,7 @@ def _index_part(
     return record
 
 
-def _check_ids(job: ShardJob, source: TokenPlace, ids_T: np.ndarray) -> None:
+def _check_ids(job: ShardJob, source: TokenLocation, ids_T: np.ndarray) -> None:
     """Checks that the ids are in the vocabulary: ids outside of it would read the wrong row of the embedding.
 
     Raises:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.safe_names import path_inside
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 
 _TEMPLATES = "additional_chat_templates"
 
-CARRIED_FILES = (
+COPIED_FILES = (
     # Complete tokenizers for other versions of transformers, such as tokenizer.4.0.0.json.
     "tokenizer.*.json",
     "special_tokens_map.json",
@@ -51,11 +51,11 @@ CARRIED_FILES = (
 )
 """Patterns of files copied without reading them, so that an exported model keeps the tokenizer of its source."""
 
-TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, *CARRIED_FILES)
+TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, *COPIED_FILES)
 """Patterns of all files of a tokenizer."""
 
 
-def read_carried(directory: Path, patterns: Sequence[str] = CARRIED_FILES) -> dict[str, bytes]:
+def read_copied_files(directory: Path, patterns: Sequence[str] = COPIED_FILES) -> dict[str, bytes]:
     """Reads the files to be copied unchanged, by their path relative to `directory`.
 
     Args:

@@ -11,10 +11,10 @@ from typing import Literal
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
-from lm_trainer.core.hub import why_no_hub
-from lm_trainer.core.inside import path_inside
+from lm_trainer.core.hub import hub_unreachable_reason
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.data.tokenizer.base import HfTokenizer, TokenizerConfig
-from lm_trainer.data.tokenizer.files import CARRIED_FILES, CONFIG_FILE, TOKENIZER_FILE, read_carried
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, COPIED_FILES, TOKENIZER_FILE, read_copied_files
 
 
 class Pretrained(TokenizerConfig):
@@ -97,14 +97,14 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
             "save_pretrained to get one"
         )
     settings = _settings(path_inside(directory, CONFIG_FILE, directory))
-    return HfTokenizer(_text(file), settings, read_carried(directory), eos_token=eos_token, origin=str(path))
+    return HfTokenizer(_text(file), settings, read_copied_files(directory), eos_token=eos_token, origin=str(path))
 
 
 def _from_hub(config: Pretrained) -> HfTokenizer:
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    if _cached_file(config) is None and (reason := why_no_hub()) is not None:
+    if _cached_file(config) is None and (reason := hub_unreachable_reason()) is not None:
         raise UserError(
             f"data.tokenizer: {config.name!r} is neither a file or directory here nor in the hub's cache, and "
             f"{reason}. Without network use a local directory or `bytes`"
@@ -129,7 +129,7 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
         settings_file = fetch_optional(CONFIG_FILE)
         # One request for all further files. Without network, previously downloaded files are used.
         with contextlib.suppress(LocalEntryNotFoundError):
-            snapshot_download(config.name, revision=config.revision, allow_patterns=list(CARRIED_FILES))
+            snapshot_download(config.name, revision=config.revision, allow_patterns=list(COPIED_FILES))
     except Exception as error:  # the hub client raises its own errors, httpx errors and OSErrors
         reason = str(error).strip().split("\n")[0]
         raise UserError(
@@ -137,7 +137,9 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
             f"of that name: {type(error).__name__}: {reason}. Without network use a local directory or `bytes`"
         ) from None
     settings = _settings(settings_file) if settings_file else {}
-    return HfTokenizer(_text(file), settings, read_carried(file.parent), eos_token=config.eos_token, origin=config.name)
+    return HfTokenizer(
+        _text(file), settings, read_copied_files(file.parent), eos_token=config.eos_token, origin=config.name
+    )
 
 
 def _settings(file: Path) -> dict[str, object]:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lm_trainer.core.files import AnyPath, local_path
-from lm_trainer.core.page import write_page
+from lm_trainer.core.html_page import write_page
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
 from lm_trainer.ladder.fit.figures import draw, inline

@@ -14,7 +14,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
-from lm_trainer.step.dispatch.memory import taken_memory
+from lm_trainer.step.dispatch.memory import memory_order
 
 _USABLE_FRACTION = 0.95
 """Fraction of a device's memory available to a step; the remainder is for fragmentation."""
@@ -48,8 +48,8 @@ def plan_for_memory(
     setup = make(trainer)
     if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
         return setup
-    mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=taken_memory)
-    smaller_counts = plan.fewer_together(mesh)
+    mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=memory_order)
+    smaller_counts = plan.smaller_groups(mesh)
     if not smaller_counts or (limit := memory()) is None:
         return setup
     row = random_batch(1, seq_len, 2)

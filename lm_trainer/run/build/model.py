@@ -173,9 +173,9 @@ class TokenNll:
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
     """Returns True if the step recomputes every full layer, regardless of the model's rematerialisation settings."""
-    return trainer.gathers_layers and not (spec.saves_inside_layers and keeps_inside_layers(trainer))
+    return trainer.gathers_layers and not (spec.saves_inside_layers and can_save_inside_layers(trainer))
 
 
-def keeps_inside_layers(trainer: TrainerConfig) -> bool:
+def can_save_inside_layers(trainer: TrainerConfig) -> bool:
     """Returns True if a layer-by-layer step can keep activations inside layers: if no devices share a microbatch."""
     return max(trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size) == 1

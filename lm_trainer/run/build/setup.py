@@ -21,7 +21,7 @@ from lm_trainer.nn.curvature import (
     gauss_newton_bartlett,
     hutchinson,
     staged_gauss_newton_bartlett,
-    with_key_of_dropout,
+    with_dropout_key,
 )
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.stages import StagedLoss
@@ -29,7 +29,7 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.build.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
-from lm_trainer.run.config.gather import resolve_gather, with_gather
+from lm_trainer.run.config.gather import resolve_gather, with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -155,7 +155,7 @@ def build_setup(config: RunConfig, vocab_size: int, devices: Sequence[Any] | Non
     Raises:
         UserError: as in `plan_training`.
     """
-    config = with_gather(config, vocab_size)
+    config = with_resolved_gather(config, vocab_size)
     return setup_from_config(config, config.trainer, trace_model(config, vocab_size), devices=devices)
 
 
@@ -335,7 +335,7 @@ def _curvature_stages(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages
         case None:
             return None
         case "hutchinson":
-            with_dropout = split(with_key_of_dropout(loss))
+            with_dropout = split(with_dropout_key(loss))
             return lambda *args: Hutchinson(with_dropout(*args)).stages
         case "gauss_newton_bartlett":
             sampled = split(staged_gauss_newton_bartlett(loss, block_size=_SAMPLING_BLOCK))

@@ -72,7 +72,7 @@ def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
         split = f"cut in {parts} parts, with {copies} copies of each" if parts > 1 else "whole on each of them"
         yield (
             f"the state is {split}: it can be cut over a power of two of devices alone, and sums over devices exchange "
-            f"{shares.most_parts} times as much; see docs/how-to/several-devices.md"
+            f"{shares.max_parts} times as much; see docs/how-to/several-devices.md"
         )
 
 

@@ -11,7 +11,7 @@ LARGE_MODEL_PARAMS = 100_000_000
 runs with models between the old and the new value."""
 
 
-def with_gather(config: RunConfig, vocab_size: int) -> RunConfig:
+def with_resolved_gather(config: RunConfig, vocab_size: int) -> RunConfig:
     """Returns a configuration with `trainer.gather` resolved; `vocab_size` is the rows of the token embedding."""
     spec = config.model.spec(vocab_size)
     trainer = resolve_gather(config.trainer, parameter_count(spec), layers=spec.encoder is None)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, LocalPathOrHubName, PlacePath
+from lm_trainer.core.config import Config, LocalPathOrHubName, StorageLocation
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
@@ -20,7 +20,7 @@ from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora_config import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
-from lm_trainer.run.config.earlier_runs import without_newer_defaults
+from lm_trainer.run.config.recorded_keys import without_newer_defaults
 from lm_trainer.run.config.refused_keys import REFUSED_TOP_LEVEL_KEYS
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.model_parallel_limits import check_length, check_model_parallel, model_parallel_axes
@@ -61,7 +61,7 @@ class RunConfig(Config):
     use_hf_model_config: Operational[bool] = False
     """Take the model section from the config.json of the Hugging Face checkpoint. Keys you set must not contradict it,
     except `seq_len` if positions are not learned; keys missing in config.json can be set."""
-    hf_save_path: Operational[PlacePath | None] = None
+    hf_save_path: Operational[StorageLocation | None] = None
     """Export the model during training, in the format of `transformers` (for a run training an adapter: the adapter, in
     the format of `peft`), to `hf_save_path`/id/step-N. `trainer.checkpointer.append_run_id_to_base_path` determines if
     the ID is part of the path. May be a gs:// or s3:// URL."""

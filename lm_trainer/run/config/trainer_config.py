@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.core.config import Config, Name, PlacePath, Seed, Takes
+from lm_trainer.core.config import Config, Name, PathType, Seed, StorageLocation
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
@@ -32,7 +32,7 @@ from lm_trainer.parallel.mesh import (
     check_logical_axis,
     parse_rules,
 )
-from lm_trainer.run.config.earlier_runs import in_current_spelling
+from lm_trainer.run.config.recorded_keys import in_current_spelling
 from lm_trainer.run.config.result_parts import model_axis_rules, result_settings
 from lm_trainer.run.config.run_id import run_id_problem
 from lm_trainer.run.config.step_plan import StepPlan
@@ -152,7 +152,7 @@ class TrainerConfig(Config):
     sample_prompt: Operational[Annotated[str, Field(min_length=1)] | None] = None
     """Prompt of the sample. Default: the start of a held-out document. Speech models get a recording instead."""
 
-    log_dir: Operational[Annotated[str, Takes(instead=_RUN_DIRECTORY)]] = "logs/"
+    log_dir: Operational[Annotated[str, PathType(instead=_RUN_DIRECTORY)]] = "logs/"
     """Parent of the run directory `log_dir`/id, which contains configuration, environment, metrics and log."""
     tracker: Operational[AnyTracker | tuple[AnyTracker, ...]] = (TensorboardConfig(),)
     """One tracker or a list, in addition to metrics.jsonl. A block without `type` configures wandb."""
@@ -180,9 +180,9 @@ class TrainerConfig(Config):
     checkpointer: Operational[CheckpointerConfig] = CheckpointerConfig()
     load_checkpoint: Operational[bool | None] = None
     """Resume from the newest checkpoint of the run: null resumes if one exists, true requires one, false never does."""
-    load_checkpoint_path: Operational[PlacePath | None] = None
+    load_checkpoint_path: Operational[StorageLocation | None] = None
     """A checkpoint directory, or a step in it, to resume from if the run itself has no checkpoint."""
-    initialize_from: AffectsResults[PlacePath | None] = None
+    initialize_from: AffectsResults[StorageLocation | None] = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
     allow_partial_checkpoint: Operational[bool] = False
     """Initialize model parameters missing in a checkpoint and report them, instead of refusing the checkpoint."""
@@ -218,7 +218,7 @@ class TrainerConfig(Config):
 
     jax_config: Annotated[dict[str, JsonValue], result_part(result_settings)] = {}
     """JAX settings by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
-    jax_compilation_cache_dir: Operational[Annotated[str, Takes(schemes=COMPILATION_CACHES)] | None] = None
+    jax_compilation_cache_dir: Operational[Annotated[str, PathType(schemes=COMPILATION_CACHES)] | None] = None
     """Directory of the persistent compilation cache; with the package gcsfs or s3fs it may be a gs:// or s3:// URL.
     Default: JAX_COMPILATION_CACHE_DIR, otherwise the user's cache directory."""
     distributed: Operational[DistributedConfig] = DistributedConfig()

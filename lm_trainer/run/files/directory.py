@@ -13,16 +13,16 @@ from typing import Any, Self
 from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.config.render import to_yaml
 from lm_trainer.core.bucket import Bucket, StoragePath, read_json, storage_path
-from lm_trainer.core.bucket_files import written_to
+from lm_trainer.core.bucket_files import staging_directory
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.file_lock import try_lock
 from lm_trainer.core.files import local_path, make_writable, write_atomically
-from lm_trainer.core.inside import path_inside
 from lm_trainer.core.lease import Lease
 from lm_trainer.core.process_id import ProcessId
+from lm_trainer.core.safe_names import path_inside
 from lm_trainer.parallel.processes import gather_texts, is_lead, wait_for_all
-from lm_trainer.run.config.earlier_runs import config_as_begun
+from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.config.run_id import run_id_problem
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -215,7 +215,7 @@ class RunDirectory:
         self._records.write(RUN, json.dumps(content, indent=1) + "\n")
         text = to_yaml(self.config, shown=True)
         write_atomically(self.path / "config.yaml", text)
-        with written_to(self.checkpoints) as directory:
+        with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
@@ -266,7 +266,7 @@ class RunDirectory:
         content = self._read(RUN) if is_lead() else None
         identity = {} if content is None else identity_of(parsed_run(self.path / RUN, content), self.path)
         # Only the first process may have access to the directory.
-        self.config = config_as_begun(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
+        self.config = config_with_recorded_keys(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
 
     def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
         """Records the environment of this attempt in env.json, and a changed configuration in run.json.

@@ -90,7 +90,7 @@ def _in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
     raise UserError(f"{path}: there is no checkpoint directory of a run")
 
 
-def root_of(run_dir: Path, log_dir: str) -> Path:
+def run_start_directory(run_dir: Path, log_dir: str) -> Path:
     """Returns the directory a run was started in, the base of relative paths in its configuration.
 
     Args:

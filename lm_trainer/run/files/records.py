@@ -10,7 +10,7 @@ from typing import Any
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.run.config.earlier_runs import with_implied_keys
+from lm_trainer.run.config.recorded_keys import with_implied_keys
 from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
 RUN, ENVIRONMENT = "run.json", "env.json"

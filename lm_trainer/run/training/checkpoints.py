@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.checkpoint.store import KEPT, CheckpointStore
+from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore
 from lm_trainer.core.errors import UserError
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather_texts
@@ -94,7 +94,7 @@ class Checkpoints:
             **self._metrics.record_fingerprint(state),
             # After the fingerprint, which is a line too; the lines must be on disk before the checkpoint.
             SERIES: self._metrics.sync(),
-            **({KEPT: True} if keep else {}),
+            **({PERMANENT_KEY: True} if keep else {}),
             **self._loaders(),
         }
         save_state(self._store, state, self._program, {**self._facts, **record})

@@ -37,9 +37,9 @@ class EvaluationLog(Protocol):
 
     def pause(self) -> None: ...
 
-    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None: ...
+    def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None: ...
 
-    def evaluated_group(self, step: int, name: str, means: Mapping[str, float], /) -> None: ...
+    def log_group_evaluation(self, step: int, name: str, means: Mapping[str, float], /) -> None: ...
 
 
 class Evaluations:
@@ -101,7 +101,7 @@ class Evaluations:
             for group, members in groups.items():
                 if evaluated := [member for member in members if member in sums_by_set]:
                     means = group_metrics(sums_by_set, evaluated)
-                    self._metrics.evaluated_group(state.step, _joined(weights, group), means)
+                    self._metrics.log_group_evaluation(state.step, _joined(weights, group), means)
 
     def _run(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
         # Log the step before its evaluation.
@@ -121,7 +121,7 @@ class Evaluations:
                 )
                 break
             results[weights] = sums
-            self._metrics.evaluated(state.step, _joined(weights, name), _metrics(sums))
+            self._metrics.log_evaluation(state.step, _joined(weights, name), _metrics(sums))
         return results
 
 

@@ -141,7 +141,7 @@ class MetricLogger:
             for name, (counts, edges) in watched.histograms.items():
                 self._trackers.log_histogram(name, counts, edges, step=watched.step)
 
-    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
+    def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
         """Records an evaluation after `step` steps; `name` is the name of the set, "" for a single set."""
         self.eval_losses[name or "validation"] = means["loss"]
         metrics = evaluation_metrics(name, means)
@@ -150,7 +150,7 @@ class MetricLogger:
         # Exclude the time of the evaluation from the throughput.
         self._meter.pause()
 
-    def evaluated_group(self, step: int, name: str, means: Mapping[str, float]) -> None:
+    def log_group_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
         """Records the means over several sets after `step` steps; `name` is the name of the group, "" for all sets."""
         self._trackers.log(evaluation_metrics(name, means), step=step)
         prefix = f"step {step}: eval{f'/{name}' if name else ''}: "

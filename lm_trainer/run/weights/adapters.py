@@ -57,7 +57,7 @@ class Base:
         """Returns the model with the weights of this checkpoint as initial values."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
-            loaded = load_whole(self.directory, self.step).params
+            loaded = load_merged_model(self.directory, self.step).params
             named = {name: np.asarray(x) for name, x in named_leaves(loaded).items()}
             _check_same_model(
                 self.directory, named, {name: x for name, x in shapes.items() if not is_adapter_param(name)}
@@ -172,7 +172,7 @@ def _size(model: ModelDef, *, trained: bool) -> int:
     return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
 
 
-def load_whole(
+def load_merged_model(
     run: str | StoragePath,
     step: int | None = None,
     *,
@@ -211,7 +211,7 @@ def _base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:
     try:
         if config.trainer.initialize_from is not None:
             directory, _ = find_checkpoints(config.trainer.initialize_from)
-            return named_leaves(load_whole(directory, loaded.record[_BASE_STEP]).params)
+            return named_leaves(load_merged_model(directory, loaded.record[_BASE_STEP]).params)
         leaves = param_infos(config.model, loaded.vocab_size)
         device_sharding = SingleDeviceSharding(jax.local_devices()[0])
         shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}

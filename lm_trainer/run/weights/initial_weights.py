@@ -17,7 +17,7 @@ from lm_trainer.data import Tokenizer
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.adapters import load_whole
+from lm_trainer.run.weights.adapters import load_merged_model
 from lm_trainer.run.weights.saved_model import AVERAGED, read_vocabulary
 from lm_trainer.run.weights.saved_state import OPT_STATE, Fingerprint, expected_arrays, resumed_state
 from lm_trainer.step.state.train_state import TrainState
@@ -121,7 +121,7 @@ def initialize_from(request: Request) -> Start | None:
     if path is None:
         return None
     setup = request.setup
-    weights = {name: np.asarray(x) for name, x in named_leaves(load_whole(path).params).items()}
+    weights = {name: np.asarray(x) for name, x in named_leaves(load_merged_model(path).params).items()}
     shapes = setup.model.shapes
     if request.trainer.allow_partial_checkpoint and (missing := set(shapes) - set(weights)):
         _log_missing(path, missing)

@@ -19,7 +19,7 @@ from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
 from lm_trainer.export.output import exported_files, is_export
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.adapters import base_name, load_whole
+from lm_trainer.run.weights.adapters import base_name, load_merged_model
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 
 
@@ -34,15 +34,15 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     Raises:
         UserError: if the model does not exist or is damaged.
     """
-    path = local_model(source)
+    path = local_hf_directory(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
         return read_hf(path)
-    return _text_model(load_whole(source, step, devices=devices))
+    return _text_model(load_merged_model(source, step, devices=devices))
 
 
-def local_model(source: str) -> Path | None:
+def local_hf_directory(source: str) -> Path | None:
     """Returns a directory in Hugging Face format, or the local copy of one in a bucket; None if `source` is a run."""
     if not is_bucket(source):
         path = local_path(source)
@@ -71,7 +71,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
     Raises:
         UserError: as in `open_model`, and if `merge` is set for a model without an adapter.
     """
-    if not merge and local_model(source) is None:
+    if not merge and local_hf_directory(source) is None:
         loaded = load_model(source, step)
         if loaded.config.adapter is None:
             return _text_model(loaded)
@@ -85,7 +85,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
             loaded.name,
             _facts(loaded),
         )
-    if merge and (local_model(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
+    if merge and (local_hf_directory(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
         raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
     return open_model(source, step=step)
 

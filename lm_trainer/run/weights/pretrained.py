@@ -20,7 +20,7 @@ from lm_trainer.core.files import expanded
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
-from lm_trainer.export.huggingface import blame, read_hf_config, read_hf_settings
+from lm_trainer.export.huggingface import errors_prefixed_with, read_hf_config, read_hf_settings
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.tensor_file import Region
 from lm_trainer.export.weights import Weights
@@ -148,7 +148,7 @@ def _model_section(
 ) -> tuple[DecoderConfig, list[str]]:
     """Returns the resolved model section, and notes about it."""
     set_keys = config.model.model_fields_set if "model" in config.model_fields_set else set()
-    with blame(directory / "config.json"):
+    with errors_prefixed_with(directory / "config.json"):
         if config.use_hf_model_config:
             return adopt_hf_config(config.model, set_keys, hf_config, vocab_size), []
         return config.model, compare_with_hf_config(config.model, set_keys, hf_config, vocab_size)
@@ -230,7 +230,7 @@ class HfCheckpoint:
         Raises:
             UserError: for missing tensors, unknown tensors, wrong shapes, and dtypes that cannot be read exactly.
         """
-        with blame(self.directory):
+        with errors_prefixed_with(self.directory):
             stored = hf.plan_reading(model, self.vocab_size, *self.weights.headers())
         for name in {piece.tensor for pieces in stored.pieces.values() for piece in pieces}:
             # Raises for a dtype that NumPy cannot represent exactly.

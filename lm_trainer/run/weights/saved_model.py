@@ -211,12 +211,12 @@ def read_config(directory: StoragePath, overrides: Sequence[str] = ()) -> RunCon
         UserError: if it is missing or no longer valid.
     """
     from lm_trainer.config.loader import load
-    from lm_trainer.run.config.earlier_runs import config_as_begun
+    from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
     from lm_trainer.run.config.run_config import RunConfig
 
     # Without trackers, because their packages may not be installed here.
     loaded = load(local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]", *overrides], RunConfig)
-    return config_as_begun(loaded.config, loaded.data)
+    return config_with_recorded_keys(loaded.config, loaded.data)
 
 
 def write_model(

@@ -44,7 +44,7 @@ def stack_sums(parts: Sequence[Sequence[Sums]], shares: Shares, layouts: Layouts
         The first partial sums of all groups, then the second ones and so on. A group with fewer partial sums repeats
         its first one.
     """
-    slots = range(shares.most_parts)
+    slots = range(shares.max_parts)
     return [_stack([sums[slot if slot < len(sums) else 0] for sums in parts], layouts, mesh) for slot in slots]
 
 

@@ -85,6 +85,6 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def taken_memory(plan: MicrobatchPlan) -> tuple[int, int]:
+def memory_order(plan: MicrobatchPlan) -> tuple[int, int]:
     """Key that orders the batches of a run by memory: either the rows or the number of microbatches increase."""
     return plan.rows, plan.count

@@ -106,7 +106,7 @@ class MicrobatchPlan:
             group *= 2
         return Shares(group, shards)
 
-    def fewer_together(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> list[int]:
+    def smaller_groups(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> list[int]:
         """The possible sizes of a shard's part of a microbatch group, below the size with `together`; largest first."""
         current = self.shares(mesh, together).most
         sizes = {self.shares(mesh, limit).most for limit in range(1, current)}

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.nn.log import Entry, listening, log_p
+from lm_trainer.nn.log import Entry, collecting_logs, log_p
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Var
@@ -49,7 +49,7 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
     def joined(*args: PyTree) -> Losses:
         leaves, structure = jax.tree.flatten(args)
         shape = structure, tuple((x.shape, x.dtype) for x in leaves)
-        with listening():
+        with collecting_logs():
             if shape in without_logs:
                 return losses(*args)
             # A new function each time, because JAX would reuse the trace of a known one.
@@ -68,7 +68,7 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
 
 def logged_shapes(function: Callable[..., PyTree], *shapes: PyTree) -> Mapping[Entry, jax.ShapeDtypeStruct]:
     """Shapes of the values logged inside `function` for arguments of these shapes."""
-    with listening():
+    with collecting_logs():
         if not _logs(jax.make_jaxpr(lambda *xs: function(*xs))(*shapes).jaxpr):
             return {}
     return jax.eval_shape(lambda *xs: with_logged_values(function)(*xs)[1], *shapes)
@@ -81,7 +81,7 @@ def with_logged_values(function: Callable[..., PyTree]) -> Callable[..., tuple[P
     """
 
     def joined(*args: PyTree) -> tuple[PyTree, LoggedValues]:
-        with listening():
+        with collecting_logs():
             closed, shapes = jax.make_jaxpr(lambda *xs: function(*xs), return_shape=True)(*args)
             if not _logs(closed.jaxpr):
                 return function(*args), {}

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.core.tree import from_named_leaves, named_leaves
-from lm_trainer.nn.norm import norms_of
+from lm_trainer.nn.norm import norm_kinds
 from lm_trainer.nn.read import PARAM_NAME
 from lm_trainer.optim import Param
 
@@ -69,7 +69,7 @@ class ModelDef:
         trainable = frozenset(filter(is_trainable, axes))
         if not trainable:
             raise UserError("no parameter of the model is trained: is_trainable is false for every name")
-        return cls(graphdef, nnx.to_pure_dict(state), axes, norms_of(module), build, trainable)
+        return cls(graphdef, nnx.to_pure_dict(state), axes, norm_kinds(module), build, trainable)
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -19,7 +19,7 @@ _CACHE_BYTES = 256 << 20
 """Memory for decoded chunks of compressed arrays: neighbouring rows are in the same chunks."""
 
 
-class TokenPlace(NamedTuple):
+class TokenLocation(NamedTuple):
     """Location of tokens in a file or array, as in the commit record of a part."""
 
     path: str

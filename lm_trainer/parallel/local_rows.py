@@ -14,7 +14,7 @@ from lm_trainer.parallel.mesh import BATCH_AXES
 Tree = TypeVar("Tree")
 
 
-def from_own_rows(function: Callable[..., Tree], rows: Sequence[jax.Array], whole: Sequence[jax.Array]) -> Tree:
+def map_local_rows(function: Callable[..., Tree], rows: Sequence[jax.Array], whole: Sequence[jax.Array]) -> Tree:
     """Computes `function(*rows, *whole)` on each device of the batch axes, for the rows on this device.
 
     In a program for one device, or for a microbatch on one device, this is a plain call.

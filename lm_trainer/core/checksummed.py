@@ -11,14 +11,14 @@ CHECKSUM = "checksum"
 """Key of the CRC-32 of everything else in a record."""
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a record with the checksum of its other keys."""
     # A deep copy, because the caller may keep changing the record.
     copy = json.loads(json.dumps(_without_checksum(record)))
     return {**copy, CHECKSUM: _checksum(copy)}
 
 
-def is_sealed(record: Mapping[str, Any]) -> bool:
+def has_valid_checksum(record: Mapping[str, Any]) -> bool:
     """Returns True if the checksum of a record matches its other keys."""
     return record.get(CHECKSUM) == _checksum(record)
 

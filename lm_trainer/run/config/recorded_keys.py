@@ -46,7 +46,7 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
     return trainer.model_copy(update={k: v for k, v in values.items() if k not in trainer.model_fields_set})
 
 
-def config_as_begun(config: ConfigT, recorded: Mapping[str, Any]) -> ConfigT:
+def config_with_recorded_keys(config: ConfigT, recorded: Mapping[str, Any]) -> ConfigT:
     """Returns a configuration with the trainer section of `trainer_with_recorded_keys`.
 
     Args:

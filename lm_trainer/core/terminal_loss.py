@@ -7,13 +7,13 @@ import signal
 from collections.abc import Iterable
 
 
-def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+def handled_signals(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Returns the signals this process should handle: without SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal_ for signal_ in signals if not (ignored and signal_ == signal.SIGHUP)]
 
 
-def leave_terminal() -> None:
+def redirect_terminal_to_devnull() -> None:
     """Redirects output to a lost terminal to /dev/null, because further writes would fail."""
     devnull = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -14,7 +14,7 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_stream import TokenStream
 
 
-class KeptStream(TokenStream):
+class FilteredStream(TokenStream):
     """The retained documents of a stream, in order. Empty until the cache is finished.
 
     Args:
@@ -89,7 +89,7 @@ class KeptStream(TokenStream):
         starts_P = self._origins_R[runs_P] + low_P - self._begins_R[runs_P]
         return nonempty[reads_P], starts_P, high_P - low_P, low_P - starts_N[reads_P]
 
-    def place_of(self, token: int) -> int | None:
+    def position_of(self, token: int) -> int | None:
         """Maps a position of the full stream to this one; None if its document is excluded."""
         run = int(np.searchsorted(self._origins_R, token, side="right")) - 1
         if run < 0:
@@ -98,7 +98,7 @@ class KeptStream(TokenStream):
         return position if position < self._ends[run] else None
 
 
-class _Selected(KeptStream):
+class _Selected(FilteredStream):
     """The same runs of another stream of the cache."""
 
     def __init__(self, stream: TokenStream, origins_R: np.ndarray, counts_R: np.ndarray):
