@@ -14,8 +14,9 @@ from pathlib import Path
 
 def main() -> None:
     """Runs the command line; ends the process with its exit code."""
-    here = Path(__file__).resolve().parent
-    directory = next(each for each in (here / "_cli", here.parent / "cli") if each.is_dir())
+    package_dir = Path(__file__).resolve().parent
+    candidates = (package_dir / "_cli", package_dir.parent / "cli")
+    directory = next(path for path in candidates if path.is_dir())
     spec = importlib.util.spec_from_file_location(
         "cli", directory / "__init__.py", submodule_search_locations=[str(directory)]
     )

@@ -188,6 +188,46 @@ def help_texts(path: Path) -> Iterator[tuple[int, str]]:
                 yield value.lineno, text
 
 
+PRONOUNS = re.compile(
+    "found|each|whole|wanted|known|given|rest|ours|theirs|said|most|kept|taken|told|asked|here|there|own|mine"
+)
+"""Names that say nothing about the value of a variable."""
+PRONOUNS_THAT_STAY = {"log.py: each"}
+"""The public argument of `log`."""
+
+
+def test_variables_say_what_they_hold():
+    offenders = [
+        f"{name_of(path)}:{line}: {name}"
+        for path in python_files("lm_trainer", "cli", "benchmarks")
+        for line, name in bound_names(path)
+        if PRONOUNS.fullmatch(name.strip("_")) and f"{path.name}: {name}" not in PRONOUNS_THAT_STAY
+    ]
+    assert not offenders, "name these after their values, such as metrics, shards or entries:\n" + "\n".join(offenders)
+
+
+def bound_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each variable and parameter of a file."""
+    for node in nodes(path):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield node.lineno, name
+
+
+MANNERISMS = re.compile(r"\b(those of|that of|anew|likeliest|foretells?|in (the )?place of)\b", re.IGNORECASE)
+"""Phrases that occur nowhere in comparable projects; see "Names and prose" in CONTRIBUTING.md."""
+
+
+def test_docstrings_and_help_texts_are_in_plain_english():
+    offenders = [
+        f"{name_of(path)}:{line}: {match[0]}"
+        for path in python_files("lm_trainer", "cli", "benchmarks")
+        for line, text in (*docstrings(path), *help_texts(path))
+        for match in MANNERISMS.finditer(text)
+    ]
+    assert not offenders, "say these in plain words:\n" + "\n".join(offenders)
+
+
 OPENING = re.compile(r"(What|Where|How|Which|Whether|Why|When|Who|Whose|That|If|Of)\b")
 """A question word or `Of`, which leaves the reader to guess the subject of the sentence."""
 

@@ -107,8 +107,15 @@ class CheckpointStore:
 
     def due(self, step: int) -> bool:
         """Returns True if either policy requires a checkpoint after `step` steps."""
-        elapsed = time.monotonic() - self._saved_at
-        return is_permanent(step, self._config.keep) or elapsed >= self._config.save_interval.total_seconds()
+        return self.is_permanent(step) or self.overdue()
+
+    def is_permanent(self, step: int) -> bool:
+        """True if the policy by steps requires a checkpoint after `step` steps."""
+        return is_permanent(step, self._config.keep)
+
+    def overdue(self) -> bool:
+        """True if the policy by time requires a checkpoint."""
+        return time.monotonic() - self._saved_at >= self._config.save_interval.total_seconds()
 
     def save(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
         """Copies the arrays off the devices and writes them in the background, once the previous save is complete.

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-
 from lm_trainer.core.errors import Preempted, Stopped
 from lm_trainer.core.terminal_loss import handled_signals, redirect_terminal_to_devnull
-from lm_trainer.parallel.processes import gather, is_lead
+from lm_trainer.parallel.flags import FlagExchange
+from lm_trainer.parallel.processes import is_lead
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -134,7 +133,10 @@ class Requests(NamedTuple):
 
     stop: bool
     save: bool
+    """A permanent checkpoint."""
     stop_after_save: bool
+    overdue: bool
+    """The time for a temporary checkpoint has come."""
 
 
 class SaveRequests:
@@ -149,6 +151,9 @@ class SaveRequests:
         self._files = {name: directory / name for name in (SAVE_NOW, STOP_AFTER_SAVE)}
         self._signalled, self._clock, self._next_check = False, clock, 0.0
         self._seen = dict.fromkeys(self._files, False)
+        self._exchange = FlagExchange()
+        # Saves since the last exchange, which may have fulfilled the requests that are on their way.
+        self._has_saved = self._has_saved_permanently = False
         self._previous: Any = None
 
     def __enter__(self) -> Self:
@@ -158,22 +163,32 @@ class SaveRequests:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGUSR1, self._previous)
 
-    def agree(self, stop: bool) -> Requests:
+    def agree(self, stop: bool, *, overdue: bool = False) -> Requests:
         """Exchanges the requests of all processes; every process must call it after the same step.
+
+        A run of several processes learns of a request one step later, so that no process waits for its devices.
 
         Args:
             stop: True if this process received a request to stop.
+            overdue: True if the time for a temporary checkpoint has come by the clock of this process.
         """
         if is_lead() and self._clock() >= self._next_check:
             self._next_check = self._clock() + _CHECK_SECONDS
             self._seen = {name: file.exists() for name, file in self._files.items()}
-        flags = [stop, self._signalled or self._seen[SAVE_NOW], self._seen[STOP_AFTER_SAVE]]
-        return Requests(*(bool(any(column)) for column in gather(np.asarray(flags)).T))
+        requests = Requests(stop, self._signalled or self._seen[SAVE_NOW], self._seen[STOP_AFTER_SAVE], overdue)
+        agreed = Requests(**self._exchange.exchange(requests._asdict()))
+        if self._exchange.is_late:
+            save = agreed.save and not self._has_saved_permanently
+            agreed = agreed._replace(save=save, overdue=agreed.overdue and not self._has_saved)
+        self._has_saved = self._has_saved_permanently = False
+        return agreed
 
-    def saved(self) -> None:
-        """Marks the request for a checkpoint as done."""
-        self._signalled = False
-        self._remove(SAVE_NOW)
+    def saved(self, *, permanently: bool) -> None:
+        """Marks the requests that a checkpoint of the last step fulfils as done."""
+        self._has_saved = True
+        if permanently:
+            self._has_saved_permanently, self._signalled = True, False
+            self._remove(SAVE_NOW)
 
     def stopping(self) -> None:
         """Marks the request to stop after a checkpoint as done."""

@@ -30,16 +30,21 @@ class FlagExchange:
         self._devices = devices
         self._combined: jax.Array | None = None
 
+    @property
+    def is_late(self) -> bool:
+        """True if `exchange` returns the flags of the previous call."""
+        return jax.process_count() > 1
+
     def exchange(self, flags: Mapping[str, bool]) -> dict[str, bool]:
         """Returns the flags that any process set, by name.
 
         All processes call it after the same step, with the same names in the same order. The first call of several
         processes returns no flag as set.
         """
-        if jax.process_count() == 1:
+        if not self.is_late:
             return dict(flags)
-        before, self._combined = self._combined, self._enqueue(list(flags.values()))
-        combined = [False] * len(flags) if before is None else np.asarray(before).tolist()
+        previous, self._combined = self._combined, self._enqueue(list(flags.values()))
+        combined = [False] * len(flags) if previous is None else np.asarray(previous).tolist()
         return dict(zip(flags, combined, strict=True))
 
     @cached_property

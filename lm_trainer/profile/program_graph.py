@@ -160,9 +160,9 @@ class _Hasher:
 
     def _attributes(self, op: Instruction) -> str:
         """Attributes that affect the result, and the tile sizes of operations that accumulate."""
-        rest = _ALIASES.sub("", _CALLED.sub("", _without_irrelevant(op.attributes)))
-        rest, _, config = rest.partition("backend_config=")
-        return re.sub(r"[\s,]+", " ", rest).strip() + self._kernel(op, config)
+        text = _ALIASES.sub("", _CALLED.sub("", _without_irrelevant(op.attributes)))
+        plain, _, config = text.partition("backend_config=")
+        return re.sub(r"[\s,]+", " ", plain).strip() + self._kernel(op, config)
 
     def _kernel(self, op: Instruction, config: str) -> str:
         if not config or not self._accumulates(op):

@@ -56,8 +56,8 @@ class _Lines:
     def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
         self.add(step, evaluation_metrics(name, means))
 
-    def log_group_evaluation(self, step: int, name: str, found: Mapping[str, float]) -> None:
-        self.add(step, evaluation_metrics(name, found))
+    def log_group_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
+        self.add(step, evaluation_metrics(name, means))
 
     def flush(self) -> None: ...
 

@@ -19,6 +19,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
+from lm_trainer.parallel.processes import any_process
 from lm_trainer.run.build.gather_memory import plan_for_memory
 from lm_trainer.run.build.model import Selection, trace_module
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
@@ -192,7 +193,9 @@ class Trainer:
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
         """Runs everything due after a step, or with `force` everything possible; see `loop.run_due_actions`."""
-        run_due_actions(self.loop.parts, info, last=force, stopping=False)
+        parts = self.loop.parts
+        overdue = any_process(parts.records and parts.checkpoints.overdue())
+        run_due_actions(parts, info, last=force, save=overdue)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
         """Evaluates on a held-out set every `steps_per_eval` steps, logged as `eval/loss` or `eval/NAME/loss`.

@@ -127,10 +127,17 @@ def test_programs_send_what_is_planned_and_no_more(target: str):
             # Two microbatches of a device are one sum, in float32.
             numbers = LAYER if "layer" in name else VOCAB * WIDTH
             assert sent <= 1.1 * 4 * others * numbers, name
+        elif " with " in name:
+            # Layers that gather their neighbour, and reduce the gradients of the other one, while they compute.
+            gathered = others * 2 * LAYER
+            reduced = 4 * others * LAYER if "reduce" in name else 0
+            assert 0.9 * (gathered + 0.5 * reduced) <= sent <= 1.1 * (gathered + reduced), name
         elif name == "norm":
             assert sent <= 64 * 1024
         else:
             assert sent == 0, name
+    # One program of each kind, whose graph is that of the layer alone.
+    assert {"layer 0 with gather layer 0", "layer 0 gradient with gather layer 0, reduce layer 0"} <= works.keys()
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -11,7 +11,7 @@ import jax
 from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore
 from lm_trainer.core.errors import UserError
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.parallel.processes import any_process, gather_texts
+from lm_trainer.parallel.processes import gather_texts
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.training.batches import BatchIterator
 from lm_trainer.run.training.metrics import MetricLogger
@@ -76,8 +76,12 @@ class Checkpoints:
         return saved[jax.process_index()] if len(saved) == processes else saved[0]
 
     def due(self, step: int) -> bool:
-        """Returns True if a checkpoint is due after `step` steps by any process's clock, so all save the same steps."""
-        return any_process(self._store.due(step))
+        """True if a permanent checkpoint is due after `step` steps: the same in all processes."""
+        return self._store.is_permanent(step)
+
+    def overdue(self) -> bool:
+        """True if the time for a temporary checkpoint has come, by the clock of this process."""
+        return self._store.overdue()
 
     def save(self, state: TrainState, *, keep: bool = False) -> None:
         """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises like `save_state`, and for

@@ -44,11 +44,13 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         run.watchdog.arm(f"step {state.step}")
 
         # Agree before saving: if only one process stopped, the others would wait for it.
-        requests = run.save_requests.agree(bool(run.stop.requested))
+        overdue = run.records and run.checkpoints.overdue()
+        requests = run.save_requests.agree(bool(run.stop.requested), overdue=overdue)
         last = state.step == run.num_train_steps
         if requests.stop:
             run.checkpoints.start_grace_period()
-        saved = run_due_actions(run, info, last=last, stopping=requests.stop, keep=requests.save)
+        saves = requests.stop or requests.overdue
+        saved = run_due_actions(run, info, last=last, save=saves, keep=requests.save)
         ends = saved and requests.stop_after_save
         if ends:
             run.save_requests.stopping()
@@ -91,14 +93,14 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     )
 
 
-def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, keep: bool = False) -> bool:
+def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, keep: bool = False) -> bool:
     """Runs everything due after a step, in order; returns True if a checkpoint was saved.
 
     Args:
         run: parts of the loop.
         info: the step.
         last: True for the last step, after which everything is due.
-        stopping: True if the run stops here, so its state must be saved.
+        save: True if a checkpoint is due for a reason other than the number of the step.
         keep: True if a permanent checkpoint was requested.
     """
     step = info.step
@@ -116,12 +118,12 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, stopping: boo
         run.tasks.run(info, run.setup, run.metrics, run.progress)
     run.hooks.run(info, force=last)
     # After the hooks, so that a failing hook leaves no checkpoint of a step it did not complete.
-    saves = run.records and (last or stopping or keep or run.checkpoints.due(step))
+    saves = run.records and (last or save or keep or run.checkpoints.due(step))
     if saves:
         run.checkpoints.save(info.state, keep=keep)
+        run.save_requests.saved(permanently=keep)
     if saves and keep:
         run.progress.note(f"saving a permanent checkpoint of step {step}, as asked")
-        run.save_requests.saved()
     run.profiler.on_step(step, info.metrics)
     return saves
 

@@ -55,8 +55,8 @@ class MeshExecutable:
         group: all devices.
         signature: arguments and results of the function.
         program: description of the program, without its function.
-        exchanges: what overlaps with the computation. Their arguments follow those of the function, and their results
-            follow its results.
+        exchanges: what overlaps with the computation. Their arguments follow the arguments of the function, and
+            their results follow its results.
     """
 
     def __init__(

@@ -112,9 +112,9 @@ class Watcher:
             "opt_state": state.opt_state if "opt_state" in targets else None,
         }
 
-    def _values(self, given: _Inputs) -> dict[str, dict[str, PyTree]]:
+    def _values(self, inputs: _Inputs) -> dict[str, dict[str, PyTree]]:
         """By target: `squares` [1 or layers], `counts` and `edges` by name. Values of `grads` refer to the sums."""
-        return {target: self._measured(*self._leaves(target, given)) for target in self._config.watch_targets}
+        return {target: self._measured(*self._leaves(target, inputs)) for target in self._config.watch_targets}
 
     def _leaves(self, target: Target, inputs: _Inputs) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
         """The arrays of a target, their shardings, and the names of the arrays with a leading axis over layers."""

@@ -1,0 +1,69 @@
+"""Flags of all processes, exchanged by the devices."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import pytest
+
+from lm_trainer.health import signals
+from lm_trainer.health.signals import Requests, SaveRequests
+from lm_trainer.parallel.flags import FlagExchange
+
+
+def test_one_process_knows_its_flags_at_once() -> None:
+    exchange = FlagExchange()
+    for flags in ({"stop": False, "save": True}, {"stop": True, "save": False}):
+        assert exchange.exchange(flags) == flags
+
+
+def test_several_processes_know_their_flags_one_call_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    # All emulated devices belong to this process, which is enough for an exchange among devices.
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    exchange = FlagExchange()
+    calls = [{"stop": False, "save": True}, {"stop": True, "save": False}, {"stop": False, "save": False}]
+    returned = [exchange.exchange(flags) for flags in calls]
+    assert returned == [{"stop": False, "save": False}, *calls[:2]]
+
+
+class LateExchange(FlagExchange):
+    """The exchange of two processes, of which the other one sets no flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: dict[str, bool] | None = None
+
+    @property
+    def is_late(self) -> bool:
+        return True
+
+    def exchange(self, flags: Mapping[str, bool]) -> dict[str, bool]:
+        sent, self._sent = self._sent, dict(flags)
+        return dict.fromkeys(flags, False) if sent is None else sent
+
+
+def test_a_request_that_is_known_late_is_fulfilled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "FlagExchange", LateExchange)
+    nothing = Requests(stop=False, save=False, stop_after_save=False, overdue=False)
+    with SaveRequests(tmp_path) as requests:
+        assert requests.agree(False) == nothing
+        signal.raise_signal(signal.SIGUSR1)
+        assert requests.agree(False) == nothing
+        assert requests.agree(False) == nothing._replace(save=True)
+        requests.saved(permanently=True)
+        # The flag was sent a second time before the checkpoint was saved.
+        assert [requests.agree(False) for _ in range(3)] == [nothing] * 3
+
+        # A temporary checkpoint does not fulfil a request for a permanent one.
+        (tmp_path / signals.SAVE_NOW).touch()
+        assert requests.agree(False, overdue=True) == nothing
+        assert requests.agree(False, overdue=True) == nothing._replace(save=True, overdue=True)
+        requests.saved(permanently=False)
+        assert requests.agree(False) == nothing._replace(save=True)
+        requests.saved(permanently=True)
+        assert not (tmp_path / signals.SAVE_NOW).exists()
+        assert [requests.agree(False) for _ in range(2)] == [nothing] * 2
