@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.core.jax_types import Device
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 
 
@@ -21,13 +20,9 @@ class FlagExchange:
     then logs, loads and dispatches the next step. So in a run of several processes a call enqueues the exchange of its
     flags and returns the flags of the previous call, which the devices have combined by the time the host reads them.
     A run of one process has no exchange: its flags are returned at once.
-
-    Args:
-        devices: one or more of each process; by default all devices.
     """
 
-    def __init__(self, devices: list[Device] | None = None):
-        self._devices = devices
+    def __init__(self) -> None:
         self._combined: jax.Array | None = None
 
     @property
@@ -49,7 +44,7 @@ class FlagExchange:
 
     @cached_property
     def _mesh(self) -> Mesh:
-        return Mesh(np.array(self._devices or jax.devices()), ("devices",))
+        return Mesh(np.array(jax.devices()), ("devices",))
 
     @cached_property
     def _combine(self) -> jax.stages.Wrapped:

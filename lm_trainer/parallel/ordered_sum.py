@@ -57,9 +57,10 @@ def sum_over_shards(
     dtypes = {name: x.dtype for name, x in stacked.items()} if dtypes is None else dtypes
     if shards == 1:
         return {name: x[0].astype(dtypes[name]) for name, x in stacked.items()}
+    nodes = nodes_of_batch(mesh)
 
     def reduce(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _sum_leaf(x[0], param_shardings[name], mesh, dtypes[name]) for name, x in local.items()}
+        return {name: _sum_leaf(x[0], param_shardings[name], mesh, nodes, dtypes[name]) for name, x in local.items()}
 
     in_specs = {name: PartitionSpec(BATCH_AXES, *param_shardings[name].compute) for name in stacked}
     out_specs = {name: _summed_spec(param_shardings[name], mesh) for name in stacked}
@@ -127,7 +128,7 @@ def _summed_spec(sharding: ParamSharding, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: DTypeLike) -> jax.Array:
+def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, nodes: int, dtype: DTypeLike) -> jax.Array:
     """Sums one array over the batch shards: a reduce-scatter, then all-gathers over the axes that replicate it.
 
     For a dimension of 8 on 2 replicas x 2 data shards, `x` is [8, ...] and each device adds two of its rows:
@@ -136,7 +137,7 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: DTypeLik
     """
     dim = sharding.scatter_dim
     if dim is None or not _scatters(sharding, mesh):
-        return _sum_vector(x, mesh, dtype)
+        return _sum_vector(x, batch_shards(mesh), nodes, dtype)
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
     shape = x.shape
@@ -145,14 +146,14 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: DTypeLik
     x = x.reshape(*shape[:dim], data, replicas, shape[dim] // (data * replicas), *shape[dim + 1 :])
     x = jnp.moveaxis(x, (dim + 1, dim), (0, 1))
     x = x.reshape(replicas * data, *x.shape[2:])
-    x = _sum_own_slice(x, mesh, dtype)
+    x = _sum_own_slice(x, nodes, dtype)
     if replicas > 1:
         # The replicas of a data shard hold neighbouring slices of the shard that all of them store.
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
     return x if _stored_over_data(sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
 
 
-def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: DTypeLike) -> jax.Array:
+def _sum_own_slice(slices: jax.Array, nodes: int, dtype: DTypeLike) -> jax.Array:
     """Sends each batch shard its slice and returns the sum, in the order of the tree, of the slices received.
 
     Over several nodes the exchange has two levels. Shards first exchange and add within their node, one slice for each
@@ -162,14 +163,13 @@ def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: DTypeLike) -> jax.Array
 
     Args:
         slices: [shards, ...], by receiver.
-        mesh: the device mesh.
-        dtype: to add in.
+        nodes: as returned by `nodes_of_batch`.
+        dtype: dtype of the sum.
     """
-    shards, nodes = batch_shards(mesh), nodes_of_batch(mesh)
     # Slices that arrive are stacked by sender, in the order of the batch: the order of the tree.
     if nodes == 1:
         return sum_slices(lax.all_to_all(slices, BATCH_AXES, 0, 0, tiled=True).astype(dtype))
-    size = shards // nodes
+    size = len(slices) // nodes
     within = [[node * size + position for position in range(size)] for node in range(nodes)]
     across = [[node * size + position for node in range(nodes)] for position in range(size)]
     by_node = slices.reshape(nodes, size, *slices.shape[1:])
@@ -178,14 +178,13 @@ def _sum_own_slice(slices: jax.Array, mesh: Mesh, dtype: DTypeLike) -> jax.Array
     return sum_slices(lax.all_to_all(partial_sums, BATCH_AXES, 0, 0, tiled=True, axis_index_groups=across))
 
 
-def _sum_vector(x: jax.Array, mesh: Mesh, dtype: DTypeLike) -> jax.Array:
+def _sum_vector(x: jax.Array, shards: int, nodes: int, dtype: DTypeLike) -> jax.Array:
     """Sums an array that has no divisible dimension; all devices receive the result."""
     if x.size < _SMALL:
         return sum_slices(lax.all_gather(x, BATCH_AXES).astype(dtype))
     # Padding makes the length divisible. It does not change the order, since every element is added independently.
-    shards = batch_shards(mesh)
     slices = jnp.pad(x.reshape(-1), (0, -x.size % shards)).reshape(shards, -1)
-    total = _sum_own_slice(slices, mesh, dtype)
+    total = _sum_own_slice(slices, nodes, dtype)
     return lax.all_gather(total, BATCH_AXES, tiled=True)[: x.size].reshape(x.shape)
 
 

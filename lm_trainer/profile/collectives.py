@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
 from lm_trainer.profile.hlo import ARRAY, Instruction, Program, array_bytes, fused, parse, walk
+from lm_trainer.profile.replica_groups import replica_groups
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _KIND = re.compile(rf"({'|'.join(_KINDS)})(-start)?")
@@ -29,7 +29,7 @@ def bytes_sent(hlo: str) -> dict[str, float]:
     sent: dict[str, float] = {}
     for op, times in _collectives(parse(hlo)):
         kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        devices = 2 if kind == "collective-permute" else _devices(op.attributes)
+        devices = 2 if kind == "collective-permute" else len(replica_groups(op.attributes)[0])
         sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_size(op.shape, kind, start), devices)
     return sent
 
@@ -64,16 +64,3 @@ def _size(shape: str, kind: str, start: str | None) -> float:
         arrays = [(dtype, dims) for dtype, dims in arrays if dims or dtype not in ("u32", "s32")]
         arrays = arrays[len(arrays) // 2 :]
     return sum(array_bytes(dtype, dims) for dtype, dims in arrays)
-
-
-def _devices(attributes: str) -> int:
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
-        return int(match[2])
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return len(match[1].split(","))
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=[^{]*)? ?\{([^}]*)\}", attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        # `'a':(m)s` names a part of size s of an axis.
-        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in named)
-    raise ValueError(f"which devices take part cannot be read from: {attributes.strip()[:200]}")

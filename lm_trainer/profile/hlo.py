@@ -79,17 +79,23 @@ def parse(hlo: str) -> Program:
             entry = current if line.startswith("ENTRY") else entry
         elif match := _INSTRUCTION.match(line):
             root, name, shape, opcode, tail = match.groups()
-            inside, attributes = _closing(tail)
+            inside, attributes = split_at_closing(tail)
             operands = [part.split()[-1].lstrip("%") for part in _split(_COMMENT.sub("", inside)) if part.strip()]
             current[name] = Instruction(name, shape, opcode, operands, attributes, inside, root is not None)
     return Program(entry, computations)
 
 
-def _closing(text: str) -> tuple[str, str]:
-    """Splits a text at the closing parenthesis of one opened before the text."""
+def split_at_closing(text: str, opening: str = "(", closing: str = ")") -> tuple[str, str]:
+    """Splits a text at the bracket that closes one opened before it; without such a bracket, the second part is empty.
+
+    Args:
+        text: the text after the opened bracket.
+        opening: characters that open a bracket.
+        closing: characters that close one.
+    """
     depth = 1
     for index, character in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(character, 0)
+        depth += (character in opening) - (character in closing)
         if depth == 0:
             return text[:index], text[index + 1 :]
     return text, ""

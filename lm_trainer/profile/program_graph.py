@@ -1,7 +1,7 @@
 """Comparison of compiled programs as graphs: whether two programs compute a value in the same way.
 
-The text of a program also contains its schedule, memory layouts, and whatever else it computes or sends. None of that
-changes a bit of a value. Two values are equal if the same operations, in the same fusions (results are rounded at the
+The text of a program also contains its schedule, memory layouts, and other computations and exchanges, which do not
+affect the bits of a value. Two values are equal if the same operations, in the same fusions (results are rounded at the
 end of a fusion) and by the same kernels, compute them from the same arguments.
 """
 
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from lm_trainer.profile.hlo import Computation, Instruction, Program, parse
+from lm_trainer.profile.hlo import Computation, Instruction, Program, parse, split_at_closing
 
 Value = str | tuple["Value", ...]
 """A hash of how a value is computed; for a tuple, one for each element."""
@@ -167,7 +167,7 @@ class _Hasher:
     def _kernel(self, op: Instruction, config: str) -> str:
         if not config or not self._accumulates(op):
             return ""
-        body = config[: len(config) - len(_behind_closing(config[1:]))]
+        body = "{" + _split_at_closing(config[1:])[0] + "}"
         try:
             fields = json.loads(body)
         except json.JSONDecodeError:
@@ -199,15 +199,10 @@ def _dims(shape: str) -> str:
 
 def _without_irrelevant(text: str) -> str:
     while match := _IRRELEVANT.search(text):
-        text = text[: match.start()] + _behind_closing(text[match.end() :])
+        text = text[: match.start()] + _split_at_closing(text[match.end() :])[1]
     return text
 
 
-def _behind_closing(text: str) -> str:
-    """The text after the bracket that closes one opened before it. Quoted brackets come in pairs, so they count too."""
-    depth = 1
-    for index, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0:
-            return text[index + 1 :]
-    return ""
+def _split_at_closing(text: str) -> tuple[str, str]:
+    # Quoted brackets come in pairs, so they count too.
+    return split_at_closing(text, "([{", ")]}")

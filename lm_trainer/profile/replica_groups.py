@@ -19,31 +19,31 @@ _AXIS = re.compile(r"'(\w+)'=(\d+)")
 _NAMED = re.compile(r"'(\w+)'(?::\((\d+)\)(\d+))?")
 
 
-def replica_groups(attributes: str) -> np.ndarray:
+def replica_groups(attributes: str) -> list[list[int]]:
     """The groups of a collective.
 
     Args:
         attributes: text of the instruction after its operands.
 
     Returns:
-        Integers [groups, devices of a group]: indices into the devices of the program.
+        For each group, indices into the devices of the program.
 
     Raises:
-        ValueError: if the text names no groups, or groups of different sizes.
+        ValueError: if the text names no groups.
     """
     if match := _IOTA.search(attributes):
         shape = int(match[1]), int(match[2])
         dims = _integers(match[3]) if match[3] else [math.prod(shape)]
         order = np.arange(math.prod(dims)).reshape(dims)
-        return (order.transpose(_integers(match[4])) if match[4] else order).reshape(shape)
+        return (order.transpose(_integers(match[4])) if match[4] else order).reshape(shape).tolist()
     if match := _LISTS.search(attributes):
-        return np.array([_integers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])])
+        return [_integers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
     if match := _MESH.search(attributes):
         return _groups_of_mesh(match[1], match[2], match[3])
     raise ValueError(f"which devices take part cannot be read from: {attributes.strip()[:200]}")
 
 
-def _groups_of_mesh(axes: str, device_ids: str | None, named: str) -> np.ndarray:
+def _groups_of_mesh(axes: str, device_ids: str | None, named: str) -> list[list[int]]:
     sizes = {axis: int(size) for axis, size in _AXIS.findall(axes)}
     factors = {axis: [size] for axis, size in sizes.items()}
     chosen: set[tuple[str, int]] = set()
@@ -61,7 +61,8 @@ def _groups_of_mesh(axes: str, device_ids: str | None, named: str) -> np.ndarray
     grid = devices.reshape([size for _, _, size in dims])
     inner = [position for position, (axis, index, _) in enumerate(dims) if (axis, index) in chosen]
     outer = [position for position in range(len(dims)) if position not in inner]
-    return grid.transpose([*outer, *inner]).reshape(-1, math.prod(dims[position][2] for position in inner))
+    group_size = math.prod(dims[position][2] for position in inner)
+    return grid.transpose([*outer, *inner]).reshape(-1, group_size).tolist()
 
 
 def _integers(text: str) -> list[int]:

@@ -136,7 +136,7 @@ def test_programs_send_what_is_planned_and_no_more(target: str):
             assert sent <= 64 * 1024
         else:
             assert sent == 0, name
-    # One program of each kind, whose graph is that of the layer alone.
+    # The layer is compiled in both programs as it is alone.
     assert {"layer 0 with gather layer 0", "layer 0 gradient with gather layer 0, reduce layer 0"} <= works.keys()
 
 

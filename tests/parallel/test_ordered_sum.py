@@ -183,7 +183,7 @@ def bytes_between_nodes(hlo: str, devices_per_node: int) -> dict[str, float]:
     sent: dict[str, float] = {}
     for line in hlo.splitlines():
         if match := re.search(r"= (.*?) (all-to-all|all-gather)\(", line):
-            (group,) = (group for group in replica_groups(line).tolist() if 0 in group)
+            (group,) = (group for group in replica_groups(line) if 0 in group)
             remote = sum(device >= devices_per_node for device in group)
             size = sum(array_bytes(*array) for array in ARRAY.findall(match[1]))
             sent[match[2]] = sent.get(match[2], 0.0) + size * remote / len(group)

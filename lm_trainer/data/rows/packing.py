@@ -12,6 +12,7 @@ positions, N runs of a batch: its pieces and its padding.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,13 +168,12 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
     # In this process: a million documents take a second of CPU, once for all runs.
     plan = best_fit(cache.document_lengths(), seq_len, stop, first=first)
     content = plan.to_bytes()
-    try:
+    # If the cache is read-only for this user, the plan is recomputed at the next start.
+    with contextlib.suppress(UserError):
         # The JSON file is written last: it marks the other one as complete.
         store.write(f"{key}.bin", content)
         counts = {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows}
         store.write_json(f"{key}.json", {**counts, "sha256": _sha256(content)})
-    except UserError:
-        pass  # The cache is read-only for this user: the plan is recomputed at the next start.
     return plan
 
 

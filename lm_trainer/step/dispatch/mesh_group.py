@@ -80,8 +80,8 @@ class MeshGroup:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding())
 
         def own(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            first, *others = x.shape or (1,)
-            return jax.ShapeDtypeStruct((shards * first, *others), x.dtype, sharding=self.stacked())
+            rows, *row_shape = x.shape or (1,)
+            return jax.ShapeDtypeStruct((shards * rows, *row_shape), x.dtype, sharding=self.stacked())
 
         by_role = {"shared": shared, "own": own}
         pairs = zip(signature.arguments, signature.roles, strict=True)

@@ -14,7 +14,6 @@ and head, it needs as much memory as FSDP.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -27,17 +26,25 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.dispatch.executable import Executable, Executables
-from lm_trainer.step.dispatch.mesh_executable import MeshExecutable, MicrobatchExecutable, ProgramsDiffer
+from lm_trainer.step.dispatch.mesh_executable import MicrobatchExecutable
 from lm_trainer.step.dispatch.mesh_group import MeshWide
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.microbatches import Microbatch, Microbatches, MicrobatchGroup, microbatch_groups
+from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.stage_functions import StageFunctions
-from lm_trainer.step.staged.stages import Overlap, Queue, Ready, SavedForBackward, StageCall, StagedForward, Stages
+from lm_trainer.step.staged.stages import (
+    FirstExchange,
+    Overlap,
+    Queue,
+    Ready,
+    SavedForBackward,
+    StageCall,
+    StagedForward,
+    Stages,
+)
 from lm_trainer.step.state.model_def import ModelDef, Params
-
-logger = logging.getLogger(__name__)
 
 StagesOf = Callable[[Batch], Sequence[StageFunctions]]
 """From the shapes of a microbatch to the stages of a loss, in execution order."""
@@ -70,18 +77,15 @@ class _Programs:
         return self._exchanging[several]
 
     def _compile_exchanging(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
-        stages, compiled = self.stages, dict[int, MicrobatchExecutable]()
-        for index, program in enumerate(self.gradients):
-            # The first and the last layer have a neighbour that is not a layer.
-            if not (isinstance(program, MeshExecutable) and stages.kinds[index].layered and stages.num_layers > 2):
-                continue
+        stages = self.stages
+
+        def compile_gradient(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
             below, above = stages.kinds[stages.layer_kind(index, -1)], stages.kinds[stages.layer_kind(index, 1)]
-            overlap = Overlap([below.gathering(), above.reducing(shares)], program.alone)
-            try:
-                compiled[index] = stages.compile_gradient(index, self._batch, overlap)
-            except ProgramsDiffer as error:
-                logger.warning("%s: compiled differently, so the layer runs without them", error)
-        return compiled
+            overlap = Overlap([below.gathering(), above.reducing(shares)], alone)
+            return stages.compile_gradient(index, self._batch, overlap)
+
+        # The first and the last layer have a neighbour that is not a layer.
+        return stages.compile_overlapped(self.gradients, compile_gradient, min_layers=3)
 
     def named(self) -> dict[str, MicrobatchExecutable]:
         """All programs by name."""
@@ -96,31 +100,6 @@ class _Programs:
             for index in (*layers, last, first)
             if (program := self.gradients[index]) is not None
         }
-
-
-class _Exchange:
-    """One run of the backward pass of a layer that also exchanges parameters and gradients of its neighbours.
-
-    Args:
-        program: program to run.
-        arguments: arguments of the exchanges, dropped when the program runs.
-    """
-
-    def __init__(self, program: MicrobatchExecutable, arguments: tuple[PyTree, ...]):
-        self._program, self._arguments = program, arguments
-        self._results: list[PyTree] = []
-        self.started = False
-
-    def run(self, group: int, arguments: tuple[PyTree, ...]) -> PyTree:
-        """The results for the microbatch."""
-        exchanged, self._arguments, self.started = self._arguments, (), True
-        results, *self._results = self._program(group, *arguments, *exchanged)
-        return results
-
-    def results(self) -> list[PyTree]:
-        """Returns the results of the exchanges once, so that nothing here keeps them alive."""
-        results, self._results = self._results, []
-        return results
 
 
 class StagedSum:
@@ -254,7 +233,7 @@ class StagedSum:
             exchange = None
             if n in overlapped:
                 above, below = calls[n - 1], calls[n + 1]
-                exchange = _Exchange(
+                exchange = FirstExchange(
                     exchanging[call.kind],
                     (
                         stages.kinds[below.kind].read(ready.params),
@@ -295,7 +274,7 @@ class StagedSum:
         saved: Microbatches[SavedForBackward],
         derivatives: Microbatches[PyTree],
         gathered: list[Params] | None,
-        exchange: _Exchange | None,
+        exchange: FirstExchange | None,
     ) -> tuple[Microbatches[PyTree], list[list[Sums]]]:
         """Computes the derivatives for the inputs of a stage, and the sums of its gradients for each device group.
 
@@ -316,10 +295,7 @@ class StagedSum:
         def one(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
             arguments = (gathered[i], *inputs, rows, call.numbers[i], derivative, step, index)
-            if exchange is not None and not exchange.started:
-                derivative, sums = exchange.run(i, arguments)
-            else:
-                derivative, sums = run(i, *arguments)
+            derivative, sums = run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
             trees[i].push(sums)
             return derivative
 

@@ -155,17 +155,42 @@ class Stages:
             overlap: exchanges that overlap with the computation.
         """
         kind = self.kinds[index]
-        stream, *others = self._arguments(index, batch)
-        rows, number, step, microbatch = others
-        residuals = () if kind is self.last else self._forward_shapes(index, (stream, *others))[1]
+        arguments = stream, rows, number, step, microbatch = self._arguments(index, batch)
+        residuals = () if kind is self.last else self._forward_shapes(index, arguments)[1]
         derivative = None if kind is self.last else self._stream(batch)
         # The input of the stage is not needed afterwards: its derivative reuses the memory.
         donated = () if stream is None else (1,)
         returns = ("nothing" if stream is None else "stream", "sums")
-        arguments = (stream, residuals, rows, number, derivative, step, microbatch)
         program = Program(kind.labels.gradient, None, kind.labels.gradients, grows=True, overlaps=True)
-        signature = Signature(arguments, _GRADIENT, returns, donated)
+        all_arguments = (stream, residuals, rows, number, derivative, step, microbatch)
+        signature = Signature(all_arguments, _GRADIENT, returns, donated)
         return self._compile(program, kind.functions.gradient, kind, signature, overlap)
+
+    def compile_overlapped(
+        self,
+        programs: Sequence[MicrobatchExecutable | None],
+        compile_with: Callable[[int, PerGroupExecutable], MicrobatchExecutable],
+        *,
+        min_layers: int,
+    ) -> dict[int, MicrobatchExecutable]:
+        """Compiles programs of layers that also exchange arrays; without a layer whose results would be different.
+
+        Args:
+            programs: the same programs without exchanges, by position in `kinds`.
+            compile_with: compiles one with its exchanges, from its position and the computation alone.
+            min_layers: number of layers from which the exchanges have neighbours.
+
+        Returns:
+            Position in `kinds` -> program; empty if each device has a program of its own.
+        """
+        compiled = dict[int, MicrobatchExecutable]()
+        for index, program in enumerate(programs):
+            if isinstance(program, MeshExecutable) and self.kinds[index].layered and self.num_layers >= min_layers:
+                try:
+                    compiled[index] = compile_with(index, program.alone)
+                except ProgramsDiffer as error:
+                    logger.warning("%s: compiled differently, so the layer runs without them", error)
+        return compiled
 
     def compile_losses(self, batch: Batch) -> MicrobatchExecutable:
         """The sums the loss reports, computed from the input of the last stage; otherwise as a forward pass."""
@@ -257,6 +282,33 @@ class SavedForBackward(NamedTuple):
     """Values from inside the stage."""
 
 
+class FirstExchange:
+    """The exchanges of a layer, which overlap with its first microbatch.
+
+    Args:
+        program: computation of a microbatch with the exchanges.
+        arguments: arguments of the exchanges, dropped when the program runs.
+    """
+
+    def __init__(self, program: MicrobatchExecutable, arguments: tuple[PyTree, ...]):
+        self._program, self._arguments = program, arguments
+        self._results: list[PyTree] = []
+        self._started = False
+
+    def run_first(self, run: MicrobatchExecutable, group: int, arguments: tuple[PyTree, ...]) -> PyTree:
+        """The results for a microbatch: of the program with the exchanges the first time, then of `run`."""
+        if self._started:
+            return run(group, *arguments)
+        exchanged, self._arguments, self._started = self._arguments, (), True
+        results, *self._results = self._program(group, *arguments, *exchanged)
+        return results
+
+    def results(self) -> list[PyTree]:
+        """Returns the results of the exchanges once, so that nothing here keeps them alive."""
+        results, self._results = self._results, []
+        return results
+
+
 @dataclass(frozen=True)
 class StagedForward:
     """The forward pass of microbatches through all stages except the last.
@@ -275,14 +327,12 @@ class StagedForward:
     def compile(cls, stages: Stages, batch: Batch) -> StagedForward:
         """Compiles the programs for microbatches like `batch`."""
         programs = [stages.compile_forward(index, batch) for index in range(len(stages.kinds) - 1)]
-        gathering = dict[int, MicrobatchExecutable]()
-        for index, program in enumerate(programs):
-            if isinstance(program, MeshExecutable) and stages.kinds[index].layered and stages.num_layers > 1:
-                overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gathering()], program.alone)
-                try:
-                    gathering[index] = stages.compile_forward(index, batch, overlap)
-                except ProgramsDiffer as error:
-                    logger.warning("%s: compiled differently, so the layer runs without them", error)
+
+        def compile_forward(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
+            overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gathering()], alone)
+            return stages.compile_forward(index, batch, overlap)
+
+        gathering = stages.compile_overlapped(programs, compile_forward, min_layers=2)
         return cls(stages, programs, gathering)
 
     def __call__(
@@ -319,20 +369,17 @@ class StagedForward:
         following: StageCall | None,
     ) -> tuple[Microbatches[PyTree], list[Params] | None]:
         """The results of a stage, and the parameters of the `following` stage, gathered with the first microbatch."""
-        run, gathered_ahead = self.programs[call.kind], None
+        run, exchange = self.programs[call.kind], None
+        if following is not None:
+            params = self.stages.kinds[following.kind].read(ready.params)
+            exchange = FirstExchange(self.gathering[call.kind], (params, following.row))
 
         def one(microbatch: Microbatch, stream: PyTree) -> PyTree:
-            nonlocal gathered_ahead
             i, rows, step, index = microbatch
             arguments = (gathered[i], stream, rows, call.numbers[i], step, index)
-            if following is None or gathered_ahead is not None:
-                return run(i, *arguments)
-            params = self.stages.kinds[following.kind].read(ready.params)
-            results, next_params = self.gathering[call.kind](i, *arguments, params, following.row)
-            gathered_ahead = [next_params]
-            return results
+            return run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
 
-        return group.microbatches.map(one, streams), gathered_ahead
+        return group.microbatches.map(one, streams), None if exchange is None else exchange.results()
 
 
 class Queue:
