@@ -28,7 +28,9 @@ Devices = Annotated[
 # The options of `slurm`, in the order in which its help lists them.
 ProcessesOrNodes = Annotated[
     int | None,
-    typer.Option("--processes", "-n", metavar="N", min=1, help="Number of processes.", show_default="one per node"),
+    typer.Option(
+        "--processes", "-n", metavar="N", min=1, help="Number of processes.", show_default="one per GPU, else per node"
+    ),
 ]
 Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Number of nodes.")]
 GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs per node.")]
@@ -108,21 +110,21 @@ def slurm(
 ) -> None:
     """Write the SLURM batch script of a run, or submit it.
 
-    One process drives all GPUs of a node; with a larger -n, the processes of a node share them equally. They discover
-    each other through SLURM's environment. Before the time limit and on preemption, they save, exit with code 75, and
+    Each GPU gets a process; with a smaller -n, the processes of a node share its GPUs equally. They discover each
+    other through SLURM's environment. Before the time limit and on preemption, they save, exit with code 75, and
     the job is requeued to resume the run; scancel ends it, with everything saved. All nodes must see the working
     directory.
 
     Examples:
         lmt launch slurm my.yaml --nodes 2 --gpus-per-node 8 --time 24:00:00 > job.sh
 
-        lmt launch slurm my.yaml -n 16 --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit
+        lmt launch slurm my.yaml -n 2 --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit
 
         lmt launch slurm my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100 --submit
     """
     # Finds mistakes now, not after hours in a queue.
     run = load_run_config(ctx, config, overrides)
-    processes = processes or nodes
+    processes = processes or nodes * (gpus_per_node or 1)
     if gpus_per_node or devices_per_process:
         check_device_count(run, nodes * gpus_per_node if gpus_per_node else processes * (devices_per_process or 0))
     from lm_trainer.launch.slurm import SlurmJob, batch_script

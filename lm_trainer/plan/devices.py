@@ -13,6 +13,7 @@ import jax
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
+from lm_trainer.core.xla_flags import MEMORY_FRACTION, MEMORY_VARIABLES
 from lm_trainer.profile.devices import device_kind, device_memory, device_platform
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
@@ -23,9 +24,6 @@ _UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
-_PREALLOCATED = 0.75
-"""The fraction of a GPU's memory JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise: see "GPU
-memory allocation" in the JAX documentation."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def budget(kind: str, memory: int | None = None) -> Budget | None:
     `memory` in bytes, else the fraction of the datasheet's figure that JAX allocates.
 
     Raises:
-        UserError: if XLA_PYTHON_CLIENT_MEM_FRACTION is not a fraction.
+        UserError: if XLA_CLIENT_MEM_FRACTION, or its former name, is not a fraction.
     """
     if memory is not None:
         return Budget(memory, "--memory")
@@ -94,14 +92,15 @@ def budget(kind: str, memory: int | None = None) -> Budget | None:
     # On a GPU, JAX preallocates a fraction of the memory and manages it; on a TPU, it uses all memory.
     if datasheet is None or device_platform(kind) != "gpu":
         return None if datasheet is None else Budget(datasheet.bytes, datasheet.source)
-    fraction_text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    variable = next((name for name in MEMORY_VARIABLES if os.environ.get(name)), None)
+    fraction_text = os.environ[variable] if variable else MEMORY_FRACTION
     try:
-        fraction = _PREALLOCATED if fraction_text is None else float(fraction_text)
+        fraction = float(fraction_text)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={fraction_text}: expected a part of the memory, such as 0.9")
-    reason = "JAX takes, as XLA_PYTHON_CLIENT_MEM_FRACTION says" if fraction_text else "JAX takes by itself"
+        raise UserError(f"{variable}={fraction_text}: expected a part of the memory, such as 0.9")
+    reason = f"JAX takes, as {variable} says" if variable else "JAX takes, see docs/how-to/start-on-gpus.md"
     return Budget(int(fraction * datasheet.bytes), f"{fraction:.0%} of {datasheet.bytes / 1e9:.4g} GB, which {reason}")
 
 

@@ -90,6 +90,11 @@ def described_gpus() -> tuple[str, ...]:
     return tuple(_GPUS)
 
 
+def compute_capability(kind: str) -> int | None:
+    """Returns the major number of the compute capability of a GPU kind; None if there is no description of it."""
+    return _GPUS[kind].capability if kind in _GPUS else None
+
+
 def gpu_target(kind: str, count: int) -> dict[str, str]:
     """Options of `jax.experimental.topologies.get_topology_desc` for GPUs in nodes of 8, which need not be present.
 

@@ -10,6 +10,7 @@ import jax
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.rehearsal import on_one_shard
+from lm_trainer.plan.attention_workspace import NO_WORKSPACE, AttentionWorkspace
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -41,6 +42,19 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
+@dataclass(frozen=True)
+class Correction:
+    """Differences between a target's temporary memory and the figures of the compiler in use."""
+
+    growing: float = 1.0
+    """Ratio of the target's temporary memory to the figure, for programs whose memory grows with the rows."""
+    workspace: AttentionWorkspace = NO_WORKSPACE
+    """Memory of attention that the compiler does not count."""
+
+
+NO_CORRECTION = Correction()
+
+
 class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
@@ -52,8 +66,7 @@ class StepMemory:
         vocab_size: rows of the token embedding.
         devices: JAX devices, for example emulated ones.
         platform: target platform of the step: a CPU device may have several microbatches in flight.
-        growing: ratio of the target's temporary memory to XLA's figure on this machine, for programs whose memory grows
-            with the rows.
+        correction: differences between the target's memory and the compiler's figures.
         programs: compiled programs of another plan of the same model, for reuse.
 
     Raises:
@@ -66,10 +79,10 @@ class StepMemory:
         vocab_size: int,
         devices: Sequence[Any],
         platform: str,
-        growing: float = 1.0,
+        correction: Correction = NO_CORRECTION,
         programs: MeasuredPrograms | None = None,
     ):
-        self._growing = growing
+        self._correction = correction
         self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
         config = self.config = with_resolved_gather(config, vocab_size)
         setup = self.setup = self._build(config.trainer)
@@ -114,7 +127,7 @@ class StepMemory:
         """The memory of the same step with another `trainer.microbatches_per_gather`."""
         trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": microbatches_per_gather})
         config = self.config.model_copy(update={"trainer": trainer})
-        return StepMemory(config, self._vocab_size, self._devices, self._platform, self._growing, self.programs)
+        return StepMemory(config, self._vocab_size, self._devices, self._platform, self._correction, self.programs)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The run's batch with the highest memory; `rows` as for `record`."""
@@ -149,16 +162,20 @@ class StepMemory:
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
         if rows not in self._built:
             self._built[rows] = self._build(self._trainer(rows))
-        return self._built[rows].rehearse(self._row, self._platform, self._on_accelerator(measure))
+        return self._built[rows].rehearse(self._row, self._platform, self._on_accelerator(rows, measure))
 
-    def _on_accelerator(self, measure: Measure) -> Measure:
-        """Scales the memory reported by the CPU compiler to an accelerator's."""
-        if self._platform == "cpu" or self._devices[0].platform != "cpu":
+    def _on_accelerator(self, rows: int, measure: Measure) -> Measure:
+        """Scales the memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""
+        if self._platform == "cpu":
             return measure
+        compiled_for_cpu = self._devices[0].platform == "cpu"
 
         def on_accelerator(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
             measured = measure(program, key, args)
-            temporary = round(self._share(program) * measured.bytes.temporary) + self._copied(program)
+            temporary = measured.bytes.temporary
+            if compiled_for_cpu:
+                temporary = round(self._share(program) * temporary) + self._copied(program)
+            temporary += self._correction.workspace.of_program(program.computation, rows)
             return replace(measured, bytes=replace(measured.bytes, temporary=temporary))
 
         return on_accelerator
@@ -167,7 +184,7 @@ class StepMemory:
         """The ratio of a program's temporary memory on an accelerator to its temporary memory on a CPU."""
         if program.elementwise:
             return 0.0
-        return self._growing if program.grows else 1.0
+        return self._correction.growing if program.grows else 1.0
 
     def _copied(self, program: StepProgram) -> int:
         """Bytes of the low-precision copy of all layers that is made before a loop over them.

@@ -15,10 +15,11 @@ from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
+from lm_trainer.plan.attention_workspace import AttentionWorkspace
 from lm_trainer.plan.cost import MFU, Time, Work, training_peak, training_time
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_fit
-from lm_trainer.plan.memory import MemoryPlan, StepMemory
+from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
 from lm_trainer.plan.refusal import explained_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
@@ -96,6 +97,8 @@ class RunPlan:
     """The reason why the vocabulary size is a guess; None if it is known."""
     kernel: str | None
     """The fused attention kernel of these devices, which stores no scores; None means XLA's attention."""
+    attention_workspace: int
+    """Bytes of a device that the backward pass of attention takes for one microbatch, besides what compilers count."""
     ring: RingPlan | None
     """None without ring attention."""
     compiled: CompiledStep | None
@@ -149,7 +152,11 @@ def plan_run(
     refusals = explained_refusals(group.kind) if own_compiler else nullcontext()
     with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
         growing = 1.0 if own_compiler else _growing(trainer, backend)
-        memory = StepMemory(config, vocab_size, devices, platform, growing)
+        axes = dict(trainer.step_plan.abstract_mesh(len(devices)).shape)
+        # A compiler that has the GPU asks cuDNN, and counts the workspace itself.
+        counted = own_compiler and jax.default_backend() == "gpu"
+        workspace = AttentionWorkspace.of(config, vocab_size, group.kind, "" if counted else backend, axes)
+        memory = StepMemory(config, vocab_size, devices, platform, Correction(growing, workspace))
         planned = memory.plan()
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model)
@@ -181,6 +188,7 @@ def plan_run(
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
+        attention_workspace=workspace.bytes(rows),
         ring=_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
         compiled=_compiled(memory, work, group, trainer) if own_compiler else None,
     )

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.plan.attention_workspace import AttentionWorkspace
 from lm_trainer.plan.cost import training_peak
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
@@ -231,14 +232,17 @@ class _Pricing:
     def candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
         """A layout with its estimated memory; above `enough` bytes, the estimate may be partial."""
         config, mesh = layout.config, self._mesh(layout.config)
+        backend, axes = self._backend(config), dict(mesh.shape)
         temporary = estimate_temporary(
             config,
             self._vocab_size,
             config.trainer.mp.compute_dtype.itemsize,
             layout.plan.rows * config.model.seq_len,
-            fused=self._backend(config) not in ("xla", "ring"),
-            axes=dict(mesh.shape),
+            fused=backend not in ("xla", "ring"),
+            axes=axes,
         )
+        workspace = AttentionWorkspace.of(config, self._vocab_size, self._group.kind, backend, axes)
+        temporary = {name: size + workspace.of_program(name, layout.plan.rows) for name, size in temporary.items()}
         memory = estimate_step(config, self._group, temporary, self._traces, limit=enough)
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
 

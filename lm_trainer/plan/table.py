@@ -30,6 +30,11 @@ def lines(plan: RunPlan) -> Iterator[str]:
             f"note: on {plan.devices.kind} attention is computed by {plan.kernel}, which keeps no scores; the plan "
             f"holds those of a few queries in its place."
         )
+    if plan.attention_workspace:
+        yield (
+            f"note: {size_of(plan.attention_workspace)} of workspace are counted for the deterministic backward pass "
+            f"of cuDNN's attention, which grows with the square of the row length; determinism: fast needs none."
+        )
 
 
 def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:

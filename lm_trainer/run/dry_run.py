@@ -47,7 +47,8 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         *(() if all(dataset.names_text for dataset in config.data.sets.values()) else (_EMBEDDED,)),
         f"{describe_size(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
-        f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
+        f"microbatches for at most {trainer.step_plan.max_devices} devices, "
+        f"{schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
         "nothing was written",
     ]
 

@@ -237,7 +237,8 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
     )
     progress.note(
         f"{describe_size(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
-        f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
+        f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step, for at most "
+        f"{config.trainer.step_plan.max_devices} devices"
     )
     if so_far:
         progress.note(describe_build(data))

@@ -22,18 +22,29 @@ def gpu(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda,cpu"}, {"XLA_FLAGS": ""}])
 def test_a_gpu_gets_them_and_the_person_is_told(gpu: Path, environ: dict[str, str]) -> None:
-    (message,) = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
+    flags, memory = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
     assert environ["XLA_FLAGS"] == FLAG
-    assert FLAG in message
+    assert environ["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+    assert FLAG in flags
+    assert "XLA_CLIENT_MEM_FRACTION is 0.9" in memory
 
 
 def test_the_users_own_stay(gpu: Path) -> None:
     environ = {"XLA_FLAGS": "--xla_dump_to=/x"}
     set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
     assert environ["XLA_FLAGS"] == f"--xla_dump_to=/x {FLAG}"
-    environ = {"XLA_FLAGS": FLAG.replace("true", "false")}
+    environ = {"XLA_FLAGS": FLAG.replace("true", "false"), "XLA_CLIENT_MEM_FRACTION": "0.5"}
     assert set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2") == []
-    assert environ["XLA_FLAGS"] == FLAG.replace("true", "false")
+    assert environ == {"XLA_FLAGS": FLAG.replace("true", "false"), "XLA_CLIENT_MEM_FRACTION": "0.5"}
+
+
+@pytest.mark.parametrize(
+    "variable", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"]
+)
+def test_memory_that_somebody_divided_stays(gpu: Path, variable: str) -> None:
+    # JAX refuses both names of the fraction together.
+    set_gpu_flags(environ := {variable: "x"}, devices=gpu, jaxlib="0.10.2")
+    assert "XLA_CLIENT_MEM_FRACTION" not in environ
 
 
 @pytest.mark.parametrize("platforms", ["cpu", "tpu", "rocm"])
@@ -44,9 +55,9 @@ def test_other_devices_get_none(gpu: Path, tmp_path: Path, platforms: str) -> No
     assert environ == {"JAX_PLATFORMS": platforms}
 
 
-def test_an_xla_that_was_not_asked_gets_none(gpu: Path) -> None:
-    assert set_gpu_flags(environ := {}, devices=gpu, jaxlib="0.11.0") == []
-    assert environ == {}
+def test_an_xla_that_was_not_asked_gets_no_flags(gpu: Path) -> None:
+    set_gpu_flags(environ := {}, devices=gpu, jaxlib="0.11.0")
+    assert "XLA_FLAGS" not in environ
 
 
 def test_xla_knows_the_flags() -> None:

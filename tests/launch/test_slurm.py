@@ -138,11 +138,11 @@ def test_the_command_writes_prints_and_submits(lmt: Lmt, tmp_path: Path, bin_fir
     wrong = lmt("launch", "slurm", "nano.yaml", "-n", "4", "trainer.sead=3")
     assert wrong.returncode == 2
     assert "did you mean" in wrong.stderr
-    many = lmt("launch", "slurm", "nano.yaml", "-n", "32", "--nodes", "4", "--gpus-per-node", "8", "--submit")
+    many = lmt("launch", "slurm", "nano.yaml", "-n", "128", "--nodes", "16", "--gpus-per-node", "8", "--submit")
     assert many.returncode == 2
-    assert "32 devices along the data axes cannot share 8 microbatches" in many.stderr
-    many = lmt("launch", "slurm", "nano.yaml", "-n", "4", "--devices-per-process", "8")
-    assert "32 devices along the data axes cannot share 8 microbatches" in many.stderr
+    assert "128 devices along the data axes cannot share 64 microbatches" in many.stderr
+    many = lmt("launch", "slurm", "nano.yaml", "-n", "16", "--devices-per-process", "8")
+    assert "128 devices along the data axes cannot share 64 microbatches" in many.stderr
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,14 @@ def test_options_of_sbatch_and_options_without_a_value_are_told(
     assert {*tmp_path.iterdir()} <= {tmp_path / "nano.yaml", tmp_path / "bin"}
 
 
-def test_each_node_has_one_process_unless_more_are_asked_for(lmt: Lmt, tmp_path: Path) -> None:
+def test_each_gpu_has_a_process_unless_fewer_are_asked_for(lmt: Lmt, tmp_path: Path) -> None:
     (tmp_path / "nano.yaml").write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
     script = lmt("launch", "slurm", "nano.yaml", "--nodes", "4", "--gpus-per-node", "2").stdout
+    assert "#SBATCH --ntasks=8\n#SBATCH --ntasks-per-node=2\n#SBATCH --gpus-per-node=2\n" in script
+    script = lmt("launch", "slurm", "nano.yaml", "-n", "4", "--nodes", "4", "--gpus-per-node", "2").stdout
     assert "#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=2\n" in script
+    script = lmt("launch", "slurm", "nano.yaml", "--nodes", "4").stdout
+    assert "#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=1\n" in script
     assert "export" not in script
 
 

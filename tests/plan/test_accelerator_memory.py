@@ -40,7 +40,7 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
 
     def temporary() -> int:
         config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, **trainer}})
-        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
+        found = plan_run(config, parse_devices("1xA100"), jax.devices()[:1], Assumptions(vocab_size=64))
         (phase,) = (phase for phase in found.memory.phases if phase.name in ("microbatch", "step"))
         return phase.parts["temporary"]
 

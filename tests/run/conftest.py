@@ -29,6 +29,7 @@ BASE: Plain = {
     "trainer": {
         "id": "run",
         "train_batch_size": 16,
+        "elastic_shards": 8,
         "num_train_steps": 50,
         "steps_per_eval": 25,
         "max_eval_batches": 2,

@@ -34,7 +34,7 @@ def without(identity: dict[str, Any], *path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "path",
     [
-        ("trainer", "elastic_shards"),
+        ("trainer", "allow_nondivisible_batch_size"),
         ("model", "tie_word_embeddings"),
         ("optimizer", "weight_decay"),
         ("data", "configs", "a", "text_key"),

@@ -261,7 +261,7 @@ def test_the_weights_arrive_cut_over_the_devices(
     base, expected = params
     monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
     monkeypatch.setattr("lm_trainer.run.weights.pretrained.HOST_BYTES", host_bytes)
-    found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
+    found = start(config(base, model=KEYS, trainer={"train_batch_size": 8, "elastic_shards": 8}))
     setup = build_setup(found.config, found.vocab_size)
     assert found.source is not None
     loaded = found.source.load(found.config.model, setup.model.shapes, setup.sharding.storage)

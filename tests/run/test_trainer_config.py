@@ -155,11 +155,11 @@ def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) ->
 @pytest.mark.parametrize(
     ("trainer", "plan", "rows_of_evaluation"),
     [
-        ({"train_batch_size": 32}, (8, 4), 32),
+        ({"train_batch_size": 32}, (1, 32), 32),
         ({"train_batch_size": 32, "per_device_parallelism": 2}, (16, 2), 32),
         ({"train_batch_size": 32, "elastic_shards": 2}, (2, 16), 32),
-        ({"train_batch_size": 32, "per_device_eval_parallelism": 6}, (8, 4), 48),
-        ({"train_batch_size": 30, "allow_nondivisible_batch_size": True}, (8, 4), 32),
+        ({"train_batch_size": 32, "elastic_shards": 8, "per_device_eval_parallelism": 6}, (8, 4), 48),
+        ({"train_batch_size": 30, "elastic_shards": 8, "allow_nondivisible_batch_size": True}, (8, 4), 32),
     ],
     ids=str,
 )

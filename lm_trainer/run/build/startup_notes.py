@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
 from lm_trainer.run.build.model import recomputes_layers
+from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, largest_shards
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
@@ -24,8 +25,8 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields a line for each setting that may be unintended."""
     if note := determinism_note(trainer, mesh):
         yield note
-    default = TrainerConfig.model_fields["elastic_shards"].default
-    if "elastic_shards" not in trainer.model_fields_set and trainer.elastic_shards != default:
+    largest = largest_shards(trainer, MIN_MICROBATCHES)
+    if follows_from_batch(trainer) and trainer.elastic_shards == largest < MIN_MICROBATCHES:
         yield (
             f"trainer.elastic_shards is {trainer.elastic_shards}, the largest power of two that divides every batch: "
             "the run can use at most so many devices along the data axes"

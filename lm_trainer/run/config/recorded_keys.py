@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm_trainer.core.config import Config
+from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, follows_from_batch, set_default_shards
 
 if TYPE_CHECKING:
     from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -43,6 +44,11 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
     values = {key: recorded.get(key, value) for key, value in _implied_keys(recorded).items()}
     if not trainer.bitwise:
         del values["gather"]
+    # Runs recorded before the default depended on the number of tokens have at most `MIN_MICROBATCHES`.
+    if follows_from_batch(trainer) and "elastic_shards" in recorded:
+        former = trainer.model_copy()
+        set_default_shards(former, recorded["elastic_shards"])
+        values["elastic_shards"] = former.elastic_shards
     return trainer.model_copy(update={k: v for k, v in values.items() if k not in trainer.model_fields_set})
 
 
@@ -69,7 +75,7 @@ def with_implied_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
-    """Returns a numeric identity without newer keys at their defaults, as it was before the keys existed.
+    """Returns a numeric identity without newer keys and newer defaults, as it was before they existed.
 
     Args:
         identity: numeric identity of the configuration.
@@ -82,6 +88,10 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
     for key in _implied_keys(recorded).keys() & recorded.keys():
         if getattr(trainer, key) == fields[key].default:
             del recorded[key]
+    if follows_from_batch(trainer):
+        former = trainer.model_copy()
+        set_default_shards(former, MIN_MICROBATCHES)
+        recorded["elastic_shards"] = former.elastic_shards
     return {**identity, "trainer": recorded}
 
 

@@ -20,6 +20,7 @@ from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora_config import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
+from lm_trainer.run.config.default_shards import with_default_shards
 from lm_trainer.run.config.recorded_keys import without_newer_defaults
 from lm_trainer.run.config.refused_keys import REFUSED_TOP_LEVEL_KEYS
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -77,6 +78,13 @@ class RunConfig(Config):
         """Returns the learning rate as a function of the step, counted from 0."""
         tokens = TokenSchedule(self.trainer.batch_schedule, self.model.seq_len)
         return self.optimizer.schedule(self.trainer.num_train_steps, tokens)
+
+    @model_validator(mode="after")
+    def _default_shards_fit_the_rows(self) -> RunConfig:
+        frames = self.model.features_shape[0] if self.model.features_shape else 0
+        # Before the validators that check the microbatches. A copy, because configurations may share the section.
+        object.__setattr__(self, "trainer", with_default_shards(self.trainer, self.model.seq_len + frames))
+        return self
 
     @model_validator(mode="after")
     def _hf_keys_fit(self) -> RunConfig:

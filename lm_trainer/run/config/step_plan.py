@@ -43,6 +43,13 @@ class StepPlan:
         """Rows per microbatch of every batch, including evaluation."""
         return tuple(plan.rows for plan in (*self.microbatches.values, self.evaluation))
 
+    @property
+    def max_devices(self) -> int:
+        """Maximum number of devices that can share every batch."""
+        counts = [plan.count for plan in self.microbatches.values]
+        shape = self.mesh_shape
+        return min(counts) * shape.pipeline * shape.context * shape.expert * shape.model
+
     def mesh(self, devices: Sequence[Any]) -> Mesh:
         """Arranges the devices in a mesh; raises `UserError` as `build_mesh` does."""
         return build_mesh(self._shape(len(devices)), devices)

@@ -32,6 +32,7 @@ from lm_trainer.parallel.mesh import (
     check_logical_axis,
     parse_rules,
 )
+from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, set_default_shards
 from lm_trainer.run.config.recorded_keys import in_current_spelling
 from lm_trainer.run.config.result_parts import model_axis_rules, result_settings
 from lm_trainer.run.config.run_id import run_id_problem
@@ -128,9 +129,11 @@ class TrainerConfig(Config):
     order of summation, so changing it changes the bits of the run; changing the number of devices does not."""
     per_device_eval_parallelism: Operational[int] = -1
     """Rows a device evaluates at once; -1 means as in training."""
-    elastic_shards: AffectsResults[PositiveInt] = 8
+    elastic_shards: AffectsResults[PositiveInt] = MIN_MICROBATCHES
     """With `per_device_parallelism: -1`, the number of microbatches per step. It is also the maximum number of devices
-    the run can use along the data axes. Default: 8, or the largest power of two dividing every batch if 8 does not."""
+    the run can use along the data axes. The default depends on the batch, not on the devices: as many microbatches as
+    make about 8,192 tokens each, as a power of two, but at least 8; 1 for a batch of fewer than 2,048 tokens. If that
+    does not divide every batch: the largest power of two that does."""
     allow_nondivisible_batch_size: AffectsResults[bool] = False
     """Pad a batch that cannot be split into equal microbatches with rows of weight 0, instead of refusing it. Padding
     costs computation."""
@@ -280,12 +283,9 @@ class TrainerConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _shards_divide_the_batch(self) -> TrainerConfig:
-        chosen = "elastic_shards" in self.model_fields_set or self.allow_nondivisible_batch_size
-        if not chosen and self.per_device_parallelism == -1:
-            shards = math.gcd(self.elastic_shards, *piecewise_int(self.train_batch_size).values)
-            # The model is frozen.
-            object.__setattr__(self, "elastic_shards", shards)
+    def _default_shards_divide_the_batch(self) -> TrainerConfig:
+        # Also runs for a section that another configuration already holds, and then changes nothing.
+        set_default_shards(self, self.elastic_shards)
         return self
 
     @model_validator(mode="after")

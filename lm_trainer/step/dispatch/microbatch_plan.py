@@ -94,9 +94,10 @@ class MicrobatchPlan:
         """
         shards = batch_shards(mesh)
         if shards > self.count:
+            ending = "es" if self.count > 1 else ""
             raise UserError(
-                f"{shards} devices along the data axes cannot share {self.count} microbatches of {self.rows} rows: "
-                f"use at most {self.count} devices, or change trainer.train_batch_size, "
+                f"{shards} devices along the data axes cannot share {self.count} microbatch{ending} of {self.rows} "
+                f"rows: use at most {self.count} device{ending[1:]}, or change trainer.train_batch_size, "
                 f"trainer.per_device_parallelism or trainer.elastic_shards (which changes the run's numbers)"
             )
         if together is None:
