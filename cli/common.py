@@ -12,7 +12,7 @@ import typer
 from cli import clean
 from cli.config_file import config_file, source_file
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import HUB_NAME, expanded, path_problem
+from lm_trainer.core.files import HUB_NAME, expand_home, path_problem
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
@@ -69,7 +69,7 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Se
     if problem := path_problem(value, schemes, name):
         shown = param.opts[0] if param.opts[0].startswith("-") else param.metavar
         raise UserError(f"{shown}: {problem}")
-    return type(value)(expanded(value))
+    return type(value)(expand_home(value))
 
 
 path_argument = partial(typer.Argument, callback=_check_local)

@@ -18,7 +18,7 @@ from cli.common import (
     path_option,
 )
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 
 if TYPE_CHECKING:
     from lm_trainer.data.cache.kvstore import KvStore
@@ -214,7 +214,7 @@ def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int
     """The tokenizer of the configuration, with the requested vocabulary size."""
     from lm_trainer.data.tokenizer import Pretrained, TrainedBpe
 
-    if isinstance(config, Pretrained) and Path(expanded(config.name)).absolute() == output.absolute():
+    if isinstance(config, Pretrained) and Path(expand_home(config.name)).absolute() == output.absolute():
         config = TrainedBpe()
     if not isinstance(config, TrainedBpe):
         kind = config.model_dump()["type"]

@@ -9,7 +9,7 @@ from lm_trainer.config.document import KeyPath
 from lm_trainer.config.yaml_syntax import flow
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
-from lm_trainer.core.terminal import one_line
+from lm_trainer.core.terminal import escape_line
 
 _COMMENT_COLUMN = 60
 """Comments are aligned up to here; longer lines push theirs to the right."""
@@ -25,7 +25,7 @@ def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, 
     """
     plain = config.model_dump(mode="json")
     plain = without_credentials(plain) if shown else plain
-    lines = [(text, one_line(comment(path)) if comment and path else "") for text, path in _block(plain, ())]
+    lines = [(text, escape_line(comment(path)) if comment and path else "") for text, path in _block(plain, ())]
     width = min(max((len(text) for text, note in lines if note), default=0), _COMMENT_COLUMN)
     return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
 

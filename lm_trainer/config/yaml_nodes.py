@@ -23,7 +23,7 @@ from lm_trainer.config.yaml_syntax import (
     explicit_tag,
     scalar,
 )
-from lm_trainer.core.files import expanded, variable_problem
+from lm_trainer.core.files import expand_home, variable_problem
 
 # Larger than any configuration: a data file passed by mistake must not be read in full.
 MAX_BYTES = 4 << 20
@@ -238,7 +238,7 @@ class _Builder:
         if problem := variable_problem(name):
             raise ValueError(problem)
         # Normalised as text: messages show `b.yaml`, not `conf/../b.yaml`.
-        path = Path(os.path.normpath(source.path.parent / expanded(name.strip())))
+        path = Path(os.path.normpath(source.path.parent / expand_home(name.strip())))
         if _real(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
             raise ValueError(f"{path} includes itself: {chain}")

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import fetch
+from lm_trainer.core.bucket_files import download_objects
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.safe_names import check_name, path_inside
+from lm_trainer.core.safe_names import check_relative_path, path_inside
 from lm_trainer.data.cache.format import RECORD_KEYS, read_record
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
@@ -67,7 +67,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize("name", ["a", "a/b.c/d", ".hidden", "...", "a..b", "a b", "ä:1", "model-00001-of-00002", "-x"])
 def test_other_names_are_taken(tmp_path: Path, name: str) -> None:
     assert path_inside(tmp_path, name, "the list") == tmp_path / name
-    assert check_name(name, "the list") == name
+    assert check_relative_path(name, "the list") == name
 
 
 def test_links_lead_to_the_directory_or_nowhere(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_no_key_of_a_bucket_leads_out_and_nothing_is_copied_before_all_are_looke
     to = tmp_path / "a" / "to"
     objects = Objects({"config.json": b"{}", name: b"evil", "zz": b"last"})
     with pytest.raises(UserError, match=r"s3://bucket/exp: the name .*; rename or remove it there"):
-        fetch(objects, objects.list(), to)
+        download_objects(objects, objects.list(), to)
     assert not to.exists()
 
 
@@ -119,18 +119,18 @@ def test_a_link_that_was_planted_in_the_target_is_not_written_through(tmp_path: 
     victim.write_text("mine")
     (to / "metrics.jsonl").symlink_to(victim)
     with pytest.raises(UserError, match=r"metrics\.jsonl: is a link to .*victim"):
-        fetch(Objects({"metrics.jsonl": b"theirs"}), ["metrics.jsonl"], to)
+        download_objects(Objects({"metrics.jsonl": b"theirs"}), ["metrics.jsonl"], to)
     assert victim.read_text() == "mine"
 
 
 def test_the_marks_of_folders_that_consoles_make_are_passed_over(tmp_path: Path) -> None:
-    fetch(Objects({"run/": b"", "run/a": b"1"}), ["run/", "run/a"], tmp_path)
+    download_objects(Objects({"run/": b"", "run/a": b"1"}), ["run/", "run/a"], tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == ["run/a"]
 
 
 def test_a_name_that_is_a_file_and_a_directory_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b: s3://bucket/exp/a/b cannot be written there"):
-        fetch(Objects({"a": b"1", "a/b": b"2"}), ["a", "a/b"], tmp_path)
+        download_objects(Objects({"a": b"1", "a/b": b"2"}), ["a", "a/b"], tmp_path)
 
 
 @pytest.mark.parametrize("files", [["x"], {"x": "1"}, {"x": -1}, "x", {"../x": 1}])
@@ -139,7 +139,7 @@ def test_the_list_of_an_export_is_checked(tmp_path: Path, files: Any) -> None:
 
     def read() -> None:
         listed = exported_files(objects)
-        fetch(objects, listed, tmp_path / "to", listed)
+        download_objects(objects, listed, tmp_path / "to", listed)
 
     with pytest.raises(UserError, match=r"is damaged|may lead out"):
         read()
@@ -342,7 +342,7 @@ def test_names_from_outside_are_joined_in_one_place_alone(source: str) -> None:
 
 def test_every_reader_of_a_listing_is_known() -> None:
     """A new module that copies objects, or opens a directory of somebody else, has to be looked at."""
-    readers = {"fetch", "exported_files", "path_inside", "check_name", "check_listed"}
+    readers = {"download_objects", "exported_files", "path_inside", "check_relative_path", "check_listed"}
     callers = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "lm_trainer").rglob("*.py")

@@ -10,7 +10,7 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, piecewise_int
+from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, to_piecewise
 
 
 def test_each_step_has_the_value_of_its_phase() -> None:
@@ -46,10 +46,10 @@ class Example(Config):
 )
 def test_a_number_or_a_list_of_starts_and_values(written: Any, values: dict[int, int]) -> None:
     example = Example.model_validate({"size": written})
-    steps = piecewise_int(example.size)
+    steps = to_piecewise(example.size)
     assert {step: steps.at(step) for step in values} == values
     assert example.model_dump(mode="json") == {"size": written}
-    assert piecewise_int(Example().size).at(3) == 512
+    assert to_piecewise(Example().size).at(3) == 512
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lm_trainer.config.imports.read import read_foreign
 from lm_trainer.config.imports.recognise import dialect_of, recognise, rule_for
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.terminal import one_line
+from lm_trainer.core.terminal import escape_line
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Translation:
         keys: dict[str, list[str]] = {}
         for key, reason in self.lost:
             # Both may quote the foreign file; a line feed would end the comment.
-            keys.setdefault(one_line(reason), []).append(one_line(key))
+            keys.setdefault(escape_line(reason), []).append(escape_line(key))
         return [f"{', '.join(foreign_keys)}: {reason}" for reason, foreign_keys in keys.items()]
 
     def to_yaml(self, source: str) -> str:
         """The configuration as a YAML file, with a list of lost keys at the top."""
-        lines = [f"# From {one_line(source)}, a configuration of {self.dialect}."]
+        lines = [f"# From {escape_line(source)}, a configuration of {self.dialect}."]
         lines += ["# Not taken over:", *(f"#   {note}" for note in self.notes)] if self.lost else []
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
 

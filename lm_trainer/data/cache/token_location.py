@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.key_values import reason_of
+from lm_trainer.core.key_values import plain_error_text
 from lm_trainer.data.cache.checksums import Sliceable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class TokenLocation(NamedTuple):
                 # A plain array: slices of a memmap object are ten times as slow.
                 return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))
         except (OSError, ValueError) as error:
-            raise MachineError(f"cannot read the tokens in {self.path}: {reason_of(error)}") from None
+            raise MachineError(f"cannot read the tokens in {self.path}: {plain_error_text(error)}") from None
         raise MachineError(f"{self.path} was cut short since it was indexed; put it back, or build the cache again")
 
     def byte_range(self, start: int, count: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class _Slices:
         try:
             return self._array[self._first + tokens.start : self._first + tokens.stop].read().result()
         except (ValueError, OSError) as error:
-            raise MachineError(f"cannot read the tokens in {self._array.spec()}: {reason_of(error)}") from None
+            raise MachineError(f"cannot read the tokens in {self._array.spec()}: {plain_error_text(error)}") from None
 
 
 class _Bytes:
@@ -107,4 +107,4 @@ def open_array(path: str, kind: str) -> ts.TensorStore:
     try:
         return _open_array(path, kind)
     except (ValueError, OSError) as error:
-        raise MachineError(f"cannot read {path}: {reason_of(error)}") from None
+        raise MachineError(f"cannot read {path}: {plain_error_text(error)}") from None

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.data.audio.augment import SpecAugment
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
 from lm_trainer.data.audio.read import AudioRules, BadAudio, samples_in
@@ -224,11 +224,11 @@ def _recording_path(path: str, row_location: str) -> str:
     """
     origin, scheme = (text.partition("://")[0] if "://" in text else "" for text in (row_location, path))
     if origin not in ("", "file") and (
-        scheme not in ("", "http", "https", origin) or "::" in path or os.path.isabs(expanded(path))
+        scheme not in ("", "http", "https", origin) or "::" in path or os.path.isabs(expand_home(path))
     ):
         raise UnusableRow(f"it names the recording {path}, which a list from elsewhere may not: only what is there too")
-    if "://" in path or os.path.isabs(expanded(path)):
-        return expanded(path)
+    if "://" in path or os.path.isabs(expand_home(path)):
+        return expand_home(path)
     listing, colon, number = row_location.rpartition(":")
     if colon and number.isdigit():
         folder, slash, _ = listing.rpartition("/")

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.data.sources.compression import compression_of, open_zip
 from lm_trainer.data.sources.frames import DamagedFrames, open_frames
 
@@ -68,7 +68,7 @@ class File(NamedTuple):
     def path(self) -> str | None:
         """The absolute local path, also for `file://` URLs; None for remote files."""
         if self.local:
-            return os.path.abspath(expanded(self.url))
+            return os.path.abspath(expand_home(self.url))
         return os.path.abspath(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
 
     def identity(self) -> dict[str, object]:
@@ -145,7 +145,7 @@ def file_at(filesystem: AbstractFileSystem, path: str, url: str) -> File:
 
 def is_file(url: str) -> bool:
     """True if a URL is the path of a local file."""
-    return os.path.isfile(expanded(url))
+    return os.path.isfile(expand_home(url))
 
 
 def group_files(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:

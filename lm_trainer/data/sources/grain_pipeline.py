@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad_row, json_type, read_record
 
 _SHARD_RECORDS = 1 << 16
@@ -118,7 +118,7 @@ def _function(factory: str) -> Callable[..., object]:
 
 
 def _load_file(path: str) -> ModuleType:
-    full = os.path.abspath(expanded(path))
+    full = os.path.abspath(expand_home(path))
     if not os.path.isfile(full):
         raise UserError(f"data.source.factory: there is no file {full}")
     name = f"lmt_pipeline_{hashlib.sha256(full.encode()).hexdigest()[:12]}"

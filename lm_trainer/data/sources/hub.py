@@ -13,7 +13,7 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.hub import hub_unreachable_reason
-from lm_trainer.core.safe_names import check_name
+from lm_trainer.core.safe_names import check_relative_path
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
 from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
@@ -94,7 +94,7 @@ class _Repository(NamedTuple):
     """The configurations listed in the dataset card."""
 
     def file(self, path: str, *, download: bool) -> File:
-        url = check_listed(f"hf://datasets/{self.id}@{self.commit}/{check_name(path, self.id)}")
+        url = check_listed(f"hf://datasets/{self.id}@{self.commit}/{check_relative_path(path, self.id)}")
         return File(url, self.sizes[path], self.commit, download)
 
     def data_files(self, name: str | None, split: str) -> list[str]:

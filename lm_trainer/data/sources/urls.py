@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded, variable_problem
+from lm_trainer.core.files import expand_home, variable_problem
 from lm_trainer.data.sources.compression import unpacking_problem
 from lm_trainer.data.sources.files import File, check_listed, file_at, file_system, is_file
 
@@ -108,7 +108,7 @@ def _find(url: str, key: str) -> list[File]:
     # The query of a URL may contain a `$`.
     if "://" not in url and not is_file(url) and (problem := variable_problem(url)):
         raise UserError(f"{key}: {problem}")
-    url = expanded(url)
+    url = expand_home(url)
     filesystem, path = _file_system(url, key)
     try:
         if not is_file(url) and any(character in path for character in "*?["):

@@ -33,7 +33,7 @@ def parsed_claim(content: bytes | None) -> Claim | None:
         claim = parsed_json(content or b"null")
     except ValueError:
         return None
-    if not isinstance(claim, dict) or ProcessId.parsed(claim) is None:
+    if not isinstance(claim, dict) or ProcessId.from_record(claim) is None:
         return None
     return claim if isinstance(claim.get("beat"), int | float) else None
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.core.hub import hub_unreachable_reason
 from lm_trainer.core.safe_names import path_inside
 from lm_trainer.data.tokenizer.base import HfTokenizer, TokenizerConfig
@@ -35,7 +35,7 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
     Raises:
         UserError: if the tokenizer is missing, is not a fast tokenizer, or cannot be downloaded.
     """
-    path = Path(expanded(config.name))
+    path = Path(expand_home(config.name))
     if path.exists():
         return _from_path(path, config.eos_token)
     if _is_path(config.name):
@@ -81,7 +81,7 @@ def _cached_file(config: Pretrained) -> Path | None:
 
 def _is_path(name: str) -> bool:
     return (
-        Path(expanded(name)).exists()
+        Path(expand_home(name)).exists()
         or name.startswith((".", "/", "~"))
         or name.endswith(".json")
         or name.count("/") > 1
