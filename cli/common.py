@@ -150,9 +150,9 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
     try:
         loaded = load(config, overrides or [], root, options=[*options, "--help"], foreign=_foreign_settings)
     except ConfigError as error:
-        from lm_trainer.config.imports.translate import foreign_dialect
+        from lm_trainer.config.imports.translate import detect_framework
 
-        if config.is_file() and (framework := foreign_dialect(config, root)) is not None:
+        if config.is_file() and (framework := detect_framework(config, root)) is not None:
             raise UserError(
                 f"{config}: a configuration of {framework}; `lmt config import {config} -o my.yaml` turns it into one "
                 "of ours"
@@ -165,9 +165,9 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
 
 def _foreign_settings(key: str) -> list[str]:
     # Imported lazily: needed for a message only.
-    from lm_trainer.config.imports.translate import foreign_settings
+    from lm_trainer.config.imports.translate import settings_for_foreign_key
 
-    return foreign_settings(key)
+    return settings_for_foreign_key(key)
 
 
 def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lm_trainer.checkpoint.store import CheckpointStore
-from lm_trainer.core.files import local_path, ensure_writable_directory
+from lm_trainer.core.files import ensure_writable_directory, local_path
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig

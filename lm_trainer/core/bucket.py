@@ -14,7 +14,7 @@ from typing import Any
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import expand_home
-from lm_trainer.core.key_values import KeyValues, tensorstore_context, plain_error_text
+from lm_trainer.core.key_values import KeyValues, plain_error_text, tensorstore_context
 from lm_trainer.core.safe_names import check_relative_path
 
 _PROBE_SECONDS = 10.0

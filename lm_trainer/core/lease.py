@@ -97,17 +97,16 @@ class Lease:
         started = time.monotonic()
         while time.monotonic() - started < ENDS_AFTER:
             if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
-                self._waiting(
-                    f"waiting for {_describe_holder(_parse_holder(first))}, which no longer answers, to lose {self._directory}"
-                )
+                holder = _describe_holder(_parse_holder(first))
+                self._waiting(f"waiting for {holder}, which no longer answers, to lose {self._directory}")
             time.sleep(1)
             body, generation = self._directory.read_versioned(_KEY)
             if body is None:
                 return False
             if body != first:
+                holder = _describe_holder(_parse_holder(body))
                 raise UserError(
-                    f"{self._directory} is in use by {_describe_holder(_parse_holder(body))}; wait for it, stop it, or set trainer.id to "
-                    f"another name"
+                    f"{self._directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
                 )
         return self._write(generation)
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from lm_trainer.core.errors import Preempted, Stopped
-from lm_trainer.core.terminal_loss import signals_to_handle, redirect_terminal_to_devnull
+from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 from lm_trainer.parallel.flags import FlagExchange
 from lm_trainer.parallel.processes import is_lead
 

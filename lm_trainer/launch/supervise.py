@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
 from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED
-from lm_trainer.core.terminal_loss import signals_to_handle, redirect_terminal_to_devnull
+from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 
 GRACE_PERIOD = 15.0
 """Seconds for the other processes to end by themselves after a failure, and the same time to end after SIGTERM.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_trainer.core.config import LocalPath
-from lm_trainer.core.files import local_path, ensure_writable_directory, write_atomically
+from lm_trainer.core.files import ensure_writable_directory, local_path, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 from lm_trainer.trackers.catch_up import Missing
 from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, TEXTS, JsonLines, decode, machine_error, parse

@@ -13,7 +13,7 @@ from lm_trainer.config.config_node import ConfigNode, all_keys
 from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import flatten
 from lm_trainer.config.imports.read import read_foreign
-from lm_trainer.config.imports.translate import foreign_dialect, translate
+from lm_trainer.config.imports.translate import detect_framework, translate
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
@@ -304,7 +304,7 @@ def test_a_file_of_something_else_is_not_taken_for_one_of_these(
         file.write_text(json.dumps(some))
         with pytest.raises(UserError, match=r"--from NAME"):
             translate(file, RunConfig)
-        assert foreign_dialect(file, RunConfig) is None
+        assert detect_framework(file, RunConfig) is None
 
 
 def test_keys_that_are_unknown_in_number_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm_trainer.config.loader import load
-from lm_trainer.config.value_type import tags, value_type_of_field
+from lm_trainer.config.value_type import type_tags, value_type_of_field
 from lm_trainer.core.config import Config, PathType
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.files import KEYS_WITH_URLS, local_path
@@ -78,7 +78,7 @@ def is_config(part: Any) -> TypeGuard[type[Config]]:
 
 
 def tag(model: type[Config]) -> str | None:
-    return next(iter(tags(model)), None)
+    return next(iter(type_tags(model)), None)
 
 
 def with_block(blocks: Mapping[str, Any], path: tuple[str | int, ...], block: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import pytest
 from yaml.nodes import ScalarNode
 
 from lm_trainer.config.yaml_nodes import MAX_BYTES, read_file
-from lm_trainer.config.yaml_syntax import compose, flow, scalar
+from lm_trainer.config.yaml_syntax import compose, parse_scalar, to_flow_yaml
 from tests.config.samples import Files
 
 
 def value_of(text: str) -> Any:
     node = compose(text)
     assert isinstance(node, ScalarNode)
-    return scalar(node)
+    return parse_scalar(node)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ TRICKY = [
 
 @pytest.mark.parametrize("text", TRICKY)
 def test_text_is_written_so_that_it_reads_back_as_the_same_text(text: str) -> None:
-    assert value_of(flow(text)) == text
-    assert "\n" not in flow(text)
+    assert value_of(to_flow_yaml(text)) == text
+    assert "\n" not in to_flow_yaml(text)
 
 
 @pytest.mark.parametrize("value", [1e-5, 6e-4, 1e16, 0.1 + 0.2, 5e-324, -1.0, 10**30, 1e22])
 def test_numbers_are_written_exactly(value: float) -> None:
-    assert value_of(flow(value)) == value
-    assert type(value_of(flow(value))) is type(value)
+    assert value_of(to_flow_yaml(value)) == value
+    assert type(value_of(to_flow_yaml(value))) is type(value)
 
 
 def test_flow_writes_nested_data_on_one_line() -> None:
     value = {"a": [1, "2", None, True], "b": {}, "c": []}
-    assert flow(value) == "{a: [1, '2', null, true], b: {}, c: []}"
+    assert to_flow_yaml(value) == "{a: [1, '2', null, true], b: {}, c: []}"
 
 
 def test_positions_are_those_of_values_and_keys(files: Files) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from lm_trainer.core.terminal import escape_for_terminal, json_line, escape_line
+from lm_trainer.core.terminal import escape_for_terminal, escape_line, json_line
 
 COMMANDS = {
     "the title of the window": "\x1b]0;mine\x07",

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.config.loader import load
-from lm_trainer.core.config import Config, Duration, format_duration, resolve_steps, parse_duration
+from lm_trainer.core.config import Config, Duration, format_duration, parse_duration, resolve_steps
 from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.precision import Policy, PrecisionPolicy, format_policy, parse_policy
 from lm_trainer.models import Gpt2Config

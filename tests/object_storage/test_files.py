@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core import bucket_files
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import download_objects, local_copy, upload_directory, staging_directory
+from lm_trainer.core.bucket_files import download_objects, local_copy, staging_directory, upload_directory
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub

@@ -17,7 +17,7 @@ from lm_trainer.core.bucket_files import staging_directory
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.file_lock import try_lock
-from lm_trainer.core.files import local_path, ensure_writable_directory, write_atomically
+from lm_trainer.core.files import ensure_writable_directory, local_path, write_atomically
 from lm_trainer.core.lease import Lease
 from lm_trainer.core.process_id import ProcessId
 from lm_trainer.core.safe_names import path_inside
