@@ -227,7 +227,7 @@ def _find_containers(override: Override, document: Document, root: type[BaseMode
     return node, holders
 
 
-def _enter_container(value: Any, key: str | int, node: ConfigNode, override: Override, depth: int) -> Any:
+def _enter_container(value: object, key: str | int, node: ConfigNode, override: Override, depth: int) -> object:
     """The block or list that contains `key`: the existing value, else a new block.
 
     Raises:

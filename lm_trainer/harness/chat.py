@@ -35,7 +35,7 @@ class TaskTemplate:
         except jinja().TemplateError as error:
             raise UserError(f"the chat template of the model's tokenizer is wrong: {error}") from None
 
-    def write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def format_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         """Formats messages, ending with the start of an answer or with the open end of the last message.
 
         If the template rejects the messages, formats them without system messages.
@@ -45,16 +45,16 @@ class TaskTemplate:
         """
         errors = jinja()
         try:
-            return self._write(messages, add_generation_prompt=add_generation_prompt)
+            return self._format_messages(messages, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
             without_system = [message for message in messages if message["role"] != "system"]
             _warn_once(str(error))
         try:
-            return self._write(without_system, add_generation_prompt=add_generation_prompt)
+            return self._format_messages(without_system, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
             raise UserError(f"the chat template does not take a question: {error}") from None
 
-    def _write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _format_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         if add_generation_prompt:
             return self._render(messages, add_generation_prompt=True)
         *history, last = messages

@@ -239,8 +239,8 @@ def test_draws_are_from_the_tokens_that_transformers_draws_from(tmp_path: Path) 
     defaults = transformers.GenerationConfig._get_default_generation_params()
     plain = HarnessModel(model, made)
     for name in ("top_k", "top_p", "repetition_penalty"):
-        assert plain._setting(name, {}) == defaults[name]
+        assert plain._generation_setting(name, {}) == defaults[name]
         own = HarnessModel(model, made, settings=HfSettings({}, {name: 0.5, "num_beams": 4, "min_p": 0.0}))
-        assert own._setting(name, {}) == 0.5
-        assert own._setting(name, {name: 0.25}) == 0.25
+        assert own._generation_setting(name, {}) == 0.5
+        assert own._generation_setting(name, {name: 0.25}) == 0.25
         assert own._not_computed == "num_beams=4"

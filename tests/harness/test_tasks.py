@@ -82,7 +82,7 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
         log_samples=True,
     )
     asked = Tasks(config)
-    ours = asked.ask(model)
+    ours = asked.evaluate_model(model)
     peer: Any = huggingface.HFLM
     simple_evaluate: Any = evaluator.simple_evaluate
     reference = simple_evaluate(
@@ -112,7 +112,7 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
     assert 0 < ours[0].metrics["acc"] < 1
     assert len({sample["resps"][0][0] for sample in ours[1].samples}) > 1
     # A task that is asked again draws the same examples.
-    assert [each.metrics for each in asked.ask(model)] == [each.metrics for each in ours]
+    assert [each.metrics for each in asked.evaluate_model(model)] == [each.metrics for each in ours]
 
 
 @pytest.mark.slow

@@ -56,9 +56,9 @@ def find_dialect(file: Path, keys: Set[str], name: str | None, root: type[Config
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
     if 2 * len(matched) < len(keys) or (few and len(matched) < len(keys)):
         raise UserError(
-            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_format_keys(matched)}), and not the "
-            f"others ({_format_keys(keys - matched)}), so it may be of something else; say whose it is with --from NAME "
-            f"({names})"
+            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_format_keys(matched)}), and not "
+            f"the others ({_format_keys(keys - matched)}), so it may be of something else; say whose it is with --from "
+            f"NAME ({names})"
         )
     return best
 
