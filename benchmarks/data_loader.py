@@ -27,7 +27,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.loader import TrainIterator
-from lm_trainer.data.mixture import Mixture, shares
+from lm_trainer.data.mixture import Mixture, cycle_counts
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.packing import PackedRows, best_fit
@@ -103,7 +103,7 @@ def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[st
     return {
         "no shuffle": single(NoShuffle()),
         "full shuffle": single(FullShuffle()),
-        "mixture of three": TrainOrder(sets, Mixture([(0, shares((0.5, 0.3, 0.2)))])),
+        "mixture of three": TrainOrder(sets, Mixture([(0, cycle_counts((0.5, 0.3, 0.2)))])),
         "best-fit packing": TrainOrder(
             [TrainSet("train", packed, packed.num_rows, FullShuffle(), 0)], Mixture([(0, (1,))])
         ),

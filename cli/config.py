@@ -96,11 +96,11 @@ _KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
 
 
 def _check_files(loaded: "Loaded[RunConfig]") -> None:
-    from lm_trainer.data.missing_files import missing_data
+    from lm_trainer.data.missing_files import find_missing_data
 
     missing = [
         f"{loaded.origin(f'data.{key}')}: data.{key}: {reason}"
-        for key, reason in missing_data(loaded.config.data, network=False)
+        for key, reason in find_missing_data(loaded.config.data, network=False)
     ]
     if missing:
         raise ConfigError(missing)

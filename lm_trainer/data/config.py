@@ -13,7 +13,7 @@ from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
 from lm_trainer.data.formats.default_packing import Packing, default_packing
-from lm_trainer.data.mixture import check_known, check_set_names, check_steps, shares
+from lm_trainer.data.mixture import check_known_sets, check_set_names, check_steps, cycle_counts
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
@@ -302,7 +302,7 @@ class DataConfig(SetConfig):
         for step, weights in self._weights():
             self._check_names("train_weights", weights)
             try:
-                shares(list(weights.values()))
+                cycle_counts(list(weights.values()))
             except ValueError as error:
                 raise ValueError(f"train_weights from step {step} on: {error}") from None
 
@@ -315,7 +315,7 @@ class DataConfig(SetConfig):
                 raise ValueError(f"train_weights trains on {name}, which has no train_urls; give it the weight 0")
 
     def _check_names(self, key: str, value: Mapping[str, object]) -> None:
-        check_known(key, value, self.sets)
+        check_known_sets(key, value, self.sets)
 
     @model_validator(mode="after")
     def _check_audio(self) -> Self:
@@ -353,7 +353,7 @@ class DataConfig(SetConfig):
         """Frames and channels of the audio features of each row; None for text only."""
         return next(iter(self.sets.values())).format.features_shape
 
-    def need_documents(self) -> None:
+    def require_documents(self) -> None:
         """Makes sure every set consists of documents.
 
         Raises:
@@ -387,7 +387,9 @@ class DataConfig(SetConfig):
     @property
     def stages(self) -> list[tuple[int, tuple[int, ...]]]:
         """(First step, shares of the trained sets) for each change of the weights."""
-        return [(step, shares([weights.get(name, 0) for name in self.trained])) for step, weights in self._weights()]
+        return [
+            (step, cycle_counts([weights.get(name, 0) for name in self.trained])) for step, weights in self._weights()
+        ]
 
     @property
     def trained(self) -> list[str]:
@@ -400,6 +402,6 @@ class DataConfig(SetConfig):
             return [(0, {SINGLE_SET: 1.0})]
         return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights
 
-    def of_set(self, value: PerSet | None, name: str) -> int | None:
+    def value_for_set(self, value: PerSet | None, name: str) -> int | None:
         """Returns one set's value of a setting that may differ by set."""
         return value.get(name) if isinstance(value, dict) else value

@@ -109,7 +109,7 @@ class Data:
         """
         if not self.complete:
             raise RuntimeError("the text is still being tokenised; use fingerprints")
-        return self._identity.tokens(step)
+        return self._identity.hash_tokens(step)
 
     def fingerprints(self, step: int | None = None) -> dict[str, str]:
         """Returns hashes that identify the data of a run.
@@ -119,11 +119,11 @@ class Data:
         or, if one of them does not have it, in `sources`.
         """
         hashes = {"tokens": self.fingerprint(step)} if self.complete else {}
-        return {**hashes, "sources": self._identity.sources(step)}
+        return {**hashes, "sources": self._identity.hash_sources(step)}
 
-    def order(self, schedule: int | BatchSchedule) -> TrainOrder:
+    def train_order(self, schedule: int | BatchSchedule) -> TrainOrder:
         """Returns the rows of a run with these batch sizes by position, as far as they are final."""
-        return self._train_sets.order(_schedule(schedule))
+        return self._train_sets.train_order(_as_batch_schedule(schedule))
 
     def share_without_loss(self, schedule: int | BatchSchedule, num_steps: int) -> float:
         """Estimates the share of a run's rows without any loss token.
@@ -139,7 +139,7 @@ class Data:
         skipped = self.config.features_shape is not None or any(isinstance(train.rows, GrainRows) for train in sets)
         if skipped or not self.complete or not any(self._has_mask(train.name) for train in sets):
             return 0.0
-        order, sizes = self.order(schedule), _schedule(schedule)
+        order, sizes = self.train_order(schedule), _as_batch_schedule(schedule)
         last = min(sizes.rows_before(num_steps), sys.maxsize if order.length is None else order.length)
         positions_N = np.unique(np.linspace(0, last - 1, min(last, _SAMPLED_ROWS)).astype(np.int64))
         # In random order, so the rows read in time are a fair sample.
@@ -156,7 +156,7 @@ class Data:
 
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
         """Returns the number of full batches until `data.stop_strategy` ends training; None if it never does."""
-        return full_steps(self.order(schedule), _schedule(schedule))
+        return full_steps(self.train_order(schedule), _as_batch_schedule(schedule))
 
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
         """The rows of a run in order, as a Grain dataset: element i is row i, a `Batch` of fields [S].
@@ -173,7 +173,7 @@ class Data:
         """
         if not self.complete:
             raise RuntimeError("the text is still being tokenised; open the data without background=True")
-        return row_dataset(self.order(schedule))
+        return row_dataset(self.train_order(schedule))
 
     def train(
         self, schedule: int | BatchSchedule, *, rows: HostRows, first_step: int = 0, num_steps: int
@@ -189,7 +189,7 @@ class Data:
         Raises:
             UserError: if the data end earlier by `data.stop_strategy`; while they grow, the iterator raises it.
         """
-        sizes, sets = _schedule(schedule), self._train_sets
+        sizes, sets = _as_batch_schedule(schedule), self._train_sets
         steps, closed = range(first_step, first_step + num_steps), threading.Event()
         order: TrainOrder | GrowingOrder = sets.checked_order(sizes, steps)
         if not all(train.final for train in order.sets):
@@ -213,5 +213,5 @@ class Data:
             self.builds.close()
 
 
-def _schedule(value: int | BatchSchedule) -> BatchSchedule:
+def _as_batch_schedule(value: int | BatchSchedule) -> BatchSchedule:
     return BatchSchedule.constant(value) if isinstance(value, int) else value

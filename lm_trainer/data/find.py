@@ -22,7 +22,7 @@ from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import full_stream_passages
+from lm_trainer.data.provenance import iter_full_stream_passages
 from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ class Needle:
         return [
             match
             for position in self._filter_anchors(tokens_T, anchors).tolist()
-            for match in self._matches(tokens_T, position)
+            for match in self._iter_matches(tokens_T, position)
         ]
 
     def _filter_anchors(self, tokens_T: np.ndarray, anchors: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ class Needle:
                 likely |= fits
         return anchors[likely]
 
-    def _matches(self, tokens_T: np.ndarray, position: int) -> Iterator[Match]:
+    def _iter_matches(self, tokens_T: np.ndarray, position: int) -> Iterator[Match]:
         for offset in self.tokens[int(tokens_T[position])]:
             length = len(self._texts_V[int(tokens_T[position])] or b"")
             stop = self._match_right(tokens_T, position + 1, length - offset)
@@ -288,7 +288,7 @@ class Tracer:
 
     def __init__(self, data: Data, schedule: BatchSchedule, num_steps: int, texts_V: Sequence[bytes | None]):
         self._data, self._schedule, self._num_steps, self._texts_V = data, schedule, num_steps, texts_V
-        self._order: TrainOrder = data.order(schedule)
+        self._order: TrainOrder = data.train_order(schedule)
         self._index: Mapping[str, int] = {
             f"{train.name}/train": number for number, train in enumerate(self._order.sets)
         }
@@ -296,13 +296,13 @@ class Tracer:
     def trace(self, name: str, match: Match) -> Occurrence:
         """Returns the document of an occurrence, and its steps."""
         cache = self._data.caches[name]
-        (passage,) = full_stream_passages(cache, self._data.tokenizer, match.first, 1)
+        (passage,) = iter_full_stream_passages(cache, self._data.tokenizer, match.first, 1)
         character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
-        trained = tuple(sorted(self._trained_at(name, match)))
+        trained = tuple(sorted(self._iter_training_steps(name, match)))
         excluded = cache.position_of(match.first) is None
         return Occurrence(name, passage.where, character, match, trained, excluded)
 
-    def _trained_at(self, name: str, match: Match) -> Iterator[TrainedAt]:
+    def _iter_training_steps(self, name: str, match: Match) -> Iterator[TrainedAt]:
         if name not in self._index:
             return
         index = self._index[name]

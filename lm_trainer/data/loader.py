@@ -58,11 +58,11 @@ class _StepSource:
             raise RuntimeError("the iterator of batches has been closed")
         return self._order.read(self._positions(int(index)))
 
-    def missing(self, index: int) -> MissingTokens | None:
+    def missing_tokens(self, index: int) -> MissingTokens | None:
         """Returns the tokens needed for element `index` but not tokenised yet."""
         if not isinstance(self._order, GrowingOrder) or index >= len(self):
             return None
-        return self._order.missing(self._positions(index))
+        return self._order.missing_tokens(self._positions(index))
 
     def _positions(self, index: int) -> np.ndarray:
         step = self._steps[index]
@@ -157,13 +157,13 @@ class TrainIterator(Iterator[Batch]):
         """True if a batch may have to wait for text still being tokenised."""
         return isinstance(self._order, GrowingOrder) and self._order.growing
 
-    def missing(self) -> MissingTokens | None:
+    def missing_tokens(self) -> MissingTokens | None:
         """Returns the tokens the next batch waits for; None if `next` does not have to wait for tokenising.
 
         Raises:
             UserError: if they will never come because the build of their cache failed.
         """
-        return self._source.missing(self._taken)
+        return self._source.missing_tokens(self._taken)
 
     def saved_state(self) -> dict[str, object]:
         """The state in the format of Grain's iterators: the next step, counted from 0, and the states of pipelines."""

@@ -47,7 +47,7 @@ def open_data(
         MachineError: if the disk is full.
     """
     plan = plan_caches(config, on_progress, ray)
-    growing = _unfinished(plan.builds) if background else {}
+    growing = _select_background_builds(plan.builds) if background else {}
     callbacks, excluded = BuildCallbacks(on_progress), excluded_documents(config)
     caches = {
         # A growing cache is opened in its current state; any other is built to its end first.
@@ -68,7 +68,7 @@ def open_data(
     return data
 
 
-def _unfinished(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
+def _select_background_builds(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
     """Returns the builds large enough to run in the background."""
     unfinished = {
         name: build for name, build in builds.items() if isinstance(build, Build) and not build.look().finished

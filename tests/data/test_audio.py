@@ -20,7 +20,7 @@ from lm_trainer.data.audio.mel import LogMel
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats import AudioFormat, UnusableRow
-from lm_trainer.data.inspect import stats, status, verify
+from lm_trainer.data.inspect import cache_stats, cache_statuses, verify_cache
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.audio_files import AudioFiles
@@ -262,10 +262,10 @@ class TestCache:
         store = cached.caches["train/train"].store
         assert {key.rpartition(".")[2] for key in store.list("parts")} == {"bin", "fea", "json", "len", "msk", "row"}
         assert not [key for key in recomputed.caches["train/train"].store.list("parts") if key.endswith("fea")]
-        assert verify(store, cached.caches["train/train"].ledger) == []
+        assert verify_cache(store, cached.caches["train/train"].ledger) == []
         (key,) = [key for key in store.list("parts") if key.endswith("fea")]
         store.write(f"parts/{key}", (store.read(f"parts/{key}") or b"")[:-4] + b"wxyz")
-        (problem,) = verify(KvStore(store.url), cached.caches["train/train"].ledger)
+        (problem,) = verify_cache(KvStore(store.url), cached.caches["train/train"].ledger)
         assert problem.endswith(f"{key} has changed since it was written")
         with pytest.raises(MachineError, match=f"{key} has changed since it was written"):
             first(opened(tmp_path / "kept", source=MORSE), 12)
@@ -301,11 +301,11 @@ class TestCache:
     @pytest.mark.parametrize(("features", "stored"), [("cached", "(0.0 MB)"), ("on_the_fly", "(made on the fly)")])
     def test_features_are_told_apart_from_text(self, tmp_path: Path, features: str, stored: str) -> None:
         data = opened(tmp_path, {"features": features}, source=MORSE)
-        train = status(data.config)[0]
+        train = cache_statuses(data.config)[0]
         assert f"12 documents, {train.ledger.num_tokens} tokens of 0.0 MB, features of 100 x {MELS} {stored}" in str(
             train
         )
-        statistics = stats(KvStore(train.url), train.ledger, None)
+        statistics = cache_stats(KvStore(train.url), train.ledger, None)
         # The start and the end of a text are tokens, too.
         assert statistics.bytes_per_token is not None
         assert statistics.bytes_per_token < 1

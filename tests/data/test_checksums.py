@@ -20,7 +20,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
-from lm_trainer.data.inspect import damaged_parts, remove_parts, status, verify
+from lm_trainer.data.inspect import cache_statuses, find_damaged_parts, remove_parts, verify_cache
 from lm_trainer.data.tokenize.build import BuildOptions
 from tests.data.conftest import contents
 
@@ -136,7 +136,7 @@ def test_parts_that_were_exchanged_do_not_fit_the_ledger(config: DataConfig, par
         second.write_bytes(content)
     with pytest.raises(UserError, match=r"0000[12]\.json does not fit ledger\.json; remove"):
         read_all(parts)
-    wrong = verify(KvStore(str(parts.parent)), Ledger.read(KvStore(str(parts.parent))))
+    wrong = verify_cache(KvStore(str(parts.parent)), Ledger.read(KvStore(str(parts.parent))))
     assert [line.rpartition("/")[2] for line in wrong] == [
         "00000-00001.json does not fit ledger.json",
         "00000-00002.json does not fit ledger.json",
@@ -150,11 +150,11 @@ def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConf
     store = KvStore(str(parts.parent))
     for removed in (2, 0):
         ledger = Ledger.read(store)
-        assert remove_parts(store, ledger, damaged_parts(store, ledger)) == removed
+        assert remove_parts(store, ledger, find_damaged_parts(store, ledger)) == removed
     data = open_data(config, seq_len=64, seed=0)
     assert data.complete
     assert contents(parts.parent) == original
-    assert verify(store, Ledger.read(store)) == []
+    assert verify_cache(store, Ledger.read(store)) == []
 
 
 def test_checksums_that_are_damaged_themselves_are_named(parts: Path) -> None:
@@ -177,8 +177,10 @@ def test_a_read_compares_the_blocks_that_it_needs_once(
     parts: Path, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    compare = BlockSums.compare
-    monkeypatch.setattr(BlockSums, "compare", lambda self, block, x: compared.append(block) or compare(self, block, x))
+    compare = BlockSums.verify_block
+    monkeypatch.setattr(
+        BlockSums, "verify_block", lambda self, block, x: compared.append(block) or compare(self, block, x)
+    )
     store = KvStore(str(parts.parent))
     if remote:
         store.local = None
@@ -233,7 +235,7 @@ def test_a_damaged_claim_of_a_builder_holds_nobody(config: DataConfig, parts: Pa
     (cache / "ledger.json").unlink()
     (cache / "shards/00000.json").unlink()
     (cache / "builder.json").write_bytes(content)
-    assert status(config)[0].builder is None
+    assert cache_statuses(config)[0].builder is None
     assert open_data(config, seq_len=64, seed=0).complete
     assert not (cache / "builder.json").exists()
 

@@ -118,7 +118,7 @@ def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: di
     assert [(occurrence.cache, occurrence.where, occurrence.character) for occurrence in matches] == expected
     assert matches[2].trained_at == ()
     # By brute force: every row of every step, by the runs of tokens that it was made of.
-    order = data.order(SCHEDULE)
+    order = data.train_order(SCHEDULE)
     for occurrence in matches[:2]:
         expected_at = []
         for step in range(STEPS):

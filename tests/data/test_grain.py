@@ -62,13 +62,13 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
             assert field.dtype == expected.dtype
             np.testing.assert_array_equal(field, expected)
     # Any row by itself, without those before it, and far beyond the first epoch where the data do not end.
-    end = data.order(SCHEDULE).length
+    end = data.train_order(SCHEDULE).length
     assert len(rows) == (sys.maxsize if end is None else end)
     assert end is None or name == "in order, once"
     far = len(rows) - 1 if end is not None else 10**12
     alone = rows[far]
     assert alone is not None
-    np.testing.assert_array_equal(alone.tokens, data.order(SCHEDULE).read(np.array([far])).tokens[0])
+    np.testing.assert_array_equal(alone.tokens, data.train_order(SCHEDULE).read(np.array([far])).tokens[0])
     hosts = [rows[host::2].to_iter_dataset() for host in range(2)]
     first = [next(iter(host)).tokens for host in hosts]
     np.testing.assert_array_equal(first, batches[0].tokens[:2])

@@ -168,10 +168,10 @@ def test_rows_are_trained_on_in_their_order(tmp_path: Path, module: str, kind: s
 def test_rows_have_no_documents(tmp_path: Path, module: str) -> None:
     grain = {"source": {"type": "grain", "factory": f"{module}:rows", "elements": "rows"}}
     with pytest.raises(UserError, match=r"the data are rows that a pipeline of Grain makes .* no documents"):
-        DataConfig.model_validate(grain).need_documents()
+        DataConfig.model_validate(grain).require_documents()
     mixture = {"configs": {"text": {"train_urls": ["a.jsonl"]}, "made": grain}, "train_weights": {"text": 1, "made": 1}}
     with pytest.raises(UserError, match=r"the set made is rows"):
-        DataConfig.model_validate(mixture).need_documents()
+        DataConfig.model_validate(mixture).require_documents()
     with pytest.raises(ValueError, match="exclude leaves out documents, but a pipeline of Grain makes rows"):
         DataConfig.model_validate({**grain, "exclude": "list.jsonl"})
 

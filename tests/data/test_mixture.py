@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.mixture import RESOLUTION, Mixture, shares
+from lm_trainer.data.mixture import RESOLUTION, Mixture, cycle_counts
 from lm_trainer.data.rows.eval_set import EvalSet
 
 WEIGHTS = [(1,), (0.7, 0.3), (1, 1, 1), (0.5, 0.25, 0.125, 0.125), (0.9, 0.05, 0.03, 0.02), (7, 0, 5, 11, 1.5)]
@@ -23,7 +23,7 @@ WEIGHTS = [(1,), (0.7, 0.3), (1, 1, 1), (0.5, 0.25, 0.125, 0.125), (0.9, 0.05, 0
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_every_prefix_holds_the_proportions_to_one_row(weights: tuple[float, ...]) -> None:
-    sets, draws = Mixture([(0, shares(weights))]).locate(np.arange(5000))
+    sets, draws = Mixture([(0, cycle_counts(weights))]).locate_draws(np.arange(5000))
     counts = np.cumsum(sets[:, None] == np.arange(len(weights)), axis=0)
     exact = np.arange(1, 5001)[:, None] * np.asarray(weights) / sum(weights)
     assert np.abs(counts - exact).max() < 1
@@ -34,11 +34,11 @@ def test_every_prefix_holds_the_proportions_to_one_row(weights: tuple[float, ...
 def test_weights_no_short_cycle_can_express_are_rounded_to_its_parts() -> None:
     rng = np.random.default_rng(0)
     weights = rng.random(12).tolist()
-    counts = shares(weights)
+    counts = cycle_counts(weights)
     assert sum(counts) <= RESOLUTION
     exact = np.asarray(weights) / sum(weights)
     np.testing.assert_allclose(np.asarray(counts) / sum(counts), exact, atol=1 / RESOLUTION)
-    sets, _ = Mixture([(0, counts)]).locate(np.arange(RESOLUTION))
+    sets, _ = Mixture([(0, counts)]).locate_draws(np.arange(RESOLUTION))
     drawn = np.cumsum(sets[:, None] == np.arange(12), axis=0)
     exact = np.arange(1, RESOLUTION + 1)[:, None] * np.asarray(counts) / sum(counts)
     assert np.abs(drawn - exact).max() < 1
@@ -47,14 +47,14 @@ def test_weights_no_short_cycle_can_express_are_rounded_to_its_parts() -> None:
 @pytest.mark.parametrize("weights", [(0.0, 0.0), (1.0, -1.0), (1.0, 1e-9)])
 def test_weights_that_mean_nothing_are_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="weight"):
-        shares(weights)
+        cycle_counts(weights)
 
 
 STAGES = [
-    (0, shares((0.7, 0.3, 0))),
-    (13, shares((0, 0.5, 0.5))),
-    (14, shares((0.2, 0.2, 0.6))),
-    (1000, shares((1, 0, 0))),
+    (0, cycle_counts((0.7, 0.3, 0))),
+    (13, cycle_counts((0, 0.5, 0.5))),
+    (14, cycle_counts((0.2, 0.2, 0.6))),
+    (1000, cycle_counts((1, 0, 0))),
 ]
 
 
@@ -62,7 +62,7 @@ def brute_force(mixture: Mixture, stop: int) -> list[tuple[int, int]]:
     """One position at a time, counting."""
     drawn, rows = [0, 0, 0], []
     for position in range(stop):
-        (index,), _ = mixture.locate(np.array([position]))
+        (index,), _ = mixture.locate_draws(np.array([position]))
         rows.append((int(index), drawn[index]))
         drawn[index] += 1
     return rows
@@ -71,23 +71,23 @@ def brute_force(mixture: Mixture, stop: int) -> list[tuple[int, int]]:
 def test_stages_neither_skip_nor_repeat_draws() -> None:
     mixture = Mixture(STAGES)
     expected = brute_force(mixture, 1100)
-    sets, draws = mixture.locate(np.arange(1100))
+    sets, draws = mixture.locate_draws(np.arange(1100))
     assert list(zip(sets.tolist(), draws.tolist(), strict=True)) == expected
     assert set(sets[:13].tolist()) == {0, 1}
     assert sets[13] in (1, 2)
     assert set(sets[1000:].tolist()) == {0}
     for position, (index, draw) in enumerate(expected):
-        assert mixture.position(index, draw) == position
+        assert mixture.position_of_draw(index, draw) == position
     for position in (0, 1, 13, 14, 500, 1000, 1100):
         counted = [sum(index == k for index, _ in expected[:position]) for k in range(3)]
-        assert mixture.drawn(position).tolist() == counted
-    assert mixture.position(2, 10**6) is None
+        assert mixture.count_draws(position).tolist() == counted
+    assert mixture.position_of_draw(2, 10**6) is None
 
 
 def test_a_far_position_is_found_without_counting() -> None:
     mixture = Mixture(STAGES[:3])
-    sets, draws = mixture.locate(np.arange(10**12, 10**12 + 10))
-    drawn = mixture.drawn(10**12)
+    sets, draws = mixture.locate_draws(np.arange(10**12, 10**12 + 10))
+    drawn = mixture.count_draws(10**12)
     for index, draw in zip(sets.tolist(), draws.tolist(), strict=True):
         assert draw == drawn[index]
         drawn[index] += 1
@@ -120,7 +120,7 @@ def opened(config: DataConfig) -> Data:
 
 
 def origins(data: Data, stop: int, schedule: int | BatchSchedule = 4) -> list[tuple[str, int, int]]:
-    rows = data.order(schedule).origins(np.arange(stop))
+    rows = data.train_order(schedule).origins(np.arange(stop))
     return [(origin.set.name, origin.row, origin.epoch) for origin in rows]
 
 
@@ -130,7 +130,7 @@ class TestData:
         assert sorted(path.name for path in Path("caches").iterdir()) == ["a", "b", "c"]
         assert sorted(path.name for path in Path("caches/c").iterdir()) == ["tokenizer", "train", "validation"]
         assert list(data.validation()) == ["c"]
-        (iterator, order) = data.train(10, rows=range(10), first_step=3, num_steps=2), data.order(10)
+        (iterator, order) = data.train(10, rows=range(10), first_step=3, num_steps=2), data.train_order(10)
         for step, batch in zip((3, 4), iterator, strict=True):
             expected = order.origins(np.arange(step * 10, step * 10 + 10))
             assert [sum(origin.set.name == name for origin in expected) for name in "abc"] == [5, 3, 2]
@@ -183,7 +183,7 @@ class TestData:
 
     def test_first_exhausted_ends_before_any_row_comes_again(self, make_config: Callable[..., DataConfig]) -> None:
         data = opened(make_config(stop_strategy="first_exhausted"))
-        length = data.order(4).length
+        length = data.train_order(4).length
         assert length is not None
         draws = origins(data, length + 1)
         assert len(set(draws[:-1])) == length
@@ -198,7 +198,7 @@ class TestData:
 
     def test_all_exhausted_ends_when_the_last_set_has_come_once(self, make_config: Callable[..., DataConfig]) -> None:
         data = opened(make_config(stop_strategy="all_exhausted"))
-        length = data.order(4).length
+        length = data.train_order(4).length
         assert length is not None
         draws = origins(data, length)
         distinct = {(name, row) for name, row, _ in draws}
@@ -207,13 +207,13 @@ class TestData:
 
     def test_epochs_say_when_a_set_is_exhausted(self, make_config: Callable[..., DataConfig]) -> None:
         one_epoch, thrice = (
-            opened(make_config(stop_strategy="first_exhausted", epochs=epochs)).order(4).length
+            opened(make_config(stop_strategy="first_exhausted", epochs=epochs)).train_order(4).length
             for epochs in (None, {"a": 3, "b": 3, "c": 3})
         )
         assert one_epoch is not None
         assert thrice is not None
         assert 3 * one_epoch - 12 <= thrice <= 3 * one_epoch + 12
-        for_one = opened(make_config(stop_strategy="first_exhausted", epochs={"a": 2})).order(4).length
+        for_one = opened(make_config(stop_strategy="first_exhausted", epochs={"a": 2})).train_order(4).length
         assert for_one not in (one_epoch, thrice)
 
     def test_limits_keep_to_the_first_rows(self, make_config: Callable[..., DataConfig]) -> None:
@@ -229,7 +229,7 @@ class TestData:
         stream = data.caches["a/train"].stream
         assert evals.num_tokens == len(stream) - evals.first_token
         (batch,) = evals.batches(5, rows=range(5))
-        tail = stream.tail(evals.first_token)
+        tail = stream.read_from(evals.first_token)
         np.testing.assert_array_equal(batch.tokens[batch.segments >= 0], tail)
         assert evals.num_documents == (tail == 256).sum()
         assert evals.token_bytes is not None

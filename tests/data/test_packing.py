@@ -117,7 +117,7 @@ def test_rows_hold_the_documents(build: Build) -> None:
     stream, seq_len = stream_of(build), 4096
     plan = open_packing_plan(open_cache(build, build.run()), seq_len)
     rows = PackedRows(stream, plan, seq_len, EOS)
-    everything = stream.tail(0)
+    everything = stream.read_from(0)
     numbers = np.random.default_rng(0).permutation(rows.num_rows)
     batch = rows.read(numbers)
     assert [str(array.dtype) for array in jax.tree.leaves(batch)] == ["int32", "int32", "float32", "int32", "int32"]

@@ -21,8 +21,8 @@ from lm_trainer.data.cache.exclusion import write_exclusions
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.inspect import inspect, stats, status, verify
-from lm_trainer.data.provenance import documents_of_step, source_of
+from lm_trainer.data.inspect import cache_stats, cache_statuses, inspect_documents, verify_cache
+from lm_trainer.data.provenance import documents_of_step, find_source
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 
@@ -156,10 +156,10 @@ def test_rows_are_those_of_the_same_ids_as_records(
     # No token is copied into the cache.
     assert not list((tmp_path / "cache").rglob("parts/*.bin"))
     assert data.num_train_tokens == sum(map(len, DOCUMENTS))
-    (state,) = status(data.config)
-    assert verify(KvStore(state.url), state.ledger) == []
+    (state,) = cache_statuses(data.config)
+    assert verify_cache(KvStore(state.url), state.ledger) == []
     assert state.ledger.num_documents == len(DOCUMENTS)
-    shown = list(inspect(data.config, "train", 7, 2))
+    shown = list(inspect_documents(data.config, "train", 7, 2))
     assert [one.tokens for one in shown] == [len(document) for document in DOCUMENTS[7:9]]
     assert ":token " in shown[0].where
     row = next(documents_of_step(data, BatchSchedule.constant(4), 2))
@@ -190,8 +190,8 @@ def test_the_bytes_of_ids_are_not_those_of_text(tmp_path: Path) -> None:
     assert held_out.token_bytes is not None
     # Bits per byte: a token of this vocabulary is a byte of text, and two in its file.
     assert held_out.token_bytes.tolist() == [1.0] * 256 + [0.0]
-    state = status(data.config)[0]
-    assert stats(KvStore(state.url), state.ledger, SEQ).bytes_per_token is None
+    state = cache_statuses(data.config)[0]
+    assert cache_stats(KvStore(state.url), state.ledger, SEQ).bytes_per_token is None
 
 
 def test_tokens_without_any_end_are_documents_by_their_files(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_tokens_without_any_end_are_documents_by_their_files(tmp_path: Path) -> 
     # One target is left out: the first token of the second file.
     weights = np.concatenate([batch.weights.reshape(-1) for batch in actual])
     assert np.flatnonzero(weights == 0).tolist() == [first - 1]
-    assert status(data.config)[0].ledger.num_documents == 2
+    assert cache_statuses(data.config)[0].ledger.num_documents == 2
 
 
 @pytest.mark.parametrize("ends", ["eos", "file"])
@@ -266,14 +266,14 @@ def test_a_token_of_32_bits_is_found_in_its_file(tmp_path: Path) -> None:
         flat(DOCUMENTS, np.uint32).tofile(tmp_path / f"{number}.npy")
     section = {"train_urls": [str(tmp_path / "{0,1}.npy")], "source": {"type": "tokens", "dtype": "uint32"}}
     data = opened(tmp_path, section)
-    ledger = status(data.config)[0].ledger
+    ledger = cache_statuses(data.config)[0].ledger
     # Of this vocabulary, files without a header would be read as 16 bits where nothing says otherwise.
     (shard,) = DataConfig.model_validate({**section, "source": {"type": "tokens"}, "tokenizer": "bytes"}).shards(
         "train"
     )
-    (document,) = inspect(data.config, "train", len(DOCUMENTS) + 3, 1)
+    (document,) = inspect_documents(data.config, "train", len(DOCUMENTS) + 3, 1)
     assert document.where == f"{tmp_path}/1.npy:token {sum(map(len, DOCUMENTS[:3]))}"
-    assert source_of(KvStore(status(data.config)[0].url), ledger, [shard], 1, 3) == document.where
+    assert find_source(KvStore(cache_statuses(data.config)[0].url), ledger, [shard], 1, 3) == document.where
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -334,16 +334,16 @@ def test_caches_of_levanter_that_cannot_be_trained_on(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     section = olmo(tmp_path, DOCUMENTS)
     data = opened(tmp_path, section)
-    state = status(data.config)[0]
+    state = cache_statuses(data.config)[0]
     path = tmp_path / "part-0.npy"
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
-    assert verify(KvStore(state.url), state.ledger) == [f"{path} has changed since it was indexed"]
+    assert verify_cache(KvStore(state.url), state.ledger) == [f"{path} has changed since it was indexed"]
     with pytest.raises(UserError, match=r"part-0\.npy has changed since"):
         opened(tmp_path, section)
     with pytest.raises(MachineError, match=r"part-0\.npy has changed since it was indexed; put it back"):
-        TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).tail(0)
+        TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).read_from(0)
     path.write_bytes(content[:100])
     with pytest.raises(MachineError, match="was cut short since it was indexed"):
-        TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).tail(0)
+        TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).read_from(0)

@@ -77,7 +77,7 @@ class KvStore(KeyValues):
         """
         value = self.read(key)
         try:
-            return None if value is None else parsed_json(value)
+            return None if value is None else parse_checked_json(value)
         except ValueError as error:
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
@@ -91,11 +91,11 @@ class KvStore(KeyValues):
             return explain_failed_request(error, self._bucket, seconds)
         if isinstance(error, TimeoutError):
             return f"the server has not answered within {seconds:.0f} s"
-        return plain_error_text(_text(error))
+        return plain_error_text(_error_text(error))
 
     def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
         """Returns a `MachineError`, such as for a full disk, or a `UserError` if another directory would work."""
-        text, reason = _text(error), self.failure_reason(error, seconds)
+        text, reason = _error_text(error), self.failure_reason(error, seconds)
         if verb == "open":
             return UserError(f"cannot use {self.url} as a cache directory: {reason}")
         if isinstance(error, NotImplementedError):
@@ -115,12 +115,12 @@ class KvStore(KeyValues):
         return MachineError(f"cannot {verb} {self.url}/{key}: {reason}")
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     # The cause of a failed write is raised while another error is handled.
     return f"{error} {error.__context__ or ''}".strip()
 
 
-def parsed_json(content: bytes) -> Any:
+def parse_checked_json(content: bytes) -> Any:
     """Parses a file written by `KvStore.write_json`; earlier versions wrote no checksum.
 
     Raises:

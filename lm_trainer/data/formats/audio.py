@@ -18,7 +18,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
 from lm_trainer.data.audio.augment import SpecAugment
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
-from lm_trainer.data.audio.read import AudioRules, BadAudio, samples_in
+from lm_trainer.data.audio.read import AudioRules, BadAudio, find_samples
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import json_type, replace_surrogates
@@ -171,8 +171,8 @@ class AudioFormat(FormatConfig):
         rules = AudioRules(self.resample, self.mix_channels)
         try:
             if isinstance(value, Mapping):
-                if (samples := samples_in(value)) is not None:
-                    return self._checked(rules.of_samples(*samples, self.seconds))
+                if (samples := find_samples(value)) is not None:
+                    return self._checked(rules.convert_samples(*samples, self.seconds))
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
                 return self._checked(rules.read(value, self.seconds))

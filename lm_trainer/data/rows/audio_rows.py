@@ -26,7 +26,7 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 class Features(Protocol):
     """Features by document number."""
 
-    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+    def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Returns float32 [N, F, M]."""
         ...
 
@@ -43,11 +43,11 @@ class _ComputedFeatures:
     cache: OpenCache
     format: AudioFormat
 
-    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+    def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Returns float32 [N, F, M]; raises `UserError` for a recording that is no longer readable."""
-        return np.stack([self._of_document(int(document)) for document in documents_N])
+        return np.stack([self._compute_document(int(document)) for document in documents_N])
 
-    def _of_document(self, document: int) -> np.ndarray:
+    def _compute_document(self, document: int) -> np.ndarray:
         location, row = row_of(self.cache, document)
         if row is None or isinstance(row, BadRow):
             raise UserError(f"{location}: the recording was there when it was tokenised, and is no more")
@@ -108,7 +108,7 @@ class AudioRows:
         batch = make_batch(tokens_BT, available_B, self.eos_id, mask_BT)
         features_BFM = np.zeros((len(rows_B), *self.features_shape), np.float32)
         if len(valid):
-            features_BFM[valid] = self.features.of_documents(documents_N)
+            features_BFM[valid] = self.features.read_documents(documents_N)
         return batch._replace(features=features_BFM)
 
     def spans(self, row: int) -> list[tuple[int, int]]:

@@ -48,7 +48,7 @@ class GrowingOrder:
         """True if any set was still growing at the last look."""
         return self._order is None or not all(train.final for train in self._order.sets)
 
-    def missing(self, positions_N: np.ndarray) -> MissingTokens | None:
+    def missing_tokens(self, positions_N: np.ndarray) -> MissingTokens | None:
         """Returns the missing tokens needed before the rows at these positions are final; None if they are.
 
         Raises:
@@ -61,15 +61,15 @@ class GrowingOrder:
         train, rows = blocking
         cache, seq_len = self._caches[train.name], train.rows.seq_len
         cache.check()
-        return cache.missing(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)
+        return cache.missing_tokens(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)
 
     def read(self, positions_N: np.ndarray) -> Batch:
         """Returns the rows at some positions, once they are final.
 
         Raises:
-            UserError: as for `missing`.
+            UserError: as for `missing_tokens`.
         """
-        while self.missing(positions_N) is not None:
+        while self.missing_tokens(positions_N) is not None:
             # Waits in one of Grain's threads, which neither `close` nor the end of the interpreter could interrupt.
             if self._closed.wait(POLL_SECONDS) or interpreter_ending.is_set():
                 raise RuntimeError("the iterator of batches has been closed")

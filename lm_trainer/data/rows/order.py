@@ -169,7 +169,7 @@ class TrainOrder:
                     yield position, row, epoch
 
     def _position(self, index: int, draw: int) -> int | None:
-        return draw if len(self.sets) == 1 else self.mixture.position(index, draw)
+        return draw if len(self.sets) == 1 else self.mixture.position_of_draw(index, draw)
 
     def _by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
         """Yields (indices into `positions_N`, set, draws of the set) for each set among the positions."""
@@ -177,7 +177,7 @@ class TrainOrder:
         if len(self.sets) == 1:
             yield np.arange(len(positions_N)), self.sets[0], positions_N
             return
-        sets_N, draws_N = self.mixture.locate(positions_N)
+        sets_N, draws_N = self.mixture.locate_draws(positions_N)
         for index in np.unique(sets_N).tolist():
             indices = np.flatnonzero(sets_N == index)
             yield indices, self.sets[index], draws_N[indices]

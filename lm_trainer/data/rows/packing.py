@@ -23,7 +23,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import fingerprint
-from lm_trainer.data.cache.kvstore import KvStore, parsed_json
+from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
@@ -136,7 +136,7 @@ def _stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
     """Reads the counts of a stored plan; None if it is missing or damaged, and has to be recomputed."""
     content = store.read(key)
     try:
-        figures = None if content is None else parsed_json(content)
+        figures = None if content is None else parse_checked_json(content)
     except ValueError:
         return None
     return figures if isinstance(figures, dict) and {"pieces", "rows"} <= figures.keys() else None

@@ -51,7 +51,7 @@ class RowBuilder:
         # Read first: a cache that finishes in the meantime counts as growing, never the other way around.
         config, final = self.config, cache.finished
         chunks = Chunks(cache.stream, self.seq_len, self.tokenizer.eos_id)
-        held_out = config.of_set(config.num_validation_sequences, name)
+        held_out = config.value_for_set(config.num_validation_sequences, name)
         seed, format = self.seed_of(name), config.sets[name].format
         if not final:
             # A packing plan depends on all documents, so no packed row is final before the end; the same holds for
@@ -92,7 +92,7 @@ class RowBuilder:
         """Returns a set of rows made by a Grain pipeline, in the pipeline's order."""
         config, source = self.config, self.config.sets[name].source
         assert isinstance(source, GrainPipeline)
-        if config.of_set(config.num_validation_sequences, name) is not None:
+        if config.value_for_set(config.num_validation_sequences, name) is not None:
             raise UserError("data.num_validation_sequences: nothing can be held out of the rows of a pipeline of Grain")
         if not config.configs and "shuffle" in config.changed_fields and config.shuffle is not False:
             raise UserError("data.shuffle: the rows of a pipeline of Grain are read in its own order; remove the key")
@@ -131,7 +131,7 @@ class RowBuilder:
         for name in config.sets:
             title = name if config.configs else "validation"
             cache, train = caches.get(f"{name}/validation"), caches.get(f"{name}/train")
-            held_out = config.of_set(config.num_validation_sequences, name)
+            held_out = config.value_for_set(config.num_validation_sequences, name)
             if cache is not None and train is not None and held_out is not None:
                 raise UserError(f"{title} has validation text of its own; remove data.num_validation_sequences for it")
             if cache is not None:
@@ -158,7 +158,11 @@ class RowBuilder:
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
         # The ledger counts only full parts, so the documents of these rows are counted from their tokens.
         mask = train.stream.loss_mask
-        ends_T = train.stream.tail(first) == self.tokenizer.eos_id if mask is None else mask.tail(first) & DOCUMENT_END
+        ends_T = (
+            train.stream.read_from(first) == self.tokenizer.eos_id
+            if mask is None
+            else mask.read_from(first) & DOCUMENT_END
+        )
         documents = int(np.count_nonzero(ends_T))
         return self._eval_set(name, title, train, documents, first)
 
@@ -205,7 +209,7 @@ class PendingEvalSet:
     tags: tuple[str, ...] = ()
     growing = True
 
-    def missing(self) -> MissingTokens | None:
+    def missing_tokens(self) -> MissingTokens | None:
         """Returns the missing tokens; None if the set is complete.
 
         Raises:
@@ -214,7 +218,7 @@ class PendingEvalSet:
         if self.cache.finished:
             return None
         self.cache.check()
-        return self.cache.missing(None)
+        return self.cache.missing_tokens(None)
 
     @property
     def token_bytes(self) -> np.ndarray | None:
@@ -227,7 +231,7 @@ class PendingEvalSet:
 
     def complete(self) -> EvalSet:
         """Waits until the set is complete, and returns it."""
-        while self.missing() is not None:
+        while self.missing_tokens() is not None:
             time.sleep(POLL_SECONDS)
         self._complete_set = self._complete_set or self.make()
         return self._complete_set

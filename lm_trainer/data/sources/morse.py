@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lm_trainer.data.audio.mel import SAMPLING_RATE
-from lm_trainer.data.audio.morse import MorseVoice, units_of
+from lm_trainer.data.audio.morse import MorseVoice, num_time_units
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, read_record
 from lm_trainer.data.sources.embedded import Embedded
 
@@ -57,7 +57,7 @@ class Morse(SourceConfig):
             low, high = getattr(self, name)
             if not 0 <= low <= high or (name != "noise" and low == 0):
                 raise ValueError(f"{name}: {low:g} to {high:g} is no range of values above 0 that rises")
-        if self.seconds < units_of("aaaa") * self.unit_seconds[1] + _LEAD_SECONDS:
+        if self.seconds < num_time_units("aaaa") * self.unit_seconds[1] + _LEAD_SECONDS:
             raise ValueError(f"seconds: in {self.seconds:g} s there is no time for a word; raise it")
         return self
 
@@ -77,7 +77,7 @@ class Morse(SourceConfig):
 
     def fits(self, text: str) -> bool:
         """True if a text is short enough even at the lowest speed."""
-        longest = units_of(text) * self.unit_seconds[1] + _LEAD_SECONDS
+        longest = num_time_units(text) * self.unit_seconds[1] + _LEAD_SECONDS
         return len(text) <= self.max_chars and longest <= self.seconds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_trainer.data.cache.format import MANIFEST, damaged, fingerprint
+from lm_trainer.data.cache.format import MANIFEST, damage_error, fingerprint
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.config import DataConfig, SetConfig
@@ -69,7 +69,7 @@ def _check_manifests(directory: str) -> None:
     """Rejects splits that have lost their manifest. Without one, they would look as if they had never existed."""
     for store in (KvStore(f"{directory}/{split}") for split in ("train", "validation")):
         if store.read(MANIFEST) is None and Ledger.read(store).begun:
-            raise damaged(store, MANIFEST, "is missing")
+            raise damage_error(store, MANIFEST, "is missing")
 
 
 def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:

@@ -10,7 +10,7 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.process_id import ProcessId
 from lm_trainer.data.cache.format import BUILDER
-from lm_trainer.data.cache.kvstore import KvStore, parsed_json
+from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 
 BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 
@@ -30,7 +30,7 @@ def parsed_claim(content: bytes | None) -> Claim | None:
     Returns None for a missing or damaged claim: its writer is taken for dead.
     """
     try:
-        claim = parsed_json(content or b"null")
+        claim = parse_checked_json(content or b"null")
     except ValueError:
         return None
     if not isinstance(claim, dict) or ProcessId.from_record(claim) is None:

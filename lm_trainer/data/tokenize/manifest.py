@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import FORMAT, MANIFEST, PART_BYTES, damaged, fingerprint, read_manifest, token_dtype
+from lm_trainer.data.cache.format import (
+    FORMAT,
+    MANIFEST,
+    PART_BYTES,
+    damage_error,
+    fingerprint,
+    read_manifest,
+    token_dtype,
+)
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig
@@ -50,7 +58,7 @@ def check_manifest(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     recorded = read_manifest(store)
     if recorded is None:
         if ledger.begun:
-            raise damaged(store, MANIFEST, "is missing, so nothing says what the cache was made of")
+            raise damage_error(store, MANIFEST, "is missing, so nothing says what the cache was made of")
         return 0
     if recorded == manifest:
         return len(manifest["shards"])

@@ -84,7 +84,7 @@ class OpenCache:
         """Maps the tokens [start, start + count) of `stream` to `whole`: pairs of first token and number of tokens."""
         if not isinstance(self.stream, FilteredStream):
             return [(start, count)]
-        _, starts_P, counts_P, _ = self.stream.pieces(np.array([start]), np.array([count]))
+        _, starts_P, counts_P, _ = self.stream.map_to_full_stream(np.array([start]), np.array([count]))
         return list(zip(starts_P.tolist(), counts_P.tolist(), strict=True))
 
     def position_of(self, token: int) -> int | None:
@@ -112,7 +112,7 @@ class OpenCache:
         if self._error is not None:
             raise self._error
 
-    def missing(self, need: int | None, have: int | None = None) -> MissingTokens:
+    def missing_tokens(self, need: int | None, have: int | None = None) -> MissingTokens:
         """Describes a reader's wait.
 
         Args:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import short_switch_interval
-from lm_trainer.data.cache.checksums import checksums
+from lm_trainer.data.cache.checksums import file_record
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
 from lm_trainer.data.formats import EncodedDocument, UnusableRow
@@ -242,7 +242,7 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, obje
     for kind, blob in blobs.items():
         job.store.write(part_key(name, kind), blob)
     record["tokens"] = len(ids_T)
-    record["blobs"] = {kind: checksums(blob) for kind, blob in blobs.items()}
+    record["blobs"] = {kind: file_record(blob) for kind, blob in blobs.items()}
     job.store.write_json(part_key(name, "json"), record)
 
 
