@@ -30,7 +30,7 @@ from lm_trainer.data.loader import TrainIterator
 from lm_trainer.data.mixture import Mixture, cycle_counts
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
-from lm_trainer.data.rows.packing import PackedRows, best_fit
+from lm_trainer.data.rows.packing import PackedRows, pack_best_fit
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
 
 EOS, PART, DTYPE = 0, 1 << 22, np.dtype("<u2")
@@ -98,7 +98,7 @@ def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[st
     def single(shuffle: ShuffleConfig) -> TrainOrder:
         return TrainOrder([TrainSet("train", chunks, chunks.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
 
-    packed = PackedRows(stream, best_fit(lengths, seq_len), seq_len, EOS)
+    packed = PackedRows(stream, pack_best_fit(lengths, seq_len), seq_len, EOS)
     sets = [TrainSet(name, chunks, chunks.num_rows, FullShuffle(), seed) for seed, name in enumerate("abc")]
     return {
         "no shuffle": single(NoShuffle()),

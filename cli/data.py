@@ -182,10 +182,10 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
-    from lm_trainer.data.tokenize.open_cache import excluded_documents
+    from lm_trainer.data.tokenize.open_cache import read_excluded_documents
 
     run.data.require_documents()
-    seq_len, caches, excluded = run.model.seq_len, report.cache_statuses(run.data), excluded_documents(run.data)
+    seq_len, caches, excluded = run.model.seq_len, report.cache_statuses(run.data), read_excluded_documents(run.data)
     _refuse_misfits(caches)
     for cache in caches:
         # Each recording is one row.

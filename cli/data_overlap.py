@@ -81,16 +81,16 @@ def overlap(
 
 def _documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
     from lm_trainer.data.overlap import EvalDocument
-    from lm_trainer.data.sources import Row, shards_of_urls
-    from lm_trainer.data.sources.base import all_text
+    from lm_trainer.data.sources import Row, list_shards
+    from lm_trainer.data.sources.base import full_text
 
     one = keys[0] if len(keys) == 1 else "text"
     pieces: list[str] = []
-    for shard in shards_of_urls("validation", [evaluation], one, tuple(keys) if len(keys) > 1 else ()):
+    for shard in list_shards("validation", [evaluation], one, tuple(keys) if len(keys) > 1 else ()):
         for row in shard.rows():
             if not isinstance(row, Row):
                 raise UserError(f"{row.where}: {row.reason.replace('data.text_key', '--text-key')}")
-            pieces.append(all_text(row))
+            pieces.append(full_text(row))
             if row.ends_document:
                 yield EvalDocument(row.where, "".join(pieces))
                 pieces = []

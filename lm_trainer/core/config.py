@@ -60,7 +60,7 @@ class Config(BaseModel, metaclass=_ConfigType):
         frozen=True,
         # Otherwise a misspelt key would silently leave the default in effect.
         extra="forbid",
-        # The input may be long or contain a secret; `config.explain` shows the relevant part.
+        # The input may be long or contain a secret; `lm_trainer.config.explain` shows the relevant part.
         hide_input_in_errors=True,
         validate_default=True,
         allow_inf_nan=False,

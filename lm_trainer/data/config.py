@@ -12,12 +12,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
-from lm_trainer.data.formats.default_packing import Packing, default_packing
+from lm_trainer.data.formats.default_packing import Packing, choose_default_packing
 from lm_trainer.data.mixture import check_known_sets, check_set_names, check_steps, cycle_counts
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
-from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
+from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, list_shards, list_source_shards
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.sources.fields import is_template, template_parts
+from lm_trainer.data.sources.fields import is_template, parse_template
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
@@ -120,7 +120,7 @@ class SetConfig(Config):
                 "text_template has no effect beside text_key, or a format that names its fields; remove one"
             )
         try:
-            template_parts(self.text_template)
+            parse_template(self.text_template)
         except ValueError as error:
             raise ValueError(f"text_template: {error}") from None
         return self
@@ -184,10 +184,10 @@ class SetConfig(Config):
         source, fields = self.source_config, self.format.fields()
         text_key = self.text_template or getattr(self.format, "text_key", None) or self.text_key
         if source is None:
-            return shards_of_urls(split, urls, text_key, fields)
+            return list_shards(split, urls, text_key, fields)
         if source.takes_urls and not urls:
             return []
-        return checked_shards(source, split, urls, text_key, fields)
+        return list_source_shards(source, split, urls, text_key, fields)
 
 
 Weight = Annotated[float, Field(ge=0)]
@@ -334,7 +334,7 @@ class DataConfig(SetConfig):
     @model_validator(mode="after")
     def _choose_packing(self) -> Self:
         if "packing" not in self.model_fields_set:
-            packing = default_packing({name: set_config.format for name, set_config in self.sets.items()})
+            packing = choose_default_packing({name: set_config.format for name, set_config in self.sets.items()})
             # The configuration is frozen from this point.
             object.__setattr__(self, "packing", packing)
         return self

@@ -20,7 +20,7 @@ from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
-from lm_trainer.data.rows.train_sets import TrainSets, full_steps
+from lm_trainer.data.rows.train_sets import TrainSets, num_full_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -66,7 +66,7 @@ class Data:
     @property
     def train_sets(self) -> Sequence[TrainSet]:
         """The trained sets in configuration order, as far as they are final."""
-        return self._train_sets.current()
+        return self._train_sets.current_sets()
 
     @property
     def notes(self) -> list[str]:
@@ -96,7 +96,7 @@ class Data:
     def check_builds(self) -> None:
         """Raises the error of any failed background build, even if its text is not needed yet."""
         for cache in self.caches.values():
-            cache.check()
+            cache.raise_if_failed()
 
     def fingerprint(self, step: int | None = None) -> str:
         """Hashes the tokens, their meaning and the order: differs if any batch may differ; ignores the text's location.
@@ -156,7 +156,7 @@ class Data:
 
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
         """Returns the number of full batches until `data.stop_strategy` ends training; None if it never does."""
-        return full_steps(self.train_order(schedule), _as_batch_schedule(schedule))
+        return num_full_steps(self.train_order(schedule), _as_batch_schedule(schedule))
 
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
         """The rows of a run in order, as a Grain dataset: element i is row i, a `Batch` of fields [S].
@@ -191,10 +191,10 @@ class Data:
         """
         sizes, sets = _as_batch_schedule(schedule), self._train_sets
         steps, closed = range(first_step, first_step + num_steps), threading.Event()
-        order: TrainOrder | GrowingOrder = sets.checked_order(sizes, steps)
+        order: TrainOrder | GrowingOrder = sets.order_for_steps(sizes, steps)
         if not all(train.final for train in order.sets):
             order = GrowingOrder(
-                lambda: sets.checked_order(sizes, steps), sets.caches, need_all=sets.needs_all, closed=closed
+                lambda: sets.order_for_steps(sizes, steps), sets.caches, need_all=sets.needs_all, closed=closed
             )
         iterator = TrainIterator(order, sizes, rows, steps, closed)
         self._iterators.append(iterator)

@@ -310,11 +310,11 @@ class Tracer:
         # Documents are retained or excluded as a unit, so the tokens of an occurrence stay together.
         if (first := self._data.caches[name].position_of(match.first)) is None:
             return
-        rows = train.rows.rows_with(first, first + match.stop - match.first)
+        rows = train.rows.rows_containing(first, first + match.stop - match.first)
         stop = self._schedule.rows_before(self._num_steps)
         stop = stop if self._order.length is None else min(stop, self._order.length)
         steps = range(self._num_steps + 1)
-        for position, _, epoch in self._order.positions(index, rows[rows < train.num_rows], stop):
+        for position, _, epoch in self._order.find_positions(index, rows[rows < train.num_rows], stop):
             step = bisect.bisect_right(steps, position, key=self._schedule.rows_before) - 1
             yield TrainedAt(step + 1, position - self._schedule.rows_before(step), epoch)
 

@@ -28,7 +28,7 @@ class DataIdentity:
         """Hashes the tokens, their meaning and the order, regardless of their source; needs finished caches."""
         orders = [
             [train.name, train.num_rows, train.seed, train.shuffle.model_dump(mode="json")]
-            for train in self.train_sets.current()
+            for train in self.train_sets.current_sets()
         ]
         tokens = {name: cache.ledger.sha256 for name, cache in self.caches.items()}
         return fingerprint({"tokens": tokens, "orders": orders, **self._token_settings(step)})
@@ -36,7 +36,7 @@ class DataIdentity:
     def hash_sources(self, step: int | None) -> str:
         """Hashes the manifests (files with sizes and times, tokenizer, rules) and the order; available immediately."""
         config = self.config
-        seeds = {name: self.row_builder.seed_of(name) for name in config.trained}
+        seeds = {name: self.row_builder.seed_for_set(name) for name in config.trained}
         return fingerprint(
             {
                 "made_of": {name: cache.identity for name, cache in self.caches.items()},

@@ -14,7 +14,7 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenize.cache_spec import find_caches
-from lm_trainer.data.tokenize.open_cache import OpenCache, excluded_documents, open_cache
+from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache, read_excluded_documents
 from lm_trainer.data.tokenize.plan import plan_builds
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer
@@ -76,7 +76,7 @@ def open_held_out(
             "there is no text to evaluate on: name files as data.validation_urls, or set data.num_validation_sequences"
         )
     callbacks, plan = BuildCallbacks(on_progress), plan_builds(config, directory, held_out_specs, tokenizer)
-    excluded = excluded_documents(config)
+    excluded = read_excluded_documents(config)
     caches = {
         name: open_cache(build, build.run(callbacks), excluded.get(name), name) for name, build in plan.builds.items()
     }
@@ -84,7 +84,7 @@ def open_held_out(
     sets = []
     for rows in RowBuilder(config, plan.tokenizer, seq_len, seed=0).eval_sets(caches):
         assert isinstance(rows, EvalSet), "all caches are finished"
-        sets.append(_make_held_out(rows.in_order(stride) if stride else rows, by_stream[id(rows.stream)]))
+        sets.append(_make_held_out(rows.with_stride(stride) if stride else rows, by_stream[id(rows.stream)]))
     return HeldOutData(sets, notes)
 
 

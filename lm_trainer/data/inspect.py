@@ -39,7 +39,7 @@ from lm_trainer.data.rows.packing import PackingStats, packing_stats
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
-from lm_trainer.data.tokenize.lock import parsed_claim
+from lm_trainer.data.tokenize.lock import parse_claim
 from lm_trainer.data.tokenize.plan import find_mismatches, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
@@ -112,7 +112,7 @@ def cache_statuses(config: DataConfig) -> list[CacheStatus]:
 
 def _cache_status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     store = KvStore(cache.url)
-    manifest, builder = read_manifest(store), parsed_claim(store.read(BUILDER))
+    manifest, builder = read_manifest(store), parse_claim(store.read(BUILDER))
     builder_text = None
     if builder is not None:
         builder_text = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
@@ -286,7 +286,7 @@ def inspect_documents(config: DataConfig, name: str, first: int, count: int, cha
         raise UserError(f"{caches[name].url} is not built yet; run: lmt data build")
     build = open_builds(config, directory, caches)[name]
     assert not isinstance(build, ReadyRows)
-    ledger = build.look()
+    ledger = build.read_ledger()
     if first >= ledger.num_documents:
         so_far = "" if ledger.finished else " so far; lmt data build goes on with it"
         raise UserError(f"there is no document {first}: {build.store.url} holds {ledger.num_documents}{so_far}")

@@ -38,7 +38,7 @@ class RowDocuments(NamedTuple):
     row: int
     """In the batch."""
     origin: RowOrigin
-    iter_passages: list[Passage]
+    passages: list[Passage]
 
 
 def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int | None = None) -> Iterator[RowDocuments]:
@@ -62,10 +62,10 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
     if row is not None and not 0 <= row < size:
         raise UserError(f"the batch of step {step} has {size} rows, counted from 0; there is no row {row}")
     rows = np.arange(size) if row is None else np.array([row])
-    origins = data.train_order(schedule).origins(schedule.rows_before(step - 1) + rows)
+    origins = data.train_order(schedule).row_origins(schedule.rows_before(step - 1) + rows)
     for number, origin in zip(rows.tolist(), origins, strict=True):
         cache = data.caches[f"{origin.set.name}/train"]
-        spans = origin.set.rows.spans(origin.row)
+        spans = origin.set.rows.token_runs(origin.row)
         row_passages = [
             passage for start, count in spans for passage in iter_passages(cache, data.tokenizer, start, count)
         ]

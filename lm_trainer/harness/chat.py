@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats.template import jinja, template_environment
+from lm_trainer.data.formats.template import import_jinja, template_environment
 from lm_trainer.data.tokenizer import HfTokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class TaskTemplate:
         environment = template_environment(now=datetime.now)
         try:
             self._template = environment.from_string(self.source)
-        except jinja().TemplateError as error:
+        except import_jinja().TemplateError as error:
             raise UserError(f"the chat template of the model's tokenizer is wrong: {error}") from None
 
     def format_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
@@ -43,7 +43,7 @@ class TaskTemplate:
         Raises:
             UserError: if it also rejects these, or drops the message to be continued.
         """
-        errors = jinja()
+        errors = import_jinja()
         try:
             return self._format_messages(messages, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
@@ -76,7 +76,7 @@ class TaskTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except jinja().TemplateError:
+        except import_jinja().TemplateError:
             raise
         except Exception as error:  # a template is a program, and may raise anything
             raise UserError(f"the chat template fails at a question: {error}") from None

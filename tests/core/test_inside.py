@@ -23,7 +23,7 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import UnusableRow
 from lm_trainer.data.formats.audio import AudioFormat
 from lm_trainer.data.sources.base import Row
-from lm_trainer.data.sources.files import check_listed
+from lm_trainer.data.sources.files import check_listed_url
 from lm_trainer.data.sources.hub import _Repository
 from lm_trainer.data.sources.levanter import LevanterCache
 from lm_trainer.data.tokenizer import load_tokenizer
@@ -254,9 +254,9 @@ def test_files_of_a_data_set_of_the_hub_are_files_of_it(name: str) -> None:
 
 
 def test_a_listed_object_is_no_chain_of_urls() -> None:
-    assert check_listed("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
+    assert check_listed_url("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
     with pytest.raises(UserError, match="chain of URLs"):
-        check_listed("s3://bucket/a::file:///elsewhere/x.jsonl")
+        check_listed_url("s3://bucket/a::file:///elsewhere/x.jsonl")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/..", "gs://bucket/a/../b", "s3://bucket/a\nb"])
@@ -289,7 +289,7 @@ def test_shards_of_a_cache_of_levanter_are_in_it(tmp_path: Path, name: Any) -> N
     (tmp_path / "train" / "shard_ledger.json").write_text(json.dumps(ledger))
     (shard,) = LevanterCache(path=str(tmp_path)).shards("train")
     with pytest.raises(UserError, match=r"train: the name .*; rename or remove it there"):
-        shard.arrays(np.dtype(np.int32))  # pyright: ignore[reportAttributeAccessIssue]
+        shard.token_arrays(np.dtype(np.int32))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_figures_of_a_report_are_in_its_directory(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_names_from_outside_are_joined_in_one_place_alone(source: str) -> None:
 
 def test_every_reader_of_a_listing_is_known() -> None:
     """A new module that copies objects, or opens a directory of somebody else, has to be looked at."""
-    readers = {"download_objects", "exported_files", "path_inside", "check_relative_path", "check_listed"}
+    readers = {"download_objects", "exported_files", "path_inside", "check_relative_path", "check_listed_url"}
     callers = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "lm_trainer").rglob("*.py")

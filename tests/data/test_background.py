@@ -301,7 +301,7 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
     other = start_builder(corpus, directory, delay=0.2)
     until(lambda: list(directory.glob("parts/*.json")), "the other one has begun")
     build = make_build()
-    ledger = build.look()
+    ledger = build.read_ledger()
     cache = OpenCache(build.store, TokenStream(build.store, ledger, token_dtype(257)), ledger, tuple(build.shards))
     builds = BackgroundBuilds([BackgroundBuild(build, cache)], one_by_one=False)
     builds.start()

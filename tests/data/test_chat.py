@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import ChatFormat, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import all_text
+from lm_trainer.data.sources.base import full_text
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 from tests.data.test_formats import encode, opened, with_specials
@@ -151,7 +151,7 @@ class TestChat:
         messages = [{"role": "assistant", "content": "a", "note": value}]
         shallow = [{"role": "assistant", "content": "a", "note": json.loads("[" * 98 + "]" * 98)}]
         assert encode(ChatFormat(), {"messages": shallow}, chatml).ids is not None
-        assert all_text(Row(0, "", "", record={"messages": json.loads(json.dumps(messages))})) == "assistant\na\ndeep"
+        assert full_text(Row(0, "", "", record={"messages": json.loads(json.dumps(messages))})) == "assistant\na\ndeep"
         self.unusable(ChatFormat(), messages, chatml, "conversation is nested too deeply")
 
     @pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}])

@@ -123,8 +123,8 @@ def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: di
         expected_at = []
         for step in range(STEPS):
             rows = np.arange(SCHEDULE.at(step))
-            for row, origin in enumerate(order.origins(SCHEDULE.rows_before(step) + rows)):
-                spans = origin.set.rows.spans(origin.row) if f"{origin.set.name}/train" == occurrence.cache else []
+            for row, origin in enumerate(order.row_origins(SCHEDULE.rows_before(step) + rows)):
+                spans = origin.set.rows.token_runs(origin.row) if f"{origin.set.name}/train" == occurrence.cache else []
                 if any(
                     start < occurrence.match.stop and start + count > occurrence.match.first for start, count in spans
                 ):
@@ -219,12 +219,12 @@ def test_the_command_finds_what_replay_shows(
     monkeypatch.chdir(tmp_path)
     trace = DataTrace("run")
     text = "Erst anderes. Der Kanarienvogel singt"
-    (span,) = trace.spans(trace.tokenizer.encode(text))
+    (span,) = trace.token_runs(trace.tokenizer.encode(text))
     assert (span["text"], span["where"], span["character"]) == (text, f"{corpus}/b.jsonl:31", 0)
     assert span["trained_at"] == next(
         occurrence["trained_at"] for occurrence in output["found"] if occurrence["where"] == span["where"]
     )
-    assert trace.spans(trace.tokenizer.encode("anders ist es hier")) == []
+    assert trace.token_runs(trace.tokenizer.encode("anders ist es hier")) == []
     done = lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
     assert "3 occurrences, of which 1 are listed" in done.stdout
     (tmp_path / "empty.txt").write_text("\n")

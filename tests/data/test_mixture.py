@@ -120,7 +120,7 @@ def opened(config: DataConfig) -> Data:
 
 
 def origins(data: Data, stop: int, schedule: int | BatchSchedule = 4) -> list[tuple[str, int, int]]:
-    rows = data.train_order(schedule).origins(np.arange(stop))
+    rows = data.train_order(schedule).row_origins(np.arange(stop))
     return [(origin.set.name, origin.row, origin.epoch) for origin in rows]
 
 
@@ -132,7 +132,7 @@ class TestData:
         assert list(data.validation()) == ["c"]
         (iterator, order) = data.train(10, rows=range(10), first_step=3, num_steps=2), data.train_order(10)
         for step, batch in zip((3, 4), iterator, strict=True):
-            expected = order.origins(np.arange(step * 10, step * 10 + 10))
+            expected = order.row_origins(np.arange(step * 10, step * 10 + 10))
             assert [sum(origin.set.name == name for origin in expected) for name in "abc"] == [5, 3, 2]
             for row, origin in enumerate(expected):
                 alone = origin.set.rows.read(np.array([origin.row]))

@@ -20,7 +20,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.formats import SupervisedFormat
 from lm_trainer.data.rows.eval_set import EvalSet
-from lm_trainer.data.rows.packing import PackedRows, PackingPlan, best_fit, open_packing_plan, packing_stats
+from lm_trainer.data.rows.packing import PackedRows, PackingPlan, open_packing_plan, pack_best_fit, packing_stats
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache
@@ -68,12 +68,12 @@ def rows_of(plan: PackingPlan) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("seq_len", [16, 100, 512])
 def test_the_plan_is_that_of_trying_every_row(seq_len: int) -> None:
     lengths = random_lengths(300)
-    assert rows_of(best_fit(lengths, seq_len, group=64)) == plan_by_trying_every_row(lengths.tolist(), seq_len, 64)
+    assert rows_of(pack_best_fit(lengths, seq_len, group=64)) == plan_by_trying_every_row(lengths.tolist(), seq_len, 64)
 
 
 def test_every_target_is_in_one_row_and_few_positions_are_wasted() -> None:
     lengths = random_lengths(5_000)
-    plan = best_fit(lengths, 256)
+    plan = pack_best_fit(lengths, 256)
     targets = np.concatenate([np.arange(s + 1, s + 1 + n) for row in rows_of(plan) for s, n in row])
     first_tokens = np.cumsum(lengths) - lengths
     expected = np.setdiff1d(np.arange(lengths.sum()), first_tokens)
@@ -165,7 +165,7 @@ def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
 def test_packed_documents_have_the_logits_they_have_alone(build: Build) -> None:
     """Attention and positions stay within a document, so that its row changes nothing."""
     stream = stream_of(build)
-    rows = PackedRows(stream, best_fit(random_lengths(40), 64), 64, EOS)
+    rows = PackedRows(stream, pack_best_fit(random_lengths(40), 64), 64, EOS)
     row = max(range(rows.num_rows), key=lambda index: rows.plan.firsts_R[index + 1] - rows.plan.firsts_R[index])
     config = Gpt2Config(seq_len=64, hidden_dim=32, num_layers=2, num_heads=2)
     model = config.build(vocab_size=257, rngs=nnx.Rngs(0))
@@ -287,9 +287,9 @@ class TestAnswers:
             ("mmm.no.", "mm._o._"),
         ]
         for held_out, count in ((full, 1), (split, 2)):
-            assert held_out.num_split(np.cumsum([6, 11, 5, 18, 3])) == count
+            assert held_out.count_split_documents(np.cumsum([6, 11, 5, 18, 3])) == count
             self.check_places(held_out)
-        assert self.shown(full.in_order(6)) == self.shown(split.in_order(6))
+        assert self.shown(full.with_stride(6)) == self.shown(split.with_stride(6))
 
     def check_places(self, held_out: EvalSet) -> None:
         """The places of a set's rows are those of its targets, each of which is predicted once."""

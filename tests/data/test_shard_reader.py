@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources import Row, jsonl, shards_of_urls
+from lm_trainer.data.sources import Row, jsonl, list_shards
 from lm_trainer.data.tokenize.shard_reader import AHEAD, work_ahead
 
 FRAGMENTS = [
@@ -45,7 +45,7 @@ def lines(count: int) -> Iterator[bytes]:
 def test_the_fast_decoder_gives_what_the_other_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("orjson")
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines(20_000)))
-    shard = shards_of_urls("train", [str(tmp_path / "a.jsonl")], "text")[0]
+    shard = list_shards("train", [str(tmp_path / "a.jsonl")], "text")[0]
     fast = list(shard.rows())
     monkeypatch.setattr(jsonl, "_fast_decoder", lambda: None)
     plain = list(shard.rows())
@@ -62,7 +62,7 @@ def test_lines_from_blocks_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     content = "\r\n\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
     for name, stored in {"a.jsonl": content, "b.json": content + b"\n", "c.jsonl.gz": gzip.compress(content)}.items():
         (tmp_path / name).write_bytes(stored)
-        rows = list(shards_of_urls("train", [str(tmp_path / name)], "text")[0].rows())
+        rows = list(list_shards("train", [str(tmp_path / name)], "text")[0].rows())
         assert [row.text for row in rows if isinstance(row, Row) and row.number % 2 == 0] == texts
         assert [row.where.rpartition(":")[2] for row in rows] == [str(n) for n in range(1, 12)]
 
@@ -72,7 +72,7 @@ def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": f"{i} {draw.random()}"}) + "\n" for i in range(150_000)).encode()
     packed = gzip.compress(content, 1)
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    rows = iter(shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
+    rows = iter(list_shards("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
     assert sum(isinstance(next(rows), Row) for _ in range(8000)) == 8000
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
         list(rows)

@@ -9,7 +9,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.token_files import TokenFileShard
-from lm_trainer.data.sources.token_types import written_type
+from lm_trainer.data.sources.token_types import find_written_dtype
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 from tests.data.test_token_files import RNG, as_records, assert_equal, batches, flat, opened
 
@@ -47,7 +47,7 @@ def test_the_type_of_ids_beyond_16_bits_is_told_too() -> None:
         for written in ("<u2", "<u4", "<i8", ">u4", ">i8"):
             content = (ids % (1 << 16) if written == "<u2" else ids).astype(written).view(read)
             expected = None if read == written else np.dtype(written)
-            assert written_type(content, 128_256) == expected, (read, written)
+            assert find_written_dtype(content, 128_256) == expected, (read, written)
 
 
 def test_zeros_that_are_tokens_are_read(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_zeros_that_are_tokens_are_read(tmp_path: Path) -> None:
         assert opened(tmp_path, section).num_train_tokens == len(ids)
     # Documents of one token, which 0 ends: who names the type is believed.
     ids = np.array([5, 0] * 100, np.uint16)
-    assert written_type(ids, 257) == np.dtype("<u4")
+    assert find_written_dtype(ids, 257) == np.dtype("<u4")
     for named, refused in ((None, True), ("uint16", False)):
         shard = TokenFileShard((), named)
         assert (shard.dtype_problem(ids, 0, 257, 0) is not None) == refused

@@ -3,7 +3,7 @@
     manifest.json            everything the cache is made of; its hash is the cache's identity
     parts/SSSSS-PPPPP.bin    token ids, raw little-endian u2 or u4: documents in order, each ended by EOS (absent if
                              the tokens stay in a user's file: then the commit record has their `place`, and the ledger
-                             lists all `places`; see `token_place.py`)
+                             lists all `places`; see `token_location.py`)
     parts/SSSSS-PPPPP.len    u4 per document (or piece of one): its tokens, EOS included
     parts/SSSSS-PPPPP.row    u4 per document: its row in the shard, counted from the part's first row
     parts/SSSSS-PPPPP.msk    the loss mask, if the data format has one: two bits per token, lowest bit first. One marks

@@ -60,7 +60,7 @@ class GrowingOrder:
             return None
         train, rows = blocking
         cache, seq_len = self._caches[train.name], train.rows.seq_len
-        cache.check()
+        cache.raise_if_failed()
         return cache.missing_tokens(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)
 
     def read(self, positions_N: np.ndarray) -> Batch:

@@ -31,7 +31,7 @@ class TrainSets:
         # Final sets are cached, because a packing plan takes long to compute.
         self._final: dict[str, TrainSet] = {}
 
-    def current(self) -> list[TrainSet]:
+    def current_sets(self) -> list[TrainSet]:
         """Returns the sets in configuration order.
 
         Raises:
@@ -60,7 +60,7 @@ class TrainSets:
         if config.features_shape is not None:
             return "data.format: audio"
         unlimited = any(config.value_for_set(config.max_train_batches, name) is None for name in config.trained)
-        return "data.shuffle: true" if unlimited and config.shuffle_config.rows_needed(0) is None else None
+        return "data.shuffle: true" if unlimited and config.shuffle_config.num_rows_needed(0) is None else None
 
     @property
     def needs_all(self) -> bool:
@@ -73,7 +73,7 @@ class TrainSets:
     def train_order(self, schedule: BatchSchedule) -> TrainOrder:
         """Returns the rows of a run with these batch sizes by position, as far as they are final."""
         sets = []
-        for train in self.current():
+        for train in self.current_sets():
             batches = self._config.value_for_set(self._config.max_train_batches, train.name)
             # Without a limit, one row more than exist: a growing set never reaches it, so it does not become final.
             max_rows = train.num_rows + 1 if batches is None else batches * schedule.at(0)
@@ -82,16 +82,16 @@ class TrainSets:
         # Weights change at steps, but the mixture counts rows.
         mixture = Mixture([(schedule.rows_before(step), shares) for step, shares in self._config.stages])
         final = all(train.final for train in sets)
-        return TrainOrder(sets, mixture, self._length(sets, mixture) if final else None)
+        return TrainOrder(sets, mixture, self._order_length(sets, mixture) if final else None)
 
-    def checked_order(self, schedule: BatchSchedule, steps: range) -> TrainOrder:
+    def order_for_steps(self, schedule: BatchSchedule, steps: range) -> TrainOrder:
         """Returns the order; a final order must be long enough for these steps.
 
         Raises:
             UserError: if the data end earlier by `data.stop_strategy`.
         """
         order = self.train_order(schedule)
-        max_steps = full_steps(order, schedule)
+        max_steps = num_full_steps(order, schedule)
         if max_steps is not None and steps.stop > max_steps:
             raise UserError(
                 f"the data end after {max_steps} steps, by data.stop_strategy: {self._config.stop_strategy}, but "
@@ -100,7 +100,7 @@ class TrainSets:
             )
         return order
 
-    def _length(self, sets: Sequence[TrainSet], mixture: Mixture) -> int | None:
+    def _order_length(self, sets: Sequence[TrainSet], mixture: Mixture) -> int | None:
         config = self._config
         if config.stop_strategy == "restart":
             return None
@@ -114,7 +114,7 @@ class TrainSets:
         return None if None in last_positions else max(last + 1 for last in last_positions if last is not None)
 
 
-def full_steps(order: TrainOrder, schedule: BatchSchedule) -> int | None:
+def num_full_steps(order: TrainOrder, schedule: BatchSchedule) -> int | None:
     """Returns the number of full batches until the order ends; None if it is endless or not final."""
     if order.length is None:
         return None

@@ -70,12 +70,12 @@ def check_manifest(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     raise UserError(
         f"{store.url} was built from something else: it is the cache {fingerprint(recorded)}, this configuration makes "
         f"{fingerprint(manifest)}.\n"
-        + "\n".join(f"  {line}" for line in _differences(recorded, manifest))
+        + "\n".join(f"  {line}" for line in _find_differences(recorded, manifest))
         + f"\nSet data.cache_dir to another directory, or remove {store.url}"
     )
 
 
-def claim(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
+def claim_store(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
     """Makes the store the cache of this manifest, and removes the parts of shards that have changed.
 
     Raises:
@@ -92,7 +92,7 @@ def claim(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
     store.write_json(MANIFEST, manifest)
 
 
-def _differences(recorded: Manifest, expected: Manifest) -> list[str]:
+def _find_differences(recorded: Manifest, expected: Manifest) -> list[str]:
     lines = []
     for key in sorted((recorded.keys() | expected.keys()) - {"shards"}):
         old, new = recorded.get(key), expected.get(key)
@@ -105,14 +105,14 @@ def _differences(recorded: Manifest, expected: Manifest) -> list[str]:
     for index, (old, new) in enumerate(zip(old_shards, new_shards, strict=False)):
         if old != new:
             # Only the first: an added or removed file shifts every later shard.
-            lines.append(_shard_difference(index, old, new))
+            lines.append(_describe_shard_difference(index, old, new))
             break
     if len(old_shards) != len(new_shards):
         lines.append(f"shards: the cache has {len(old_shards)}, now {len(new_shards)}")
     return lines
 
 
-def _shard_difference(index: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def _describe_shard_difference(index: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     old_files = {file["url"]: file for file in old.get("files", [])}
     new_files = {file["url"]: file for file in new.get("files", [])}
     for url, file in new_files.items():

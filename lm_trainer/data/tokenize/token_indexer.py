@@ -39,10 +39,10 @@ def index_tokens(
     """Writes every missing part of the shard, without tokens; same arguments and errors as `write_shard`."""
     shard = job.shard
     assert isinstance(shard, TokenShard)
-    arrays = shard.arrays(token_dtype(job.tokenizer.vocab_size))
+    arrays = shard.token_arrays(token_dtype(job.tokenizer.vocab_size))
     start, documents = _PartStart(0, 0, False), 0
     for number, array in enumerate(arrays):
-        ends_D = shard.ends(number, array)
+        ends_D = shard.read_document_ends(number, array)
         if ends_D is not None and not shard.by_index:
             _check_ends(job, array, ends_D)
         for first in range(0, array.count, PART_TOKENS):
