@@ -37,23 +37,23 @@ class ConfigNode:
 
     def default_model(self) -> type[BaseModel] | None:
         """The class of a block without `type`: the default's class, else the first of the union."""
-        block = self.value_type.choice("model")
+        block = self.value_type.find_alternative("model")
         if block is None:
             return None
         return next((m for m in block.models if type(self.default) is m), block.models[0])
 
     def model_for(self, value: object) -> type[BaseModel] | None:
         """The class a value selects; None for an unknown `type`, and if no block is allowed."""
-        block = self.value_type.choice("model")
+        block = self.value_type.find_alternative("model")
         if block is None:
             return None
         if not isinstance(value, dict) or "type" not in value or not any(map(type_tags, block.models)):
             return self.default_model()
         return next((m for m in block.models if value["type"] in type_tags(m)), None)
 
-    def models(self, value: object, *, every: bool = False) -> tuple[type[BaseModel], ...]:
+    def candidate_models(self, value: object, *, every: bool = False) -> tuple[type[BaseModel], ...]:
         """The class that `value` selects, or all classes if it selects none or with `every`."""
-        block = self.value_type.choice("model")
+        block = self.value_type.find_alternative("model")
         chosen = None if every else self.model_for(value)
         return () if block is None else block.models if chosen is None else (chosen,)
 
@@ -82,7 +82,7 @@ class ConfigNode:
         return ConfigNode(value_type_of_field(info), default)
 
     def _item_node(self, index: int) -> ConfigNode:
-        items = self.value_type.choice("list")
+        items = self.value_type.find_alternative("list")
         if items is None:
             raise NoSuchKey("is not a list")
         # An item without `type` has the same class as a single block without `type`.
@@ -91,7 +91,7 @@ class ConfigNode:
         return ConfigNode(value_type_of(items.items[index] if fixed else items.inner), default)
 
     def _key_node(self, value: object, key: str) -> ConfigNode:
-        block, free = self.value_type.choice("model"), self.value_type.choice("mapping")
+        block, free = self.value_type.find_alternative("model"), self.value_type.find_alternative("mapping")
         if block is not None:
             model = self.model_for(value)
             if model is not None and key in model.model_fields:
@@ -102,7 +102,9 @@ class ConfigNode:
             return ConfigNode(value_type_of(free.inner))
         if any(value_type.annotation is Any for value_type in self.value_type.alternatives_or_self()):
             return ConfigNode(ValueType("scalar", Any))
-        raise NoSuchKey("is a list; name an item by its number" if self.value_type.choice("list") else "has no keys")
+        raise NoSuchKey(
+            "is a list; name an item by its number" if self.value_type.find_alternative("list") else "has no keys"
+        )
 
 
 def add_missing_types(node: ConfigNode, value: JsonValue) -> JsonValue:
@@ -143,7 +145,7 @@ def all_keys(node: ConfigNode, value: object = None, *, every: bool = False) -> 
 
 
 def _iter_keys(node: ConfigNode, value: object, prefix: str, every: bool, depth: int) -> Iterator[str]:
-    for model in node.models(value, every=every) if depth else ():
+    for model in node.candidate_models(value, every=every) if depth else ():
         for key in model.model_fields:
             below = value.get(key) if isinstance(value, dict) else None
             yield prefix + key

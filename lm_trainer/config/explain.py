@@ -96,8 +96,8 @@ class Explainer:
         node, block = self.find_node(path)
         if node is None or not isinstance(block, dict):
             return {}
-        models = [model for model in node.models(block, every=True) if type_tags(model)]
-        errors_by_model = [self._errors_as_model(model, path, block) for model in models]
+        models = [model for model in node.candidate_models(block, every=True) if type_tags(model)]
+        errors_by_model = [self._errors_if_model(model, path, block) for model in models]
         below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
         for below in (below for model_errors in errors_by_model for below in model_errors if len(below) > len(path)):
             below_key[below[len(path)]][below] = None
@@ -115,7 +115,7 @@ class Explainer:
         # Keeps the order of the file.
         return {below: errors[below] for model_errors in errors_by_model for below in model_errors if below in errors}
 
-    def _errors_as_model(
+    def _errors_if_model(
         self, model: type[BaseModel], path: KeyPath, block: dict[str, object]
     ) -> dict[KeyPath, list[ErrorDetails]]:
         """The errors of the block at `path` if its class were `model`."""
@@ -145,7 +145,7 @@ class Explainer:
             if node.value_type.alternatives:
                 # The location names a member, not a key. Skips members that cannot hold such a value (a list, a block)
                 # if another one can.
-                branch = node.value_type.branch(str(key))
+                branch = node.value_type.alternative_for_label(str(key))
                 if not _may_hold(branch, value) and any(
                     _may_hold(other, value) for other in node.value_type.alternatives
                 ):
@@ -190,7 +190,7 @@ class Explainer:
     def _refused_type_reason(self, path: KeyPath, tag: str) -> str:
         """The reason why the union at `path` does not support a type, after a semicolon; empty if unknown."""
         node, _ = self.find_node(path)
-        models = node.models(None, every=True) if node else ()
+        models = node.candidate_models(None, every=True) if node else ()
         reasons = (config_class_of(model).refused_types.get(tag) for model in models)
         return next((f"; {reason}" for reason in reasons if reason), "")
 
@@ -214,7 +214,7 @@ class Explainer:
             return text.format(f"{limit:g}" if isinstance(limit, float) else limit)
         if kind in ("union_tag_not_found", "model_type", "model_attributes_type"):
             node, _ = self.find_node(path)
-            options = [tag for m in (node.models(None, every=True) if node else ()) for tag in type_tags(m)]
+            options = [tag for m in (node.candidate_models(None, every=True) if node else ()) for tag in type_tags(m)]
             return f"a block with type: {_format_alternatives(options)}" if len(options) > 1 else "a block of keys"
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
@@ -226,7 +226,7 @@ class Explainer:
             return "unknown key"
         if path == ("include",):
             return "unknown key; a file can stand for the value of a key (data: !include data.yaml), not be merged"
-        models = node.models(value)
+        models = node.candidate_models(value)
         for model in models:
             lists = config_class_of(model)
             if key in lists.renamed_keys:
@@ -287,7 +287,7 @@ class Explainer:
 
 def _declared_keys(node: ConfigNode | None, value: object) -> set[str]:
     """The keys declared by the class of a block."""
-    return {name for model in (node.models(value) if node else ()) for name in model.model_fields}
+    return {name for model in (node.candidate_models(value) if node else ()) for name in model.model_fields}
 
 
 def _may_hold(value_type: ValueType, value: object) -> bool:
@@ -313,5 +313,5 @@ def _format_alternatives(options: Sequence[str]) -> str:
 
 def _types_with_key(node: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
     """The types of the other union members that have `key`."""
-    every = node.models(None, every=True)
+    every = node.candidate_models(None, every=True)
     return [type_tags(m)[0] for m in every if m not in models and key in m.model_fields and type_tags(m)]

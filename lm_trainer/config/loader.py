@@ -100,7 +100,9 @@ def _check_values(node: ConfigNode, value: object, path: KeyPath, document: Docu
         for index, item in enumerate(value):
             _check_values(node.child_or_undeclared(value, index), item, (*path, index), document)
     elif isinstance(value, dict):
-        declared = {name for model in node.models(value) for name in (*model.model_fields, *_foreign_keys(model))}
+        declared = {
+            name for model in node.candidate_models(value) for name in (*model.model_fields, *_foreign_keys(model))
+        }
         for key, item in value.items():
             if key not in declared and node.value_type.may_hold_secrets() and is_secret_name(key):
                 # Checks only the name, and marks the value as unreadable, so it is never shown.

@@ -218,7 +218,7 @@ def _find_containers(override: Override, document: Document, root: type[BaseMode
         try:
             inner = node.child(value, key)
         except NoSuchKey as reason:
-            if isinstance(key, str) and node.models(value):
+            if isinstance(key, str) and node.candidate_models(value):
                 raise ValueError(Explainer(document, root).explain_unknown_key((*parent, key), full=True)) from None
             raise ValueError(f"{dotted_key(parent)} {reason}") from None
         if isinstance(value, list) and not (isinstance(key, int) and key < len(value)):
@@ -239,16 +239,16 @@ def _enter_container(value: object, key: str | int, node: ConfigNode, override: 
             raise ValueError(
                 f"{parent} is one block, not a list; {f'use {parent}.{suffix}=...' if suffix else 'name a key of it'}"
             )
-        if value is None and node.value_type.choice("list"):
+        if value is None and node.value_type.find_alternative("list"):
             raise ValueError(f"{parent} is not set, so no item of it can be changed; give the whole list")
         return value
     if isinstance(value, list):
-        hint = f"; name an item by its number: {parent}.0.{key}" if node.value_type.choice("list") else ""
+        hint = f"; name an item by its number: {parent}.0.{key}" if node.value_type.find_alternative("list") else ""
         raise ValueError(f"{parent} is a list{hint}")
-    if value is None or (key == "type" and not isinstance(value, dict) and node.models(None)):
+    if value is None or (key == "type" and not isinstance(value, dict) and node.candidate_models(None)):
         return add_missing_types(node, {})
     if not isinstance(value, dict):
-        hint = f"; set {parent}.type too" if any(map(type_tags, node.models(None, every=True))) else ""
+        hint = f"; set {parent}.type too" if any(map(type_tags, node.candidate_models(None, every=True))) else ""
         raise ValueError(f"{parent} is {format_value(value)}, not a block of keys{hint}")
     return value
 
@@ -300,7 +300,7 @@ def _parse_value(override: Override, node: ConfigNode) -> JsonValue:
         value = parse_override_value(text, override.path, override.origin)
     except ValueError:
         # The shell may have removed the quotes in ["a-{1..8}.jsonl"].
-        if listed and node.value_type.choice("list"):
+        if listed and node.value_type.find_alternative("list"):
             return [_strip_list_item(item) for item in _LIST_ITEM.findall(listed[1])]
         if node.value_type.takes_as_text([]):
             return text

@@ -38,11 +38,11 @@ class ValueType:
     def alternatives_or_self(self) -> tuple[ValueType, ...]:
         return self.alternatives or (self,)
 
-    def choice(self, kind: str) -> ValueType | None:
+    def find_alternative(self, kind: str) -> ValueType | None:
         """The alternative of a kind, or None."""
         return next((value_type for value_type in self.alternatives_or_self() if value_type.kind == kind), None)
 
-    def branch(self, label: str) -> ValueType:
+    def alternative_for_label(self, label: str) -> ValueType:
         """The alternative named `label` by pydantic in an error location."""
         # A validator of a union member wraps its name, as in `function-after[_check_phases(), tuple[IntPhase, ...]]`.
         core = label
@@ -61,7 +61,7 @@ class ValueType:
 
     def may_hold_secrets(self) -> bool:
         """True unless the keys of a block are names of sets, axes and the like."""
-        free = self.choice("mapping")
+        free = self.find_alternative("mapping")
         values = value_type_of(free.inner).alternatives_or_self() if free else ()
         return not free or not (free.has_names or all(v.annotation not in (str, Any) for v in values))
 

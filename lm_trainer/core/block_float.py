@@ -97,7 +97,7 @@ SIGNED = Format(signed=True, lowest=-6, highest=8, top=0b110)
 UNSIGNED = Format(signed=False, lowest=-14, highest=15, top=0b111)
 
 
-def shared_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
+def block_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
     """Returns the block exponents of a float32 array, as in `BlockFloats.block_exponents`."""
     magnitude = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
     largest = blocks.max_per_block(jnp.where(magnitude >> _MANTISSA != _INFINITE, magnitude, 0))
@@ -114,7 +114,7 @@ def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance
 
     Args:
         x: float32. An unsigned format drops the sign; NaN and infinities become NaN.
-        shared: `shared_exponents` of `x`.
+        shared: `block_exponents` of `x`.
         form: format of the codes.
         blocks: how `x` is divided into blocks.
         chance: uint16 in the shape of `x`; 0 rounds towards 0. Uniform random values make the expected value of the

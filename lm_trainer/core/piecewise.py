@@ -24,7 +24,7 @@ class Piecewise(Generic[T]):
     values: tuple[T, ...]
 
     @classmethod
-    def make(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
+    def from_phases(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
         """Builds it from (start, value) pairs.
 
         Raises:
@@ -85,7 +85,7 @@ IntSchedule = PositiveInt | Annotated[tuple[IntPhase, ...], AfterValidator(_chec
 def to_piecewise(value: IntSchedule) -> Piecewise[int]:
     """Converts the value of a configuration key into a piecewise constant function of the step."""
     phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
-    return Piecewise.make([(phase.start, phase.value) for phase in phases])
+    return Piecewise.from_phases([(phase.start, phase.value) for phase in phases])
 
 
 def _refuse_multiple_of_devices(value: Any) -> Any:

@@ -298,8 +298,8 @@ class DataConfig(SetConfig):
     def _check_stages(self) -> None:
         if self.train_weights is None:
             raise ValueError("configs needs train_weights: how much of training each set makes up")
-        check_steps([step for step, _ in self._weights()])
-        for step, weights in self._weights():
+        check_steps([step for step, _ in self._weight_stages()])
+        for step, weights in self._weight_stages():
             self._check_names("train_weights", weights)
             try:
                 cycle_counts(list(weights.values()))
@@ -307,7 +307,7 @@ class DataConfig(SetConfig):
                 raise ValueError(f"train_weights from step {step} on: {error}") from None
 
     def _check_trained(self) -> None:
-        named = {name for _, weights in self._weights() for name in weights}
+        named = {name for _, weights in self._weight_stages() for name in weights}
         for name, set_config in self.configs.items():
             if name not in named and not set_config._only_evaluated():
                 raise ValueError(f"train_weights says nothing about {name}; give it 0 to evaluate on it only")
@@ -388,16 +388,17 @@ class DataConfig(SetConfig):
     def stages(self) -> list[tuple[int, tuple[int, ...]]]:
         """(First step, shares of the trained sets) for each change of the weights."""
         return [
-            (step, cycle_counts([weights.get(name, 0) for name in self.trained])) for step, weights in self._weights()
+            (step, cycle_counts([weights.get(name, 0) for name in self.trained]))
+            for step, weights in self._weight_stages()
         ]
 
     @property
     def trained(self) -> list[str]:
         """Names of the sets with a nonzero weight at any step."""
-        weighted = {name for _, weights in self._weights() for name, weight in weights.items() if weight}
+        weighted = {name for _, weights in self._weight_stages() for name, weight in weights.items() if weight}
         return [name for name in self.sets if name in weighted]
 
-    def _weights(self) -> list[Stage]:
+    def _weight_stages(self) -> list[Stage]:
         if not self.configs or self.train_weights is None:
             return [(0, {SINGLE_SET: 1.0})]
         return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights

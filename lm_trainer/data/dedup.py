@@ -103,7 +103,7 @@ def find_duplicates(
     if threshold is not None:
         _check_near(data)
 
-    def work(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
+    def hash_batch(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
         hashes = [hashlib.blake2b(tokens.tobytes(), digest_size=16).digest() for tokens in batch.tokens_D]
         digests = np.frombuffer(b"".join(hashes), "V16")
         empty = np.zeros((len(hashes), 0), np.uint32)
@@ -111,7 +111,7 @@ def find_duplicates(
 
     owners, numbers, lengths, exact, near = [], [], [], [], []
     for set_index, (name, cache) in enumerate(train_caches(data).items()):
-        for batch, (digests, signed) in map_in_order(iter_documents(name, cache), work):
+        for batch, (digests, signed) in map_in_order(iter_documents(name, cache), hash_batch):
             owners.append(np.full(len(digests), set_index, np.int32))
             numbers.append(batch.numbers_D)
             lengths += [len(tokens) for tokens in batch.tokens_D]

@@ -178,7 +178,7 @@ def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[
     """
     candidates: list[dict[int, set[int]]] = [{} for _ in range(min(len(text), _MAX_ANCHORS))]
 
-    def add(token: int, offset: int, length: int) -> None:
+    def add_candidate(token: int, offset: int, length: int) -> None:
         for position in range(max(-offset, 0), min(length - offset, len(candidates))):
             candidates[position].setdefault(token, set()).add(offset)
 
@@ -190,14 +190,14 @@ def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[
         # Tokens that reach beyond an end of the text, or contain all of it.
         for offset in range(1, len(token_text)):
             if text.startswith(token_text[offset:]) or token_text.startswith(text, offset):
-                add(token, offset, len(token_text))
+                add_candidate(token, offset, len(token_text))
         for length in range(1, min(len(token_text), len(text) + 1)):
             if len(text) - length < len(candidates) and text.endswith(token_text[:length]):
-                add(token, length - len(text), len(token_text))
+                add_candidate(token, length - len(text), len(token_text))
     for start in range(len(candidates)):
         for length in range(1, max(map(len, inside), default=0) + 1):
             for token in inside.get(text[start : start + length], ()) if start + length <= len(text) else ():
-                add(token, -start, length)
+                add_candidate(token, -start, length)
     return [
         {token: tuple(sorted(offsets)) for token, offsets in offsets_by_token.items()}
         for offsets_by_token in candidates
@@ -216,7 +216,7 @@ def search_stream(
     """
     margin = len(needle.text) + 1
 
-    def piece(start: int) -> list[Match]:
+    def search_piece(start: int) -> list[Match]:
         low, high = max(start - margin, 0), min(start + PIECE + margin, len(stream))
         tokens_T = np.empty(high - low, needle.dtype)
         stream.copy(np.array([low]), np.array([high - low]), tokens_T, np.array([0]))
@@ -226,7 +226,7 @@ def search_stream(
     with ThreadPoolExecutor(_THREADS) as pool:
         pending: deque[tuple[int, Future[list[Match]]]] = deque()
         for start in range(0, len(stream), PIECE):
-            pending.append((start, pool.submit(piece, start)))
+            pending.append((start, pool.submit(search_piece, start)))
             if len(pending) > 2 * _THREADS:
                 yield from _pop_done(pending, progress)
         while pending:

@@ -219,7 +219,7 @@ def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: 
         raise UserError(f"{store.url} holds no documents yet; run: lmt data build")
     left_out = np.zeros(0, np.int64)
     if exclusion is not None:
-        exclusion.check(store.url, ledger, len(lengths_D))
+        exclusion.check_matches_cache(store.url, ledger, len(lengths_D))
         left_out = lengths_D[exclusion.documents_N]
         lengths_D = np.delete(lengths_D, exclusion.documents_N)
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}

@@ -86,7 +86,7 @@ class _Index:
         self._bucket_used = np.zeros(1 << _BITS, bool)
         self._bucket_used[self.hashes >> np.uint64(64 - _BITS)] = True
 
-    def find(self, hashes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_known(self, hashes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices in `hashes_N` of known hashes, and their indices in `hashes`."""
         near = np.flatnonzero(self._bucket_used.take((hashes_N >> np.uint64(64 - _BITS)).astype(np.intp)))
         indices = np.minimum(np.searchsorted(self.hashes, hashes_N[near]), len(self.hashes) - 1)
@@ -127,15 +127,15 @@ def find_overlap(
     owners = np.full(len(index.hashes), -1, np.int32)
     numbers = np.zeros(len(index.hashes), np.int64)
 
-    def work(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
+    def find_ngrams(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
         batch_words = hash_words(batch.decode_texts(texts_V))
         hashes_N, firsts_N = hash_ngrams(batch_words, ngram)
-        hits_N, indices = index.find(hashes_N)
+        hits_N, indices = index.find_known(hashes_N)
         return indices, batch.numbers_D[batch_words.documents_W[firsts_N[hits_N]]]
 
     train: dict[str, list[np.ndarray]] = {}
     for owner, (name, cache) in enumerate(train_caches(data).items()):
-        for batch, (indices, holders) in map_in_order(iter_documents(name, cache), work):
+        for batch, (indices, holders) in map_in_order(iter_documents(name, cache), find_ngrams):
             new = owners[indices] < 0
             # In reverse order, so the first of several documents remains.
             owners[indices[new]], numbers[indices[new][::-1]] = owner, holders[new][::-1]

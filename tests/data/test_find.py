@@ -21,7 +21,7 @@ from lm_trainer.data.tokenizer.token_bytes import token_texts
 from lm_trainer.data.verbatim import longest_spans
 from tests.conftest import Lmt
 
-SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 150
+SCHEDULE, STEPS = BatchSchedule(Piecewise.from_phases([(0, 3), (4, 6)])), 150
 
 
 class Tokens:

@@ -229,8 +229,8 @@ def test_plain_text_under_a_key_of_the_format(tmp_path: Path) -> None:
 
 def test_keys_that_came_later_leave_the_default_cache_where_it_was() -> None:
     chat = {"chat_template": None, "mask_user_turns": True, "messages_field": "messages", "tools_field": None}
-    assert ChatFormat().cached_settings() == {"type": "chat", **chat}
+    assert ChatFormat().settings_for_cache() == {"type": "chat", **chat}
     pair = {"input_field": "prompt", "output_field": "response", "separate_with": "", "mask_inputs": True}
-    assert SupervisedFormat().cached_settings() == {"type": "supervised", **pair}
-    assert ChatFormat(role_field="from").cached_settings()["role_field"] == "from"
-    assert SupervisedFormat(context_field="input").cached_settings()["context_field"] == "input"
+    assert SupervisedFormat().settings_for_cache() == {"type": "supervised", **pair}
+    assert ChatFormat(role_field="from").settings_for_cache()["role_field"] == "from"
+    assert SupervisedFormat(context_field="input").settings_for_cache()["context_field"] == "input"

@@ -19,7 +19,7 @@ from lm_trainer.data.config import DataConfig
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.pipeline import open_data
 
-SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 12
+SCHEDULE, STEPS = BatchSchedule(Piecewise.from_phases([(0, 3), (4, 6)])), 12
 CONFIGS: dict[str, dict[str, Any]] = {
     "shuffled": {},
     "in order, once": {"shuffle": False, "stop_strategy": "first_exhausted"},

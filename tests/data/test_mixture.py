@@ -168,7 +168,7 @@ class TestData:
         assert first != second
 
     def test_weights_change_at_the_step_that_is_named(self, make_config: Callable[..., DataConfig]) -> None:
-        schedule = BatchSchedule(Piecewise.make([(0, 2), (5, 8)]))
+        schedule = BatchSchedule(Piecewise.from_phases([(0, 2), (5, 8)]))
         staged = make_config(train_weights=[[0, {"a": 1}], [7, {"b": 0.5, "c": 0.5}]])
         draws = origins(opened(staged), 100, schedule)
         assert {name for name, _, _ in draws[: 5 * 2 + 2 * 8]} == {"a"}

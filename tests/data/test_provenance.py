@@ -23,7 +23,7 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import Lmt
 from tests.data.conftest import MakeBuild
 
-SCHEDULE = BatchSchedule(Piecewise.make([(0, 3), (4, 6)]))
+SCHEDULE = BatchSchedule(Piecewise.from_phases([(0, 3), (4, 6)]))
 
 
 @pytest.fixture

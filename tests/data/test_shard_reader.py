@@ -14,7 +14,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources import Row, jsonl, list_shards
-from lm_trainer.data.tokenize.shard_reader import AHEAD, work_ahead
+from lm_trainer.data.tokenize.shard_reader import AHEAD, map_with_prefetch
 
 FRAGMENTS = [
     *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"/", b" ", b"\t", b"\r", b"\0", b"\x1f", b"\x7f"),
@@ -87,7 +87,7 @@ def test_the_thread_that_reads_helps_with_the_work_and_the_order_stays() -> None
             helped.set()
         return number * number
 
-    done = work_ahead((number for number in range(20)), work)
+    done = map_with_prefetch((number for number in range(20)), work)
     results = [next(done)]
     # The caller does nothing more meanwhile, so another thread must have read ahead and begun to work.
     assert helped.wait(10)
@@ -105,7 +105,7 @@ def test_items_are_not_made_without_end() -> None:
             produced.append(number)
             yield number
 
-    done = work_ahead(items(), lambda number: number)
+    done = map_with_prefetch(items(), lambda number: number)
     next(done)
     time.sleep(0.2)
     assert len(produced) <= AHEAD + 2
@@ -139,7 +139,7 @@ def test_errors_come_in_their_place_and_the_items_are_closed(stage: str, behind:
 
     results = []
     with pytest.raises(UserError, match="the seventh"):
-        results.extend(slowly(work_ahead(items(), work)))
+        results.extend(slowly(map_with_prefetch(items(), work)))
     assert results == [(number, -number) for number in range(6)]
     assert closed.is_set()
 
@@ -153,7 +153,7 @@ def test_closing_early_closes_the_items() -> None:
         finally:
             closed.set()
 
-    done = work_ahead(items(), lambda number: number)
+    done = map_with_prefetch(items(), lambda number: number)
     assert next(done) == (0, 0)
     done.close()
     assert closed.is_set()

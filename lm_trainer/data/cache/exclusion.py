@@ -40,7 +40,7 @@ class Exclusion:
         """Hash of the numbers, independent of their files."""
         return hashlib.sha256(self.documents_N.astype("<i8").tobytes()).hexdigest()[:16]
 
-    def check(self, name: str, ledger: Ledger, documents: int) -> None:
+    def check_matches_cache(self, name: str, ledger: Ledger, documents: int) -> None:
         """Makes sure the lists were made for this cache.
 
         Args:

@@ -42,7 +42,7 @@ class FilteredStream(TokenStream):
         if not ledger.finished:
             return
         lengths_D = document_lengths(self._store, ledger)
-        self._exclusion.check(self._name, ledger, len(lengths_D))
+        self._exclusion.check_matches_cache(self._name, ledger, len(lengths_D))
         retained_D = np.ones(len(lengths_D), bool)
         retained_D[self._exclusion.documents_N] = False
         starts_D = np.cumsum(lengths_D) - lengths_D

@@ -95,7 +95,7 @@ class Ledger:
             name = part_name(*self.next)
             record = read_record(store, name)
             if record is not None:
-                self._append(name, record)
+                self._append_part(name, record)
                 self.next[1] += 1
                 continue
             # Shards are built concurrently, but the next shard begins only after a complete one: the order of the
@@ -110,7 +110,7 @@ class Ledger:
                 raise damage_error(store, shard_key(self.next[0]), f"says {count} parts, and there are {self.next[1]}")
         return self.next != previous
 
-    def _append(self, name: str, record: CommitRecord) -> None:
+    def _append_part(self, name: str, record: CommitRecord) -> None:
         self.parts.append(name)
         self.tokens.append(record["tokens"])
         self.documents.append(record["documents"])

@@ -110,12 +110,12 @@ class AudioFormat(FormatConfig):
     def fields(self) -> tuple[str, ...]:
         return (self.audio_key, self.text_key, *([] if self.language_key is None else [self.language_key]))
 
-    def cached_settings(self) -> dict[str, object]:
+    def settings_for_cache(self) -> dict[str, object]:
         return self.model_dump(mode="json", exclude={"spec_augment"})
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         # Includes the prompt ids, so that a missing token is reported before any recording is read.
-        return {**self.cached_settings(), "prompt_ids": self.prompt_ids(tokenizer, self.language)}
+        return {**self.settings_for_cache(), "prompt_ids": self.prompt_ids(tokenizer, self.language)}
 
     def prompt_ids(self, tokenizer: Tokenizer, language: str | None) -> list[int]:
         """Returns the prompt tokens before the text of a row.

@@ -35,7 +35,7 @@ class GrainRows:
 
     def __init__(self, source: GrainPipeline, seq_len: int, vocab_size: int, eos_id: int):
         self.source, self.seq_len, self._vocab_size, self._eos_id = source, seq_len, vocab_size, eos_id
-        self._dataset = source.dataset()
+        self._dataset = source.make_dataset()
         self._random = isinstance(self._dataset, grain.MapDataset)
         if source.worker_processes and not self._random:
             raise UserError(

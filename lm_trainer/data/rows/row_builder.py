@@ -135,13 +135,13 @@ class RowBuilder:
             if cache is not None and train is not None and held_out is not None:
                 raise UserError(f"{title} has validation text of its own; remove data.num_validation_sequences for it")
             if cache is not None:
-                yield from self._built_or_pending(name, title, cache, partial(self._full_eval_set, name, title, cache))
+                yield from self._open_or_defer(name, title, cache, partial(self._full_eval_set, name, title, cache))
             elif held_out is not None and train is not None:
-                yield from self._built_or_pending(
+                yield from self._open_or_defer(
                     name, title, train, partial(self._tail_eval_set, name, title, train, held_out)
                 )
 
-    def _built_or_pending(
+    def _open_or_defer(
         self, name: str, title: str, cache: OpenCache, make: Callable[[], EvalSet]
     ) -> Iterator[EvalSet | PendingEvalSet]:
         if not cache.finished:

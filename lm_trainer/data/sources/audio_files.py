@@ -127,7 +127,7 @@ class ArchiveShard:
         """
         name, contents, endings = None, dict[bool, bytes](), list[str]()
 
-        def sample() -> tuple[bytes | str | None, bytes | None]:
+        def take_sample() -> tuple[bytes | str | None, bytes | None]:
             several = f"there are several recordings of this name, {', '.join(endings)}; which has the text?"
             return (several if len(endings) > 1 else contents.get(True)), contents.get(False)
 
@@ -137,7 +137,7 @@ class ArchiveShard:
                 if ending.lower() not in (*RECORDINGS, ".txt"):
                     continue
                 if name is not None and stem != name:
-                    yield name, *sample()
+                    yield name, *take_sample()
                     contents, endings = {}, []
                 name = stem
                 # A link without a target in the archive counts as a missing file.
@@ -145,7 +145,7 @@ class ArchiveShard:
                     contents[ending.lower() != ".txt"] = content
                     endings += [ending] if ending.lower() != ".txt" else []
         if name is not None:
-            yield name, *sample()
+            yield name, *take_sample()
 
 
 def _refuse_shared_texts(recordings: Sequence[File]) -> None:

@@ -38,7 +38,7 @@ class CsvFiles(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_settings(self) -> Self:
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
             raise ValueError(f"delimiter: expected one character, got {self.delimiter!r}")
         return self

@@ -86,7 +86,7 @@ class GrainPipeline(SourceConfig):
         ranges = [(first, min(first + step, length)) for first in range(0, length, step)] if length else [(0, None)]
         return [GrainShard(self, split, text_key, fields, identity, *bounds) for bounds in ranges]
 
-    def dataset(self, split: Split = "train") -> Any:
+    def make_dataset(self, split: Split = "train") -> Any:
         """Makes the dataset of a split.
 
         Raises:
@@ -159,7 +159,7 @@ def probe_dataset(source: GrainPipeline, split: Split) -> dict[str, Any]:
     Raises:
         UserError: if the datasets differ, or are empty.
     """
-    first, second = source.dataset(split), source.dataset(split)
+    first, second = source.make_dataset(split), source.make_dataset(split)
     lengths = num_elements(first), num_elements(second)
     if lengths[0] != lengths[1]:
         raise UserError(
@@ -263,7 +263,7 @@ class GrainShard:
         return {"type": "grain", "elements": self.source.elements, **keys, **self.dataset_identity, **part}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        dataset = self.source.dataset(self.split)
+        dataset = self.source.make_dataset(self.split)
         if self.stop is not None:
             elements = (dataset[index] for index in range(self.first + start, self.stop))
         else:

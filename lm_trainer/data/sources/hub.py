@@ -72,7 +72,7 @@ class HuggingFace(SourceConfig):
             )
         shards: list[Shard] = []
         for reader, run in groupby(paths, _require_reader):
-            files = [repository.file(path, download=not self.stream) for path in run]
+            files = [repository.make_file(path, download=not self.stream) for path in run]
             if reader is TextFiles and fields:
                 raise UserError(f"data.format reads the fields {', '.join(fields)}, but {files[0].url} is bare text")
             shards += reader().shards_of_files(files, text_key, fields)
@@ -93,7 +93,7 @@ class _Repository(NamedTuple):
     configs: list[_CardConfig]
     """The configurations listed in the dataset card."""
 
-    def file(self, path: str, *, download: bool) -> File:
+    def make_file(self, path: str, *, download: bool) -> File:
         url = check_listed_url(f"hf://datasets/{self.id}@{self.commit}/{check_relative_path(path, self.id)}")
         return File(url, self.sizes[path], self.commit, download)
 

@@ -37,7 +37,7 @@ class Megatron(TokenFileSource):
     """`eos`: the end-of-document token ends documents, and must match the document ends in the index. `index`: only the
     index defines the document ends, for data without an end-of-document token."""
 
-    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+    def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
         for file in files:
             if not file.url.endswith(".bin"):
                 raise UserError(f"{file.name}: name the .bin file of Megatron's data set; its .idx is found beside it")

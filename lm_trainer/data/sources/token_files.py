@@ -56,7 +56,7 @@ class TokenFiles(TokenFileSource):
 
     suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
-    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+    def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
         return TokenFileShard(files, self.dtype, self.document_ends)
 
 

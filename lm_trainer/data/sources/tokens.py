@@ -108,10 +108,10 @@ class TokenFileSource(FileSource):
                 raise UserError(f"{file.name} is not on this machine; tokens are memory-mapped, so copy it here")
             if file.compressed:
                 raise UserError(f"{file.name} is compressed; tokens are memory-mapped, so unpack it")
-        return [self.token_shard(tuple(files))]
+        return [self.make_token_shard(tuple(files))]
 
     @abstractmethod
-    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+    def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
         """Returns the shard of some local files."""
 
 

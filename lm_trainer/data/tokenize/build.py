@@ -17,7 +17,7 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.tokenize.lock import BuilderLock
-from lm_trainer.data.tokenize.manifest import Manifest, check_manifest, claim_store, make_manifest
+from lm_trainer.data.tokenize.manifest import Manifest, claim_store, count_matching_shards, make_manifest
 from lm_trainer.data.tokenize.process_pool import run_in_processes
 from lm_trainer.data.tokenize.progress import BuildCallbacks, ProgressMeter, Stopped
 from lm_trainer.data.tokenize.ray_backend import run_on_ray
@@ -89,7 +89,7 @@ class Build:
             UserError: if the directory holds another cache, or a finished one with too many bad rows.
         """
         ledger = Ledger.read(self.store)
-        check_manifest(self.store, self.manifest(), ledger)
+        count_matching_shards(self.store, self.manifest(), ledger)
         if ledger.finished:
             self.check_bad_rows(ledger)
         return ledger

@@ -105,5 +105,5 @@ def _default_directory(config: DataConfig, set_config: SetConfig, shards: Shards
         for split in ("train", "validation")
     }
     if set_config.format.fields():
-        manifests["format"] = set_config.format.cached_settings()
+        manifests["format"] = set_config.format.settings_for_cache()
     return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")

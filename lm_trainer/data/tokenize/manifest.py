@@ -45,7 +45,7 @@ def make_manifest(
     }
 
 
-def check_manifest(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
+def count_matching_shards(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     """Counts the leading shards of the cache that match the manifest.
 
     Every shard matches, unless a source changed before the build reached it. A shard without parts in the ledger has
@@ -79,9 +79,9 @@ def claim_store(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
     """Makes the store the cache of this manifest, and removes the parts of shards that have changed.
 
     Raises:
-        UserError: see `check_manifest`.
+        UserError: see `count_matching_shards`.
     """
-    fitting = check_manifest(store, manifest, ledger)
+    fitting = count_matching_shards(store, manifest, ledger)
     if read_manifest(store) == manifest:
         return
     for key in [f"{directory}/{name}" for directory in ("shards", "parts") for name in store.list(directory)]:

@@ -1,7 +1,7 @@
 """Reader of a shard: groups its rows into batches for the tokenizer, in threads that run in parallel with encoding.
 
 A shard passes through three threads. The first reads a few batches ahead, and encodes some of them itself when it is
-too far ahead (`work_ahead`). The caller's thread encodes the other batches. The third writes parts
+too far ahead (`map_with_prefetch`). The caller's thread encodes the other batches. The third writes parts
 (`BackgroundStage`). Reading, encoding and writing release the interpreter lock most of the time, so the threads do
 run in parallel.
 """
@@ -178,7 +178,7 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
     return True
 
 
-def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
+def map_with_prefetch(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
     """Yields (item, work(item)) in order; a second thread produces the items. Errors are raised in order, too.
 
     The work is done in the caller's thread. When it is AHEAD items behind, the producing thread does the work on the
@@ -191,7 +191,7 @@ def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Gener
     end: Any = object()
     num_made = num_taken = 0
 
-    def make() -> tuple[T, R | None]:
+    def next_result() -> tuple[T, R | None]:
         nonlocal num_made
         item = next(items, end)
         done = work(item) if item is not end and num_made - num_taken >= AHEAD else None
@@ -200,10 +200,10 @@ def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Gener
 
     pool = ThreadPoolExecutor(1, "read")
     try:
-        following = deque(pool.submit(make) for _ in range(AHEAD + 1))
+        following = deque(pool.submit(next_result) for _ in range(AHEAD + 1))
         while (entry := following.popleft().result())[0] is not end:
             num_taken += 1
-            following.append(pool.submit(make))
+            following.append(pool.submit(next_result))
             item, done = entry
             yield item, work(item) if done is None else done
     finally:

@@ -20,7 +20,7 @@ from lm_trainer.data.formats import EncodedDocument, UnusableRow
 from lm_trainer.data.sources import BadRow, Row
 from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.progress import Stopped
-from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, read_batches, work_ahead
+from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, map_with_prefetch, read_batches
 from lm_trainer.data.tokenize.token_indexer import index_tokens
 
 
@@ -95,7 +95,7 @@ class _ShardWriter:
         batches = read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.is_open)
         # Most rows are encoded in the caller's thread, which is the same for all shards: fastokens caches words per
         # thread. The writer ends last, so a write error takes precedence over errors in rows read after it.
-        with BackgroundStage("write") as writer, closing(work_ahead(batches, self._encode_batch)) as encoded:
+        with BackgroundStage("write") as writer, closing(map_with_prefetch(batches, self._encode_batch)) as encoded:
             for batch, documents in encoded:
                 if self.stopped():
                     raise Stopped
