@@ -62,7 +62,7 @@ def keys(config: type[Config], path: tuple[str | int, ...] = (), above: tuple[ty
     """Every key below a class, as often as there are kinds of blocks that it can stand in."""
     for name, field in config.model_fields.items():
         yield Key((*path, name), config, {})
-        for value_type in value_type_of_field(field).choices():
+        for value_type in value_type_of_field(field).alternatives_or_self():
             entry = (*path, name) if value_type.kind == "model" else (*path, name, "a")
             found = parts(value_type.inner) if value_type.kind == "mapping" else value_type.models
             for model in filter(is_config, found):

@@ -174,7 +174,7 @@ def test_every_kind_of_task_asks_the_same(name: str, tasks: list[Any], tmp_path:
         for examples, multiturn, system in ((2, True, "Be brief."), (1, False, None)):
             options: dict[str, Any] = {"fewshot_as_multiturn": multiturn, "system_instruction": system}
             expected = requests(task, peer.apply_chat_template, examples, **options)
-            assert requests(task, ours.write, examples, **options) == expected
+            assert requests(task, ours.format_messages, examples, **options) == expected
             count += len(expected)
     assert count > 200
 
@@ -211,20 +211,20 @@ def test_an_answer_that_is_begun_stays_open(tmp_path: Path) -> None:
     template = TaskTemplate(tokenizer(tmp_path, CHATML))
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is "}]
     expected = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nIt is "
-    assert template.write(messages, add_generation_prompt=False) == expected
+    assert template.format_messages(messages, add_generation_prompt=False) == expected
 
 
 def test_what_a_template_does_not_take_is_told(tmp_path: Path) -> None:
     silent = TaskTemplate(tokenizer(tmp_path, "{{ messages[0].content }}"))
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match="leaves the beginning of an answer away, which a task gives: 'b'"):
-        silent.write(begun, add_generation_prompt=False)
+        silent.format_messages(begun, add_generation_prompt=False)
     refusing = TaskTemplate(tokenizer(tmp_path, "{{ raise_exception('never') }}"))
     with pytest.raises(UserError, match="does not take a question: never"):
-        refusing.write(begun, add_generation_prompt=True)
+        refusing.format_messages(begun, add_generation_prompt=True)
     failing = TaskTemplate(tokenizer(tmp_path, "{{ 1 / 0 }}"))
     with pytest.raises(UserError, match="fails at a question: division by zero"):
-        failing.write(begun, add_generation_prompt=True)
+        failing.format_messages(begun, add_generation_prompt=True)
     with pytest.raises(UserError, match="the chat template of the model's tokenizer is wrong"):
         TaskTemplate(tokenizer(tmp_path, "{% if %}"))
 

@@ -89,7 +89,7 @@ def _compare(files: list[Path], template: str, tmp_path: Path, monkeypatch: pyte
             expected = requests(task, peer.apply_chat_template, 1, **options)
         except Exception:  # made-up documents do not suit every task
             continue
-        assert requests(task, ours.write, 1, **options) == expected, config
+        assert requests(task, ours.format_messages, 1, **options) == expected, config
         counts[config["output_type"]] = counts.get(config["output_type"], 0) + bool(expected)
     return counts
 
