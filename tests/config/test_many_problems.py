@@ -46,8 +46,8 @@ def test_many_unknown_keys_of_a_file(text: Callable[[int], str], in_tmp_path: Pa
 def test_many_unknown_keys_of_a_command_line(in_tmp_path: Path) -> None:
     file = in_tmp_path / "c.yaml"
     file.write_text("{}")
-    given = [f"trainer.seeds_{number}=1" for number in range(300)] + [f"--sede{number}=1" for number in range(300)]
-    problems, seconds = _problems(file, given)
+    overrides = [f"trainer.seeds_{number}=1" for number in range(300)] + [f"--sede{number}=1" for number in range(300)]
+    problems, seconds = _problems(file, overrides)
     assert len(problems) == 600
     assert seconds < 3
 

@@ -230,18 +230,18 @@ def test_a_part_has_no_other_files_than_a_cache_makes(tmp_path: Path) -> None:
      "simplecache::file:///a.wav", "git:///elsewhere:a.wav"],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "where", ["s3://bucket/list.jsonl:3", "hf://datasets/a/b@1/x.parquet:7", "https://h/l.jsonl[2]"]
+    "row_location", ["s3://bucket/list.jsonl:3", "hf://datasets/a/b@1/x.parquet:7", "https://h/l.jsonl[2]"]
 )
-def test_a_list_from_elsewhere_names_no_recording_of_this_machine(where: str, path: str) -> None:
-    row = Row(0, where, "", record={"audio": path, "text": "a"})
+def test_a_list_from_elsewhere_names_no_recording_of_this_machine(row_location: str, path: str) -> None:
+    row = Row(0, row_location, "", record={"audio": path, "text": "a"})
     with pytest.raises(UnusableRow, match="which a list from elsewhere may not"):
         AudioFormat().prepare(row)
 
 
-@pytest.mark.parametrize("where", ["list.jsonl:3", "file:///d/list.jsonl:3"])
-def test_a_list_of_this_machine_may(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("row_location", ["list.jsonl:3", "file:///d/list.jsonl:3"])
+def test_a_list_of_this_machine_may(tmp_path: Path, row_location: str) -> None:
     (tmp_path / "a.wav").write_bytes(b"no sound")
-    row = Row(0, where, "", record={"audio": str(tmp_path / "a.wav"), "text": "a"})
+    row = Row(0, row_location, "", record={"audio": str(tmp_path / "a.wav"), "text": "a"})
     with pytest.raises(UnusableRow) as raised:
         AudioFormat().prepare(row)
     assert "may not" not in str(raised.value)
