@@ -145,7 +145,7 @@ def test_the_list_of_an_export_is_checked(tmp_path: Path, files: Any) -> None:
         read()
 
 
-def _adapter(directory: Path) -> None:
+def _open_linked_adapter(directory: Path) -> None:
     base = directory / "base"
     base.mkdir()
     save_file({"x": np.ones((2, 2), np.float32)}, base / "model.safetensors")
@@ -154,7 +154,7 @@ def _adapter(directory: Path) -> None:
     AdaptedWeights(directory, base)
 
 
-def _tokenizer(name: str) -> Callable[[Path], Any]:
+def _open_linked_tokenizer(name: str) -> Callable[[Path], Any]:
     def load(directory: Path) -> None:
         ByteTokenizer().save(directory)
         (directory / name).unlink(missing_ok=True)
@@ -164,23 +164,23 @@ def _tokenizer(name: str) -> Callable[[Path], Any]:
     return load
 
 
-def _config(directory: Path) -> None:
+def _read_linked_config(directory: Path) -> None:
     (directory / "config.json").symlink_to(directory.parent / "outside" / "x")
     read_json(directory / "config.json")
 
 
-def _index(directory: Path) -> None:
+def _open_linked_index(directory: Path) -> None:
     (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "x.safetensors"}}))
     (directory / "x.safetensors").symlink_to(directory.parent / "outside" / "x")
     Weights(directory)
 
 
 LINKS: dict[str, Callable[[Path], Any]] = {
-    "an adapter": _adapter,
-    "a chat template": _tokenizer("chat_template.jinja"),
-    "settings of a tokenizer": _tokenizer("tokenizer_config.json"),
-    "a configuration": _config,
-    "a shard": _index,
+    "an adapter": _open_linked_adapter,
+    "a chat template": _open_linked_tokenizer("chat_template.jinja"),
+    "settings of a tokenizer": _open_linked_tokenizer("tokenizer_config.json"),
+    "a configuration": _read_linked_config,
+    "a shard": _open_linked_index,
 }
 
 
@@ -265,7 +265,7 @@ def test_the_url_of_a_bucket_is_no_other_directory_here(url: str) -> None:
         Bucket(url)
 
 
-def _run(directory: Path, **changes: Any) -> Path:
+def _write_run(directory: Path, **changes: Any) -> Path:
     record = {"id": "run", "checkpoints": "c", "identity": {"model": {}, "data": {}}, **changes}
     (directory / "run.json").write_text(json.dumps(record))
     (directory / "env.json").write_text('[{"step": 0}]')
@@ -276,8 +276,8 @@ def _run(directory: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("name", ["../../x", "/elsewhere/x", "a\nb", 7])
 def test_a_record_of_a_run_names_the_run_and_files_of_it(tmp_path: Path, name: Any) -> None:
     with pytest.raises(UserError, match=r"run\.json: the name"):
-        RunRecord.read(_run(tmp_path, id=name))
-    changed = RunRecord.read(_run(tmp_path, changes=[{"step": 5, "config_before": name}]))
+        RunRecord.read(_write_run(tmp_path, id=name))
+    changed = RunRecord.read(_write_run(tmp_path, changes=[{"step": 5, "config_before": name}]))
     with pytest.raises(UserError, match=r"run\.json: the name"):
         changed.config(1)
 
@@ -323,7 +323,7 @@ OUTSIDE = {
 and of the user's own files, and the base of an adapter, which its file names as a path."""
 
 
-def joined(source: str) -> set[str]:
+def joined_operands(source: str) -> set[str]:
     """Operands that `/` joins to paths in a module, but for constants."""
     names = {
         ast.unparse(node.right)
@@ -337,7 +337,7 @@ def joined(source: str) -> set[str]:
 
 @pytest.mark.parametrize("source", OUTSIDE)
 def test_names_from_outside_are_joined_in_one_place_alone(source: str) -> None:
-    assert joined(source) == OUTSIDE[source]
+    assert joined_operands(source) == OUTSIDE[source]
 
 
 def test_every_reader_of_a_listing_is_known() -> None:

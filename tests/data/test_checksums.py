@@ -54,17 +54,17 @@ def parts(config: DataConfig, tmp_path: Path) -> Path:
     return directory
 
 
-def unsealed(file: Path) -> dict[str, Any]:
+def read_without_checksum(file: Path) -> dict[str, Any]:
     """A JSON file of a cache as earlier versions wrote it, without a checksum."""
     record = json.loads(file.read_text())
     del record["checksum"]
     return record
 
 
-def as_an_earlier_version(parts: Path) -> None:
+def rewrite_as_earlier_version(parts: Path) -> None:
     """Takes the checksums of blocks, and of the record, out of all records."""
     for file in parts.glob("*.json"):
-        record = unsealed(file)
+        record = read_without_checksum(file)
         for blob in record["blobs"].values():
             del blob["blocks"], blob["block_bytes"]
         file.write_text(json.dumps(record))
@@ -93,7 +93,7 @@ def flip(file: Path, byte: int, bits: int = 1) -> None:
 def test_a_flipped_bit_is_named_with_its_part(parts: Path, kind: str, remote: bool, earlier: bool) -> None:
     original = read_all(parts)
     if earlier:
-        as_an_earlier_version(parts)
+        rewrite_as_earlier_version(parts)
     for one, other in zip(read_all(parts, remote=remote), original, strict=True):
         np.testing.assert_array_equal(one, other)
     for file in sorted(parts.glob(f"*.{kind}"))[1:3]:
@@ -159,7 +159,7 @@ def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConf
 
 def test_checksums_that_are_damaged_themselves_are_named(parts: Path) -> None:
     file = parts / "00000-00001.json"
-    record = unsealed(file)
+    record = read_without_checksum(file)
     for broken in ("zz", record["blobs"]["bin"]["blocks"][:8], None, 7):
         record["blobs"]["bin"]["blocks"] = broken
         file.write_text(json.dumps(record))
@@ -272,13 +272,13 @@ def test_what_comes_damaged_from_object_storage_at_any_time_is_asked_for_once_mo
     }
     lies, read_ranges = [0], KvStore.read_ranges
 
-    def changed(self: KvStore, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
+    def read_changed(self: KvStore, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
         for (key, start, _), content in zip(ranges, read_ranges(self, ranges), strict=True):
             lie = key.endswith(f"00000-00001.{kind}") and not start and lies[0] > 0
             lies[0] -= lie
             yield bytes([content[0] ^ 4]) + content[1:] if lie else content
 
-    monkeypatch.setattr(KvStore, "read_ranges", changed)
+    monkeypatch.setattr(KvStore, "read_ranges", read_changed)
     for count in (0, 1):
         lies[0] = count
         np.testing.assert_array_equal(

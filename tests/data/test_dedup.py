@@ -23,11 +23,11 @@ from lm_trainer.data.tokenizer.token_bytes import token_texts
 ALPHABET = [f"{a}{b}" for a in "bdfgklmnprt" for b in ("a", "e", "u", "ö", "ß", "Ю")]
 
 
-def text(rng: np.random.Generator, count: int) -> list[str]:
+def random_words(rng: np.random.Generator, count: int) -> list[str]:
     return ["".join(rng.choice(ALPHABET, rng.integers(1, 4))) for _ in range(count)]
 
 
-def changed(rng: np.random.Generator, words: list[str], places: int) -> list[str]:
+def replace_words(rng: np.random.Generator, words: list[str], places: int) -> list[str]:
     words = list(words)
     for position in rng.choice(len(words), places, replace=False):
         words[position] = "".join(rng.choice(ALPHABET, 3))
@@ -37,12 +37,12 @@ def changed(rng: np.random.Generator, words: list[str], places: int) -> list[str
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng, directory = np.random.default_rng(0), tmp_path_factory.mktemp("dedup")
-    originals = [text(rng, int(rng.integers(60, 300))) for _ in range(60)]
+    originals = [random_words(rng, int(rng.integers(60, 300))) for _ in range(60)]
     a = [" ".join(words) for words in originals]
     # Another case and other punctuation, a few words changed, many changed, and twice the same.
     b = [", ".join(words).upper().replace("SS", "ß") for words in originals[:5]]
-    b += [" ".join(changed(rng, words, 1)) for words in originals[5:15]]
-    b += [" ".join(changed(rng, words, len(words) // 5)) for words in originals[15:25]]
+    b += [" ".join(replace_words(rng, words, 1)) for words in originals[5:15]]
+    b += [" ".join(replace_words(rng, words, len(words) // 5)) for words in originals[15:25]]
     b += [a[30], a[31], a[30], "kurz", "kurz", "Kurz!", "..."]
     for name, documents in (("a", a), ("b", b)):
         lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
@@ -118,7 +118,7 @@ def documents_equal(directory: Path, name: str, number: int) -> bool:
 
 def test_signatures_estimate_the_similarity() -> None:
     rng = np.random.default_rng(1)
-    words = text(rng, 2000)
+    words = random_words(rng, 2000)
     texts = [" ".join(words), " ".join(words[300:]), " ".join(words[1200:])]
     signed = minhash_signatures(texts, 5)
     for one, other in ((0, 1), (0, 2), (1, 2)):
@@ -150,7 +150,7 @@ def test_overlaps_are_those_of_every_run_of_words(data: Data, directory: Path, l
         words = re.findall(r"\w+", every[number][2])
         start = int(rng.integers(0, len(words) - 30))
         borrowed = words[start : start + int(rng.integers(5, 30))]
-        middle = [*text(rng, 12), *borrowed, *text(rng, 12)] if number % 4 else text(rng, 30)
+        middle = [*random_words(rng, 12), *borrowed, *random_words(rng, 12)] if number % 4 else random_words(rng, 30)
         expected.append(EvalDocument(f"eval:{number}", "; ".join(middle).upper().replace("SS", "ß")))
     expected.append(EvalDocument("short", "zu kurz"))
     report = find_overlap(data, expected, ngram=length, texts_V=token_texts(data.tokenizer))

@@ -91,7 +91,7 @@ def mixture(corpus: Path, **settings: object) -> DataConfig:
     )
 
 
-def opened(corpus: Path, **settings: object) -> Data:
+def open_mixture(corpus: Path, **settings: object) -> Data:
     return open_data(mixture(corpus, **settings), seq_len=16, seed=3)
 
 
@@ -105,7 +105,7 @@ def opened(corpus: Path, **settings: object) -> Data:
     ],
 )
 def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: dict[str, object]) -> None:
-    data = opened(corpus, **settings)
+    data = open_mixture(corpus, **settings)
     texts = token_texts(data.tokenizer)
     tracer = Tracer(data, SCHEDULE, STEPS, texts)
     matches = [tracer.trace(name, match) for name, match in find_text(data, "Der Kanarienvogel singt", texts)]
@@ -135,7 +135,7 @@ def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: di
 
 
 def test_a_text_that_is_not_there_and_one_across_documents(corpus: Path) -> None:
-    data = opened(corpus)
+    data = open_mixture(corpus)
     texts = token_texts(data.tokenizer)
     assert list(find_text(data, "Papagei", texts)) == []
     assert list(find_text(data, "Nummer 0.Zeile 1", texts)) == []
@@ -149,7 +149,7 @@ def test_a_terminal_shows_how_far_the_search_is(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("cli.scan_progress._SECONDS", 0)
     monkeypatch.setattr("lm_trainer.data.find.PIECE", 1000)
-    data = opened(corpus)
+    data = open_mixture(corpus)
     progress = ScanProgress("tokens")
     for _ in find_text(data, "Der Kanarienvogel singt", token_texts(data.tokenizer), progress):
         progress.clear()

@@ -38,7 +38,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def opened(corpus: Path, settings: dict[str, Any]) -> Data:
+def open_corpus(corpus: Path, settings: dict[str, Any]) -> Data:
     several = "train_weights" in settings
     files = {name: [str(corpus / f"{name}.jsonl")] for name in "ab"}
     sets: dict[str, Any] = {"configs": {name: {"train_urls": files[name]} for name in files}}
@@ -49,7 +49,7 @@ def opened(corpus: Path, settings: dict[str, Any]) -> Data:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
-    data = opened(corpus, CONFIGS[name])
+    data = open_corpus(corpus, CONFIGS[name])
     rows = data.train_rows(SCHEDULE)
     assert isinstance(rows, grain.MapDataset)
     batches = [*data.train(SCHEDULE, rows=lambda size: range(size), num_steps=STEPS)]
@@ -76,7 +76,7 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
 
 
 def test_a_loader_that_was_saved_elsewhere_is_refused(corpus: Path) -> None:
-    data = opened(corpus, {})
+    data = open_corpus(corpus, {})
     batches = data.train(4, rows=range(4), first_step=7, num_steps=9)
     assert batches.saved_state() == {"next_index": 7}
     next(batches)

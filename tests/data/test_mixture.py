@@ -115,7 +115,7 @@ def make_config(tmp_path: Path, documents: list[str], monkeypatch: pytest.Monkey
     return make
 
 
-def opened(config: DataConfig) -> Data:
+def open_config(config: DataConfig) -> Data:
     return open_data(config, seq_len=SEQ_LEN, seed=0)
 
 
@@ -126,7 +126,7 @@ def origins(data: Data, stop: int, schedule: int | BatchSchedule = 4) -> list[tu
 
 class TestData:
     def test_each_set_has_its_cache_and_its_validation_set(self, make_config: Callable[..., DataConfig]) -> None:
-        data = opened(make_config())
+        data = open_config(make_config())
         assert sorted(path.name for path in Path("caches").iterdir()) == ["a", "b", "c"]
         assert sorted(path.name for path in Path("caches/c").iterdir()) == ["tokenizer", "train", "validation"]
         assert list(data.validation()) == ["c"]
@@ -143,9 +143,9 @@ class TestData:
     def test_weights_change_neither_caches_nor_the_order_within_a_set(
         self, make_config: Callable[..., DataConfig]
     ) -> None:
-        old_order = origins(opened(make_config()), 400)
+        old_order = origins(open_config(make_config()), 400)
         files = {path: path.stat().st_mtime_ns for path in Path("caches").rglob("*") if path.is_file()}
-        new_order = origins(opened(make_config(train_weights={"a": 0.1, "b": 0.1, "c": 0.8})), 400)
+        new_order = origins(open_config(make_config(train_weights={"a": 0.1, "b": 0.1, "c": 0.8})), 400)
         assert {path: path.stat().st_mtime_ns for path in Path("caches").rglob("*") if path.is_file()} == files
         for name in "abc":
             one, other = ([row for set_, row, _ in order if set_ == name] for order in (old_order, new_order))
@@ -154,13 +154,13 @@ class TestData:
             configs={name: {"train_urls": f"{name}.jsonl"} for name in "ab"}, train_weights={"a": 1, "b": 1}
         )
         assert [row for name, row, _ in old_order if name == "a"][:100] == [
-            row for name, row, _ in origins(opened(other_sets), 200) if name == "a"
+            row for name, row, _ in origins(open_config(other_sets), 200) if name == "a"
         ]
 
     def test_epochs_of_each_set_hold_its_rows_once_in_another_order(
         self, make_config: Callable[..., DataConfig]
     ) -> None:
-        data = opened(make_config())
+        data = open_config(make_config())
         rows = data.train_sets[0].num_rows
         draws = [(row, epoch) for name, row, epoch in origins(data, 4 * rows) if name == "a"]
         first, second = ([row for row, epoch in draws if epoch == number] for number in (0, 1))
@@ -170,19 +170,19 @@ class TestData:
     def test_weights_change_at_the_step_that_is_named(self, make_config: Callable[..., DataConfig]) -> None:
         schedule = BatchSchedule(Piecewise.from_phases([(0, 2), (5, 8)]))
         staged = make_config(train_weights=[[0, {"a": 1}], [7, {"b": 0.5, "c": 0.5}]])
-        draws = origins(opened(staged), 100, schedule)
+        draws = origins(open_config(staged), 100, schedule)
         assert {name for name, _, _ in draws[: 5 * 2 + 2 * 8]} == {"a"}
         assert {name for name, _, _ in draws[5 * 2 + 2 * 8 :]} == {"b", "c"}
 
     def test_a_stage_to_come_may_be_added_to_a_run(self, make_config: Callable[..., DataConfig]) -> None:
-        one = opened(make_config(train_weights={"a": 1, "b": 1, "c": 1}))
-        other = opened(make_config(train_weights=[[0, {"a": 1, "b": 1, "c": 1}], [7, {"a": 1, "c": 1}]]))
+        one = open_config(make_config(train_weights={"a": 1, "b": 1, "c": 1}))
+        other = open_config(make_config(train_weights=[[0, {"a": 1, "b": 1, "c": 1}], [7, {"a": 1, "c": 1}]]))
         assert one.fingerprint(7) == other.fingerprint(7)
         assert one.fingerprint(8) != other.fingerprint(8)
         assert one.fingerprint() != other.fingerprint()
 
     def test_first_exhausted_ends_before_any_row_comes_again(self, make_config: Callable[..., DataConfig]) -> None:
-        data = opened(make_config(stop_strategy="first_exhausted"))
+        data = open_config(make_config(stop_strategy="first_exhausted"))
         length = data.train_order(4).length
         assert length is not None
         draws = origins(data, length + 1)
@@ -197,7 +197,7 @@ class TestData:
             data.train(4, rows=range(4), num_steps=steps + 1)
 
     def test_all_exhausted_ends_when_the_last_set_has_come_once(self, make_config: Callable[..., DataConfig]) -> None:
-        data = opened(make_config(stop_strategy="all_exhausted"))
+        data = open_config(make_config(stop_strategy="all_exhausted"))
         length = data.train_order(4).length
         assert length is not None
         draws = origins(data, length)
@@ -207,22 +207,22 @@ class TestData:
 
     def test_epochs_say_when_a_set_is_exhausted(self, make_config: Callable[..., DataConfig]) -> None:
         one_epoch, thrice = (
-            opened(make_config(stop_strategy="first_exhausted", epochs=epochs)).train_order(4).length
+            open_config(make_config(stop_strategy="first_exhausted", epochs=epochs)).train_order(4).length
             for epochs in (None, {"a": 3, "b": 3, "c": 3})
         )
         assert one_epoch is not None
         assert thrice is not None
         assert 3 * one_epoch - 12 <= thrice <= 3 * one_epoch + 12
-        for_one = opened(make_config(stop_strategy="first_exhausted", epochs={"a": 2})).train_order(4).length
+        for_one = open_config(make_config(stop_strategy="first_exhausted", epochs={"a": 2})).train_order(4).length
         assert for_one not in (one_epoch, thrice)
 
     def test_limits_keep_to_the_first_rows(self, make_config: Callable[..., DataConfig]) -> None:
-        draws = origins(opened(make_config(max_train_batches={"a": 2})), 600)
+        draws = origins(open_config(make_config(max_train_batches={"a": 2})), 600)
         assert {row for name, row, _ in draws if name == "a"} == set(range(8))
         assert max(row for name, row, _ in draws if name == "b") > 8
 
     def test_held_out_rows_are_evaluated_and_never_trained_on(self, make_config: Callable[..., DataConfig]) -> None:
-        data = opened(make_config(num_validation_sequences={"a": 5}))
+        data = open_config(make_config(num_validation_sequences={"a": 5}))
         evals = data.validation()["a"]
         assert isinstance(evals, EvalSet)
         assert evals.num_rows == 5
@@ -238,13 +238,13 @@ class TestData:
         assert rows * SEQ_LEN == evals.first_token
         assert {row for name, row, _ in origins(data, 5 * rows) if name == "a"} == set(range(rows))
         with pytest.raises(UserError, match="num_validation_sequences holds 10000 rows out"):
-            opened(make_config(num_validation_sequences={"a": 10_000}))
+            open_config(make_config(num_validation_sequences={"a": 10_000}))
         with pytest.raises(UserError, match="c has validation text of its own"):
-            opened(make_config(num_validation_sequences=3))
+            open_config(make_config(num_validation_sequences=3))
 
     def test_a_set_of_weight_zero_is_only_evaluated(self, make_config: Callable[..., DataConfig]) -> None:
         sets = {"a": {"train_urls": "a.jsonl"}, "b": {"validation_urls": "b-held-out.jsonl"}}
-        data = opened(make_config(configs=sets, train_weights={"a": 1}))
+        data = open_config(make_config(configs=sets, train_weights={"a": 1}))
         assert [train.name for train in data.train_sets] == ["a"]
         assert list(data.validation()) == ["b"]
         assert not Path("caches/b/train").exists()
@@ -252,15 +252,15 @@ class TestData:
     def test_without_a_directory_a_set_keeps_its_cache_in_any_mixture(
         self, make_config: Callable[..., DataConfig]
     ) -> None:
-        opened(make_config(cache_dir=None))
+        open_config(make_config(cache_dir=None))
         caches = set(Path("cache").iterdir())
-        opened(make_config(cache_dir=None, configs={"x": {"train_urls": "a.jsonl"}}, train_weights={"x": 1}))
+        open_config(make_config(cache_dir=None, configs={"x": {"train_urls": "a.jsonl"}}, train_weights={"x": 1}))
         assert set(Path("cache").iterdir()) == caches
 
     def test_a_set_without_a_row_is_named(self, make_config: Callable[..., DataConfig]) -> None:
         Path("b.jsonl").write_text('{"text": "short"}\n')
         with pytest.raises(UserError, match="the set b holds 6 tokens"):
-            opened(make_config())
+            open_config(make_config())
 
 
 @pytest.mark.parametrize(

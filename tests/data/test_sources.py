@@ -42,7 +42,7 @@ def zstd(content: bytes) -> bytes:
     return pytest.importorskip("zstandard").compress(content)
 
 
-def zipped(content: bytes) -> bytes:
+def zip_bytes(content: bytes) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("whatever", content)
@@ -57,7 +57,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".lzma": lambda content: lzma.compress(content, lzma.FORMAT_ALONE),
     ".zst": zstd,
     ".zstd": zstd,
-    ".zip": zipped,
+    ".zip": zip_bytes,
 }
 
 

@@ -49,8 +49,8 @@ def directory(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def _flat(values: Any) -> list[Any]:
-    return [x for value in values for x in (_flat(value) if isinstance(value, list | tuple) else [value])]
+def _flatten(values: Any) -> list[Any]:
+    return [x for value in values for x in (_flatten(value) if isinstance(value, list | tuple) else [value])]
 
 
 def _answer_loss(samples: list[Any]) -> tuple[float, float]:
@@ -103,7 +103,7 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
         assert result.metrics == {name: pytest.approx(expected[f"{name},none"], rel=1e-4) for name in result.metrics}
         assert result.errors == {name: pytest.approx(expected[f"{name}_stderr,none"]) for name in result.errors}
         ours_said, theirs_said = (
-            _flat(sample["resps"] for sample in samples)
+            _flatten(sample["resps"] for sample in samples)
             for samples in (result.samples, reference["samples"][result.name])
         )
         assert len(ours_said) == len(theirs_said)
