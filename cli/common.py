@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, expand_home, path_problem
 
 if TYPE_CHECKING:
-    from lm_trainer.config.loader import Loaded
+    from lm_trainer.config.loader import LoadedConfig
     from lm_trainer.run.config.run_config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -120,7 +120,7 @@ CharsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "Loaded[RunConfig]":
+def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "LoadedConfig[RunConfig]":
     """Loads a run's configuration, and prints notes on side effects of the overrides to stderr.
 
     Raises:
@@ -131,7 +131,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
     return load_config(ctx, config, overrides, RunConfig)
 
 
-def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
+def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "LoadedConfig[Any]":
     """Loads a configuration whose class is `root`; otherwise as `load_run`."""
     # Unknown options are passed through as overrides, so one may arrive as the file argument.
     if str(config).startswith("-"):

@@ -51,10 +51,10 @@ class ConfigNode:
             return self.default_model()
         return next((m for m in block.models if value["type"] in type_tags(m)), None)
 
-    def candidate_models(self, value: object, *, every: bool = False) -> tuple[type[BaseModel], ...]:
-        """The class that `value` selects, or all classes if it selects none or with `every`."""
+    def candidate_models(self, value: object, *, all_classes: bool = False) -> tuple[type[BaseModel], ...]:
+        """The class that `value` selects, or all classes if it selects none or with `all_classes`."""
         block = self.value_type.find_alternative("model")
-        chosen = None if every else self.model_for(value)
+        chosen = None if all_classes else self.model_for(value)
         return () if block is None else block.models if chosen is None else (chosen,)
 
     def child(self, value: object, key: str | int) -> ConfigNode:
@@ -139,14 +139,14 @@ def value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def all_keys(node: ConfigNode, value: object = None, *, every: bool = False) -> list[str]:
-    """Every dotted key allowed below a node with this value; with `every`, of all classes of a union."""
-    return list(dict.fromkeys(_iter_keys(node, value, "", every, MAX_DEPTH)))
+def all_keys(node: ConfigNode, value: object = None, *, all_classes: bool = False) -> list[str]:
+    """Every dotted key allowed below a node with this value; with `all_classes`, of all classes of a union."""
+    return list(dict.fromkeys(_iter_keys(node, value, "", all_classes, MAX_DEPTH)))
 
 
-def _iter_keys(node: ConfigNode, value: object, prefix: str, every: bool, depth: int) -> Iterator[str]:
-    for model in node.candidate_models(value, every=every) if depth else ():
+def _iter_keys(node: ConfigNode, value: object, prefix: str, all_classes: bool, depth: int) -> Iterator[str]:
+    for model in node.candidate_models(value, every=all_classes) if depth else ():
         for key in model.model_fields:
             below = value.get(key) if isinstance(value, dict) else None
             yield prefix + key
-            yield from _iter_keys(node.field_node(model, key), below, f"{prefix}{key}.", every, depth - 1)
+            yield from _iter_keys(node.field_node(model, key), below, f"{prefix}{key}.", all_classes, depth - 1)

@@ -96,7 +96,7 @@ class Explainer:
         node, block = self.find_node(path)
         if node is None or not isinstance(block, dict):
             return {}
-        models = [model for model in node.candidate_models(block, every=True) if type_tags(model)]
+        models = [model for model in node.candidate_models(block, all_classes=True) if type_tags(model)]
         errors_by_model = [self._errors_if_model(model, path, block) for model in models]
         below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
         for below in (below for model_errors in errors_by_model for below in model_errors if len(below) > len(path)):
@@ -190,7 +190,7 @@ class Explainer:
     def _refused_type_reason(self, path: KeyPath, tag: str) -> str:
         """The reason why the union at `path` does not support a type, after a semicolon; empty if unknown."""
         node, _ = self.find_node(path)
-        models = node.candidate_models(None, every=True) if node else ()
+        models = node.candidate_models(None, all_classes=True) if node else ()
         reasons = (config_class_of(model).refused_types.get(tag) for model in models)
         return next((f"; {reason}" for reason in reasons if reason), "")
 
@@ -214,7 +214,9 @@ class Explainer:
             return text.format(f"{limit:g}" if isinstance(limit, float) else limit)
         if kind in ("union_tag_not_found", "model_type", "model_attributes_type"):
             node, _ = self.find_node(path)
-            options = [tag for m in (node.candidate_models(None, every=True) if node else ()) for tag in type_tags(m)]
+            options = [
+                tag for m in (node.candidate_models(None, all_classes=True) if node else ()) for tag in type_tags(m)
+            ]
             return f"a block with type: {_format_alternatives(options)}" if len(options) > 1 else "a block of keys"
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
@@ -313,5 +315,5 @@ def _format_alternatives(options: Sequence[str]) -> str:
 
 def _types_with_key(node: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
     """The types of the other union members that have `key`."""
-    every = node.candidate_models(None, every=True)
-    return [type_tags(m)[0] for m in every if m not in models and key in m.model_fields and type_tags(m)]
+    union_classes = node.candidate_models(None, all_classes=True)
+    return [type_tags(m)[0] for m in union_classes if m not in models and key in m.model_fields and type_tags(m)]

@@ -19,7 +19,7 @@ _NOT_READ = object()
 
 
 @dataclass(frozen=True)
-class _Adopted:
+class _RenamedKey:
     """A foreign key and the note on it, if any."""
 
     path: KeyPath
@@ -93,7 +93,7 @@ def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseM
     return (key if respelt is None else respelt[0]) == "type"
 
 
-def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_Adopted]:
+def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_RenamedKey]:
     if isinstance(data, list):
         for index, item in enumerate(data):
             yield from _rename_and_note(node.child_or_undeclared(data, index), item, (*path, index), document)
@@ -102,7 +102,7 @@ def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Do
     model = node.model_for(data)
     for key in list(data):
         if respelt := _find_respelling(model, key, data[key], data):
-            yield _Adopted(
+            yield _RenamedKey(
                 (*path, key), document.key_origin((*path, key)), _old_spelling_note(model, key, data[key], respelt)
             )
             our_key, data[our_key] = respelt
@@ -119,7 +119,7 @@ def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Do
         if meaning is None or meaning[0] in data:
             continue
         our_key, note = meaning
-        yield _Adopted((*path, key), document.key_origin((*path, key)), note)
+        yield _RenamedKey((*path, key), document.key_origin((*path, key)), note)
         value = data.pop(key)
         if our_key is None:
             document.drop_positions((*path, key))

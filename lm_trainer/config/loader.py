@@ -24,7 +24,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[ConfigT]):
+class LoadedConfig(Generic[ConfigT]):
     """A validated configuration with the origins of its values."""
 
     config: ConfigT
@@ -54,7 +54,7 @@ def load(
     *,
     options: Sequence[str] = (),
     foreign: Callable[[str], Sequence[str]] | None = None,
-) -> Loaded[ConfigT]:
+) -> LoadedConfig[ConfigT]:
     """Reads a configuration file, applies overrides and validates the result.
 
     Args:
@@ -80,7 +80,7 @@ def load(
     config = _validate(document, root)
     if config is None or document.problems:
         raise ConfigError(document.problem_lines())
-    return Loaded(config, document.data, tuple(document.notes), document)
+    return LoadedConfig(config, document.data, tuple(document.notes), document)
 
 
 def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:

@@ -49,7 +49,7 @@ class Override:
 
 
 @dataclass
-class _Typed:
+class _TypedSetting:
     """The words of one setting, and the problem with them, if any."""
 
     words: list[str]
@@ -101,7 +101,7 @@ def parse_overrides(
     )
 
 
-def _format_setting(typed: _Typed) -> str:
+def _format_setting(typed: _TypedSetting) -> str:
     """The setting as shown in messages, without values that may be secret."""
     if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
         return f"{_KEY.split(typed.name)[0]}=..."
@@ -111,11 +111,13 @@ def _format_setting(typed: _Typed) -> str:
     return textwrap.shorten(text, _MAX_SHOWN, placeholder=" ...")
 
 
-def _take_setting(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document) -> _Typed:
+def _take_setting(
+    waiting: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document
+) -> _TypedSetting:
     """Removes the words of one setting from the front of `waiting`."""
     word = waiting.pop(0)
     name, equals, text = word.removeprefix("--").partition("=")
-    typed = _Typed([word], name.strip(), text)
+    typed = _TypedSetting([word], name.strip(), text)
     if word.startswith("--"):
         typed.name = name.replace("-", "_")
         if "." not in name and typed.name not in root.model_fields:
@@ -248,7 +250,7 @@ def _enter_container(value: object, key: str | int, node: ConfigNode, override: 
     if value is None or (key == "type" and not isinstance(value, dict) and node.candidate_models(None)):
         return add_missing_types(node, {})
     if not isinstance(value, dict):
-        hint = f"; set {parent}.type too" if any(map(type_tags, node.candidate_models(None, every=True))) else ""
+        hint = f"; set {parent}.type too" if any(map(type_tags, node.candidate_models(None, all_classes=True))) else ""
         raise ValueError(f"{parent} is {format_value(value)}, not a block of keys{hint}")
     return value
 

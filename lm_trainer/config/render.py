@@ -15,16 +15,16 @@ _COMMENT_COLUMN = 60
 """Comments are aligned up to here; longer lines push theirs to the right."""
 
 
-def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, shown: bool = False) -> str:
+def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, redact: bool = False) -> str:
     """Writes all values of a configuration, defaults included.
 
     Args:
         config: any configuration.
         comment: returns the comment after the value at a path, for example its origin.
-        shown: blank the credentials in URLs and commands, for output that others may read.
+        redact: blank the credentials in URLs and commands, for output that others may read.
     """
     plain = config.model_dump(mode="json")
-    plain = without_credentials(plain) if shown else plain
+    plain = without_credentials(plain) if redact else plain
     lines = [
         (text, escape_line(comment(path)) if comment and path else "") for text, path in _iter_block_lines(plain, ())
     ]

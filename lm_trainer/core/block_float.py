@@ -106,7 +106,7 @@ def block_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
     return jnp.maximum((largest + carry) >> _MANTISSA, form.least_exponent).astype(jnp.uint8)
 
 
-def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance: jax.Array) -> BlockFloats:
+def encode(x: jax.Array, exponents: jax.Array, form: Format, blocks: Blocks, random_bits: jax.Array) -> BlockFloats:
     """Rounds each number to one of its two neighbouring codes.
 
     A nonzero unsigned number never becomes 0, but at least the smallest code, because optimizers divide by the root of
@@ -114,12 +114,12 @@ def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance
 
     Args:
         x: float32. An unsigned format drops the sign; NaN and infinities become NaN.
-        shared: `block_exponents` of `x`.
+        exponents: `block_exponents` of `x`.
         form: format of the codes.
         blocks: how `x` is divided into blocks.
-        chance: uint16 in the shape of `x`; 0 rounds towards 0. Uniform random values make the expected value of the
-            code exact up to 2^-16 of the distance between the two neighbours (stochastic rounding; Gupta et al. 2015,
-            arXiv 1502.02551, section 3.1).
+        random_bits: uint16 in the shape of `x`; 0 rounds towards 0. Uniform random values make the expected value of
+            the code exact up to 2^-16 of the distance between the two neighbours (stochastic rounding; Gupta et al.
+            2015, arXiv 1502.02551, section 3.1).
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
@@ -128,22 +128,22 @@ def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance
     # Exponent field of the element (clamped to the subnormal range below), and mantissa with the random bits appended.
     element = (
         exponent
-        - blocks.repeat_per_element(shared, x.shape[blocks.axis]).astype(jnp.int32)
+        - blocks.repeat_per_element(exponents, x.shape[blocks.axis]).astype(jnp.int32)
         + form.highest
         - form.lowest
     )
     mantissa = (magnitude & ((1 << _MANTISSA) - 1)) | jnp.where(exponent > 0, 1 << _MANTISSA, 0).astype(jnp.uint32)
     # A shift by the width of the integer or more is undefined.
     shift = jnp.minimum(_MANTISSA - _DIGITS - _RANDOM_BITS + jnp.maximum(-element, 0), 31).astype(jnp.uint32)
-    rounded = ((mantissa >> shift) + chance) >> _RANDOM_BITS
-    # `shared` may come from a program that rounds differently, and be too small by one unit in the last place.
+    rounded = ((mantissa >> shift) + random_bits) >> _RANDOM_BITS
+    # `exponents` may come from a program that rounds differently, and be too small by one unit in the last place.
     code = jnp.minimum((jnp.maximum(element, 0).astype(jnp.uint32) << _DIGITS) + rounded, form.largest)
     if not form.signed:
         code = jnp.maximum(code, (magnitude > 0).astype(jnp.uint32))
     code = jnp.where(finite, code, form.nan)
     if form.signed:
         code |= sign << 7
-    return BlockFloats(code.astype(jnp.uint8), shared.astype(jnp.uint8))
+    return BlockFloats(code.astype(jnp.uint8), exponents.astype(jnp.uint8))
 
 
 def decode(x: BlockFloats, form: Format, blocks: Blocks) -> jax.Array:

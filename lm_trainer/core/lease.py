@@ -38,14 +38,14 @@ class Lease:
 
     Args:
         directory: the directory to lock.
-        waiting: called with a message if the start has to wait.
+        on_wait: called with a message if the start has to wait.
 
     Raises:
         UserError: if another process holds the lease.
     """
 
-    def __init__(self, directory: Bucket, waiting: Callable[[str], Any] | None = None):
-        self._directory, self._waiting = directory, waiting
+    def __init__(self, directory: Bucket, on_wait: Callable[[str], Any] | None = None):
+        self._directory, self._on_wait = directory, on_wait
         self._token = secrets.token_hex(8)
         self._count = 0
         self._generation = b""
@@ -96,9 +96,9 @@ class Lease:
             return False
         started = time.monotonic()
         while time.monotonic() - started < ENDS_AFTER:
-            if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
+            if self._on_wait is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
                 holder = _describe_holder(_parse_holder(first))
-                self._waiting(f"waiting for {holder}, which no longer answers, to lose {self._directory}")
+                self._on_wait(f"waiting for {holder}, which no longer answers, to lose {self._directory}")
             time.sleep(1)
             body, generation = self._directory.read_versioned(_KEY)
             if body is None:

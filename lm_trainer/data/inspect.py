@@ -290,12 +290,12 @@ def inspect_documents(config: DataConfig, name: str, first: int, count: int, cha
     if first >= ledger.num_documents:
         so_far = "" if ledger.finished else " so far; lmt data build goes on with it"
         raise UserError(f"there is no document {first}: {build.store.url} holds {ledger.num_documents}{so_far}")
-    documents = _Documents(build, ledger, chars)
+    documents = _DocumentReader(build, ledger, chars)
     for number in range(first, min(first + count, ledger.num_documents)):
         yield documents[number]
 
 
-class _Documents:
+class _DocumentReader:
     """Full documents of a cache by number, including documents that span several parts."""
 
     def __init__(self, build: Build | FinishedCache, ledger: Ledger, chars: int):

@@ -77,7 +77,7 @@ class OverlapReport:
         )
 
 
-class _Index:
+class _HashIndex:
     """The n-grams of an evaluation set, with vectorised lookup."""
 
     def __init__(self, hashes_G: np.ndarray):
@@ -123,7 +123,7 @@ def find_overlap(
             f"no document of the evaluation set has {ngram} words (the longest has "
             f"{max(counts_D.tolist(), default=0)}); choose shorter runs with --ngram"
         )
-    index = _Index(hashes_G)
+    index = _HashIndex(hashes_G)
     owners = np.full(len(index.hashes), -1, np.int32)
     numbers = np.zeros(len(index.hashes), np.int64)
 

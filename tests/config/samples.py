@@ -10,7 +10,7 @@ import pytest
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from lm_trainer.config.imports.translate import settings_for_foreign_key
-from lm_trainer.config.loader import Loaded, load
+from lm_trainer.config.loader import LoadedConfig, load
 from lm_trainer.core.config import Config, Duration, IgnoredKey, Name
 from lm_trainer.core.errors import ConfigError
 
@@ -150,7 +150,7 @@ class Files:
         path.write_text(dedent(text).removeprefix("\n"), encoding="utf-8")
         return Path(name)
 
-    def load(self, text: str, *overrides: str) -> Loaded[Any]:
+    def load(self, text: str, *overrides: str) -> LoadedConfig[Any]:
         return load(self.write(text), overrides, Run, options=OPTIONS, foreign=settings_for_foreign_key)
 
     def problems(self, text: str, *overrides: str) -> list[str]:

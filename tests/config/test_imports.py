@@ -321,7 +321,7 @@ def test_keys_that_are_unknown_in_number_are_named(tmp_path: Path) -> None:
 
 
 def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
-    our_keys = {*all_keys(ConfigNode.root(RunConfig), every=True)}
+    our_keys = {*all_keys(ConfigNode.root(RunConfig), all_classes=True)}
     for dialect in DIALECTS:
         named = {rule for rule in dialect.keys.values() if isinstance(rule, str)} | dialect.always.keys()
         assert named <= our_keys, dialect.name

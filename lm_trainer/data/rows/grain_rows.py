@@ -41,7 +41,7 @@ class GrainRows:
             raise UserError(
                 "data.source.worker_processes reads a MapDataset; end your IterDataset in mp_prefetch(...) yourself"
             )
-        self._sequence = None if self._random else _Sequence(self._dataset, source.factory)
+        self._sequence = None if self._random else _SequentialReader(self._dataset, source.factory)
         self._check_element(0, self._read_elements([0])[0])
 
     def __reduce__(self) -> tuple[type[GrainRows], tuple[GrainPipeline, int, int, int]]:
@@ -169,7 +169,7 @@ _DEFAULTS: dict[str, Callable[[int], np.ndarray]] = {
 }
 
 
-class _Sequence:
+class _SequentialReader:
     """Elements of an `IterDataset` by number; the numbers mostly increase from one request to the next.
 
     Threads that read ahead request batches concurrently, so skipped elements are buffered for a while.

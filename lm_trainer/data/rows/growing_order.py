@@ -24,7 +24,7 @@ class GrowingOrder:
     """The order of training over sets, some of which may still be growing.
 
     Args:
-        look: returns the order as far as it is final now.
+        current_order: returns the order as far as it is final now.
         caches: by set name.
         need_all: True if every set must be complete before the first row, since the sets' ends decide the length.
         closed: ends all waiting once it is set.
@@ -32,13 +32,13 @@ class GrowingOrder:
 
     def __init__(
         self,
-        look: Callable[[], TrainOrder],
+        current_order: Callable[[], TrainOrder],
         caches: Mapping[str, OpenCache],
         *,
         need_all: bool = False,
         closed: threading.Event,
     ):
-        self._look, self._caches, self._need_all, self._closed = look, caches, need_all, closed
+        self._current_order, self._caches, self._need_all, self._closed = current_order, caches, need_all, closed
         # Stored between calls, and refreshed only when needed. It may be behind the caches, but is never wrong: a final
         # row never changes.
         self._order: TrainOrder | None = None
@@ -55,7 +55,7 @@ class GrowingOrder:
             UserError: if they will never come because their build failed.
         """
         if self._order is None or self._order.blocking_set(positions_N, need_all=self._need_all):
-            self._order = self._look()
+            self._order = self._current_order()
         if (blocking := self._order.blocking_set(positions_N, need_all=self._need_all)) is None:
             return None
         train, rows = blocking

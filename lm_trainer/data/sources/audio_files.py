@@ -40,11 +40,11 @@ class AudioFiles(FileSource):
         _refuse_shared_texts(loose)
         archives = [file for file in files if file_suffix(file.url) == _ARCHIVE]
         shards: list[Shard] = [ArchiveShard(file, fields) for file in archives]
-        pairs = [tuple(_Pair(file, _find_text_file(file)) for file in run) for run in group_files(loose)]
+        pairs = [tuple(_RecordingWithText(file, _find_text_file(file)) for file in run) for run in group_files(loose)]
         return [*shards, *(RecordingShard(run, fields) for run in pairs)]
 
 
-class _Pair(NamedTuple):
+class _RecordingWithText(NamedTuple):
     recording: File
     text: File | None
 
@@ -53,7 +53,7 @@ class _Pair(NamedTuple):
 class RecordingShard:
     """Some recordings, in order; a row is a recording."""
 
-    pairs: tuple[_Pair, ...]
+    pairs: tuple[_RecordingWithText, ...]
     fields: tuple[str, ...]
 
     @property

@@ -213,7 +213,7 @@ class RunDirectory:
         if changes:
             content["changes"] = changes
         self._records.write(RUN, json.dumps(content, indent=1) + "\n")
-        text = to_yaml(self.config, shown=True)
+        text = to_yaml(self.config, redact=True)
         write_atomically(self.path / "config.yaml", text)
         with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
