@@ -104,14 +104,14 @@ class Explainer:
         errors: dict[KeyPath, list[ErrorDetails]] = {}
         for key in block.keys() - {"type"}:
             # A type without the key cannot judge its value, unless no type has the key.
-            having = [
+            errors_of_models_with_key = [
                 model_errors
                 for model, model_errors in zip(models, errors_by_model, strict=True)
                 if key in model.model_fields
             ] or errors_by_model
             for below in below_key[key]:
-                if all(below in model_errors for model_errors in having):
-                    errors[below] = having[0][below]
+                if all(below in model_errors for model_errors in errors_of_models_with_key):
+                    errors[below] = errors_of_models_with_key[0][below]
         # Keeps the order of the file.
         return {below: errors[below] for model_errors in errors_by_model for below in model_errors if below in errors}
 
@@ -259,13 +259,13 @@ class Explainer:
         prefix = f"{dotted_key(parent)}." if full and parent else ""
         siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
         namesakes = [name for name, last in self._all_keys if last == key]
-        near = find_similar(key, [last for _, last in self._all_keys], strict=True)
+        similar_keys = find_similar(key, [last for _, last in self._all_keys], strict=True)
         # Most likely first: misspelt here, same key elsewhere, vaguely similar here, misspelt elsewhere.
         return (
             did_you_mean(key, siblings, prefix=prefix, strict=True)
             or format_suggestions(namesakes[:2])
             or did_you_mean(key, siblings, prefix=prefix)
-            or format_suggestions([name for name, last in self._all_keys if last in near][:2])
+            or format_suggestions([name for name, last in self._all_keys if last in similar_keys][:2])
             or (f"; there are {', '.join(siblings)}" if 0 < len(siblings) <= _MAX_LISTED else "")
         )
 
@@ -279,8 +279,8 @@ class Explainer:
             path, message = (*path, match[1]), message[match.end() :]
             node, value = self.find_node(path)
         keys = {*_declared_keys(node, value), *(value if isinstance(value, dict) else ())}
-        spoken_of = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
-        written = [p for p in spoken_of if p in self.document.values]
+        mentioned_paths = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
+        written = [p for p in mentioned_paths if p in self.document.values]
         # Of several conflicting keys, reports the one from the command line.
         written.sort(key=lambda p: not self.document.values[p].is_override)
         origin = self.document.origin(written[0] if written else path)

@@ -80,18 +80,18 @@ def parse_overrides(
         suggestions: names to suggest for misspelt words.
     """
     parsed: list[Override] = []
-    waiting = list(arguments)
-    while waiting:
-        order = (_SOURCE, len(arguments) - len(waiting), 0)
-        typed = _take_setting(waiting, root, suggestions, document)
-        shown = _format_setting(typed)
-        if typed.problem:
+    remaining_words = list(arguments)
+    while remaining_words:
+        order = (_SOURCE, len(arguments) - len(remaining_words), 0)
+        setting = _take_setting(remaining_words, root, suggestions, document)
+        shown = _format_setting(setting)
+        if setting.problem:
             location = f"override `{shown}`" if "=" in shown else shown
-            document.problems.append(Problem(Origin(order, location), typed.problem))
+            document.problems.append(Problem(Origin(order, location), setting.problem))
             continue
-        first, *inner = typed.name.split(".")
+        first, *inner = setting.name.split(".")
         path = (first, *(int(part) if part.isdecimal() else part for part in inner))
-        parsed.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
+        parsed.append(Override(path, setting.text, Origin(order, f"override `{shown}`", is_override=True)))
     # Blocks come before keys inside them, and types before other keys, regardless of the order on the command line.
     return sorted(
         parsed,
@@ -101,53 +101,58 @@ def parse_overrides(
     )
 
 
-def _format_setting(typed: _TypedSetting) -> str:
+def _format_setting(setting: _TypedSetting) -> str:
     """The setting as shown in messages, without values that may be secret."""
-    if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
-        return f"{_KEY.split(typed.name)[0]}=..."
-    text = " ".join(typed.words)
-    if COMMAND in (typed.name.rsplit(".", 1)[-1], *_INNER_KEY.findall(typed.text)):
+    if any(map(is_secret_name, (setting.name, *_INNER_KEY.findall(setting.text)))):
+        return f"{_KEY.split(setting.name)[0]}=..."
+    text = " ".join(setting.words)
+    if COMMAND in (setting.name.rsplit(".", 1)[-1], *_INNER_KEY.findall(setting.text)):
         text = without_credentials({COMMAND: text})[COMMAND]
     return textwrap.shorten(text, _MAX_SHOWN, placeholder=" ...")
 
 
 def _take_setting(
-    waiting: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document
+    remaining_words: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document
 ) -> _TypedSetting:
-    """Removes the words of one setting from the front of `waiting`."""
-    word = waiting.pop(0)
+    """Removes the words of one setting from the front of `remaining_words`."""
+    word = remaining_words.pop(0)
     name, equals, text = word.removeprefix("--").partition("=")
-    typed = _TypedSetting([word], name.strip(), text)
+    setting = _TypedSetting([word], name.strip(), text)
     if word.startswith("--"):
-        typed.name = name.replace("-", "_")
-        if "." not in name and typed.name not in root.model_fields:
+        setting.name = name.replace("-", "_")
+        if "." not in name and setting.name not in root.model_fields:
             hint = _suggest_options(word.partition("=")[0], root, suggestions) if document.may_suggest() else ""
-            typed.problem = f"no such option{hint}"
+            setting.problem = f"no such option{hint}"
             # Skips its value, which would be reported as a second problem.
-            if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
-                waiting.pop(0)
-            return typed
+            if remaining_words and not equals and not _STARTS_ANOTHER.match(remaining_words[0]):
+                remaining_words.pop(0)
+            return setting
         if not equals:
-            if not waiting or waiting[0].startswith("--"):
-                typed.problem = "a value is missing"
-                return typed
-            typed.text = waiting.pop(0)
-            typed.words.append(typed.text)
+            if not remaining_words or remaining_words[0].startswith("--"):
+                setting.problem = "a value is missing"
+                return setting
+            setting.text = remaining_words.pop(0)
+            setting.words.append(setting.text)
     elif _SHORT_OPTION.match(word):
         # Short options as in SLURM or tar: `-p gpu`, `-pgpu`.
         meant = [option for option in suggestions.options if option[2:3] == word[1].lower()]
-        typed.problem = f"no such option{format_suggestions(meant[:3])}"
-        if waiting and len(word) == 2 and not _STARTS_ANOTHER.match(waiting[0]) and "=" not in waiting[0]:
-            waiting.pop(0)
-        return typed
+        setting.problem = f"no such option{format_suggestions(meant[:3])}"
+        if (
+            remaining_words
+            and len(word) == 2
+            and not _STARTS_ANOTHER.match(remaining_words[0])
+            and "=" not in remaining_words[0]
+        ):
+            remaining_words.pop(0)
+        return setting
     elif not equals or not name:
-        typed.problem = _explain_non_override(word, waiting, root)
-        return typed
-    if not all(typed.name.split(".")):
-        typed.problem = "a key has no empty parts"
-    elif not typed.text:
-        typed.problem = 'has no value; write null to unset the key, or "" for empty text'
-    return typed
+        setting.problem = _explain_non_override(word, remaining_words, root)
+        return setting
+    if not all(setting.name.split(".")):
+        setting.problem = "a key has no empty parts"
+    elif not setting.text:
+        setting.problem = 'has no value; write null to unset the key, or "" for empty text'
+    return setting
 
 
 def _suggest_options(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
@@ -158,11 +163,11 @@ def _suggest_options(word: str, root: type[BaseModel], suggestions: Suggestions)
     return format_suggestions(from_foreign) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
 
 
-def _explain_non_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:
-    if word.split(".")[0] in root.model_fields and waiting and "=" not in waiting[0].lstrip("="):
-        following = waiting.pop(0)
-        if following == "=" and waiting:
-            following = waiting.pop(0)
+def _explain_non_override(word: str, remaining_words: list[str], root: type[BaseModel]) -> str:
+    if word.split(".")[0] in root.model_fields and remaining_words and "=" not in remaining_words[0].lstrip("="):
+        following = remaining_words.pop(0)
+        if following == "=" and remaining_words:
+            following = remaining_words.pop(0)
         if is_secret_name(word):
             return SECRET_REFUSED
         meant = textwrap.shorten(f"{word}={following.lstrip('=')}", _MAX_SHOWN, placeholder=" ...")
@@ -257,8 +262,8 @@ def _enter_container(value: object, key: str | int, node: ConfigNode, override: 
 
 def _is_same_type(node: ConfigNode | None, old: object, new: object) -> bool:
     """True if a block's new `type` is the old one, or an alias of it."""
-    named = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
-    return old == new or (named[0] is not None and named[0] is named[1])
+    classes = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
+    return old == new or (classes[0] is not None and classes[0] is classes[1])
 
 
 def _clear_block(holder: dict[str, object], override: Override, document: Document) -> None:
@@ -281,12 +286,12 @@ def _drop_replaced_keys(node: ConfigNode, override: Override, document: Document
         node, block = node.child_or_undeclared(block, step), child_value(block, step)
     replaced = config_class_of(node.model_for(block)).replaced_keys.get(str(key), ())
     paths = {other: (*parent, other) for other in replaced if block.get(other) not in (None, [])}
-    of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
-    for other in of_file:
+    keys_of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
+    for other in keys_of_file:
         document.drop_positions(paths[other])
         del block[other]
-    if of_file:
-        names = ", ".join(dotted_key(paths[other]) for other in of_file)
+    if keys_of_file:
+        names = ", ".join(dotted_key(paths[other]) for other in keys_of_file)
         document.notes.append(f"{override.origin.text} takes the place of {names} of the file")
 
 

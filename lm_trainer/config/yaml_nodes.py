@@ -23,7 +23,7 @@ from lm_trainer.config.yaml_syntax import (
     explicit_tag,
     parse_scalar,
 )
-from lm_trainer.core.files import expand_home, variable_problem
+from lm_trainer.core.files import expand_home, shell_variable_problem
 
 # Larger than any configuration: a data file passed by mistake must not be read in full.
 MAX_BYTES = 4 << 20
@@ -237,7 +237,7 @@ class _Builder:
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
         if "://" in name:
             raise ValueError(f"cannot include {name}: only local files can be included")
-        if problem := variable_problem(name):
+        if problem := shell_variable_problem(name):
             raise ValueError(problem)
         # Normalised as text: messages show `b.yaml`, not `conf/../b.yaml`.
         path = Path(os.path.normpath(source.path.parent / expand_home(name.strip())))
@@ -299,8 +299,8 @@ def _suggest_similar_file(path: Path, including: Sequence[Path]) -> str:
         return f", nor a directory {path.parent}"
     yaml_files = (p for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
     names = sorted(p.name for p in yaml_files if _resolve_links(p) not in including)
-    near = find_similar(path.name, names)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    similar_names = find_similar(path.name, names)
+    return f"; did you mean {path.parent / similar_names[0]}?" if similar_names else ""
 
 
 def _describe_syntax_error(error: Exception, text: str) -> tuple[int, int, str]:

@@ -53,10 +53,10 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
     """
     if "\0" in os.fspath(path):
         return f"{os.fspath(path)!r}: no path has a zero character"
-    return url_problem(path, schemes, name) or variable_problem(path) or _home_problem(path)
+    return url_problem(path, schemes, name) or shell_variable_problem(path) or _home_problem(path)
 
 
-def variable_problem(path: AnyPath) -> str | None:
+def shell_variable_problem(path: AnyPath) -> str | None:
     """Like `path_problem`, but only for shell variables: a file must mean the same on every machine."""
     text = os.fspath(path)
     if match := _VARIABLE.search(text):

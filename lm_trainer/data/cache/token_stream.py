@@ -256,12 +256,14 @@ class TokenStream:
             with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
                 list(pool.map(self._block_sums, sorted(unknown)))
         # Every fetch is verified: intact data may arrive damaged the next time.
-        for group in _group_by_bytes(pieces, lambda piece: self._block_bytes(piece[1], *self._byte_range(*piece[2:]))):
+        for group in _group_by_bytes(
+            pieces, lambda piece: self._num_block_bytes(piece[1], *self._byte_range(*piece[2:]))
+        ):
             ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in group]
             for (position, _, offset, count), content in zip(group, self._fetch_verified(ranges), strict=True):
                 out[position : position + count] = self._decode(content, offset, count)
 
-    def _block_bytes(self, part: int, first: int, last: int) -> int:
+    def _num_block_bytes(self, part: int, first: int, last: int) -> int:
         blocks = self._sums[part].blocks_in_range(first, last)
         return (
             self._sums[part].block_byte_range(blocks[-1])[1] - self._sums[part].block_byte_range(blocks[0])[0]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expand_home, variable_problem
+from lm_trainer.core.files import expand_home, shell_variable_problem
 from lm_trainer.data.sources.compression import unpacking_problem
 from lm_trainer.data.sources.files import File, check_listed_url, find_file_system, is_file, look_up_file
 
@@ -106,7 +106,7 @@ def _resolve_file_system(url: str, key: str) -> tuple[Any, str]:
 
 def _find_files(url: str, key: str) -> list[File]:
     # The query of a URL may contain a `$`.
-    if "://" not in url and not is_file(url) and (problem := variable_problem(url)):
+    if "://" not in url and not is_file(url) and (problem := shell_variable_problem(url)):
         raise UserError(f"{key}: {problem}")
     url = expand_home(url)
     filesystem, path = _resolve_file_system(url, key)
