@@ -27,10 +27,10 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.loader import TrainIterator
-from lm_trainer.data.mixture import Mixture, shares
+from lm_trainer.data.mixture import Mixture, cycle_counts
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
-from lm_trainer.data.rows.packing import PackedRows, best_fit
+from lm_trainer.data.rows.packing import PackedRows, pack_best_fit
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
 
 EOS, PART, DTYPE = 0, 1 << 22, np.dtype("<u2")
@@ -98,12 +98,12 @@ def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[st
     def single(shuffle: ShuffleConfig) -> TrainOrder:
         return TrainOrder([TrainSet("train", chunks, chunks.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
 
-    packed = PackedRows(stream, best_fit(lengths, seq_len), seq_len, EOS)
+    packed = PackedRows(stream, pack_best_fit(lengths, seq_len), seq_len, EOS)
     sets = [TrainSet(name, chunks, chunks.num_rows, FullShuffle(), seed) for seed, name in enumerate("abc")]
     return {
         "no shuffle": single(NoShuffle()),
         "full shuffle": single(FullShuffle()),
-        "mixture of three": TrainOrder(sets, Mixture([(0, shares((0.5, 0.3, 0.2)))])),
+        "mixture of three": TrainOrder(sets, Mixture([(0, cycle_counts((0.5, 0.3, 0.2)))])),
         "best-fit packing": TrainOrder(
             [TrainSet("train", packed, packed.num_rows, FullShuffle(), 0)], Mixture([(0, (1,))])
         ),

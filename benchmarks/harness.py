@@ -58,7 +58,7 @@ def measure(scratch: Path, repeats: int) -> list[str]:
     for name in NAMES:
         harness_tasks = Tasks(HarnessConfig(task_spec=(name,), include_path=str(tasks), bootstrap_iters=0))
         runs: dict[str, Callable[[], Any]] = {
-            "lmt": lambda harness_tasks=harness_tasks: harness_tasks.ask(lmt_model),
+            "lmt": lambda harness_tasks=harness_tasks: harness_tasks.evaluate_model(lmt_model),
             "transformers": lambda name=name: simple_evaluate(
                 hf_model, tasks=[name], task_manager=manager, bootstrap_iters=0
             ),

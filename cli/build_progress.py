@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cli import clean
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenize.progress import BuildProgress
@@ -38,7 +38,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     def draw(progress: "BuildProgress") -> None:
         # Started late, so no bar appears if everything is tokenised already.
         bar.start()
-        bar.update(task, completed=progress.share, description=for_terminal(str(progress)))
+        bar.update(task, completed=progress.share, description=escape_for_terminal(str(progress)))
 
     try:
         yield draw

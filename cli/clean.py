@@ -4,14 +4,14 @@ from typing import Any
 
 import typer
 
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     """Prints text without control characters, which file names, run names, documents and foreign messages may hold."""
-    typer.echo(for_terminal(str(text)), err=err, nl=nl)
+    typer.echo(escape_for_terminal(str(text)), err=err, nl=nl)
 
 
 def secho(text: object, *, err: bool = False, nl: bool = True, **style: Any) -> None:
     """Prints a text in a style of `typer.secho`."""
-    typer.secho(for_terminal(str(text)), err=err, nl=nl, **style)
+    typer.secho(escape_for_terminal(str(text)), err=err, nl=nl, **style)

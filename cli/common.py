@@ -12,10 +12,10 @@ import typer
 from cli import clean
 from cli.config_file import config_file, source_file
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import HUB_NAME, expanded, path_problem
+from lm_trainer.core.files import HUB_NAME, expand_home, path_problem
 
 if TYPE_CHECKING:
-    from lm_trainer.config.loader import Loaded
+    from lm_trainer.config.loader import LoadedConfig
     from lm_trainer.run.config.run_config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -69,7 +69,7 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Se
     if problem := path_problem(value, schemes, name):
         shown = param.opts[0] if param.opts[0].startswith("-") else param.metavar
         raise UserError(f"{shown}: {problem}")
-    return type(value)(expanded(value))
+    return type(value)(expand_home(value))
 
 
 path_argument = partial(typer.Argument, callback=_check_local)
@@ -120,7 +120,7 @@ CharsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "Loaded[RunConfig]":
+def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "LoadedConfig[RunConfig]":
     """Loads a run's configuration, and prints notes on side effects of the overrides to stderr.
 
     Raises:
@@ -131,7 +131,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
     return load_config(ctx, config, overrides, RunConfig)
 
 
-def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
+def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "LoadedConfig[Any]":
     """Loads a configuration whose class is `root`; otherwise as `load_run`."""
     # Unknown options are passed through as overrides, so one may arrive as the file argument.
     if str(config).startswith("-"):
@@ -150,9 +150,9 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
     try:
         loaded = load(config, overrides or [], root, options=[*options, "--help"], foreign=_foreign_settings)
     except ConfigError as error:
-        from lm_trainer.config.imports.translate import foreign_dialect
+        from lm_trainer.config.imports.translate import detect_framework
 
-        if config.is_file() and (framework := foreign_dialect(config, root)) is not None:
+        if config.is_file() and (framework := detect_framework(config, root)) is not None:
             raise UserError(
                 f"{config}: a configuration of {framework}; `lmt config import {config} -o my.yaml` turns it into one "
                 "of ours"
@@ -165,9 +165,9 @@ def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, r
 
 def _foreign_settings(key: str) -> list[str]:
     # Imported lazily: needed for a message only.
-    from lm_trainer.config.imports.translate import foreign_settings
+    from lm_trainer.config.imports.translate import settings_for_foreign_key
 
-    return foreign_settings(key)
+    return settings_for_foreign_key(key)
 
 
 def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:

@@ -34,7 +34,7 @@ def _find_keys() -> list[str]:
     from lm_trainer.config.config_node import ConfigNode, all_keys
     from lm_trainer.run.config.run_config import RunConfig
 
-    return all_keys(ConfigNode.root(RunConfig), every=True)
+    return all_keys(ConfigNode.root(RunConfig), all_classes=True)
 
 
 def _cache_directory() -> Path:

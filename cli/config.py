@@ -22,7 +22,7 @@ from lm_trainer.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from lm_trainer.config.document import KeyPath
-    from lm_trainer.config.loader import Loaded
+    from lm_trainer.config.loader import LoadedConfig
     from lm_trainer.run.config.run_config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, compare, import and plot configurations.")
@@ -59,7 +59,7 @@ def show(
         from_checkpoint = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
         return "config.json" if from_checkpoint and source == "default" else source
 
-    clean.echo(to_yaml(run, comment if origin else None, shown=True), nl=False)
+    clean.echo(to_yaml(run, comment if origin else None, redact=True), nl=False)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -95,12 +95,12 @@ _KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
 """Platform to assume when checking a requested attention kernel; the actual one is known on the devices only."""
 
 
-def _check_files(loaded: "Loaded[RunConfig]") -> None:
-    from lm_trainer.data.missing_files import missing_data
+def _check_files(loaded: "LoadedConfig[RunConfig]") -> None:
+    from lm_trainer.data.missing_files import find_missing_data
 
     missing = [
         f"{loaded.origin(f'data.{key}')}: data.{key}: {reason}"
-        for key, reason in missing_data(loaded.config.data, network=False)
+        for key, reason in find_missing_data(loaded.config.data, network=False)
     ]
     if missing:
         raise ConfigError(missing)

@@ -56,10 +56,10 @@ def _searched() -> str:
 
 
 def _similar(requested: Path) -> str:
-    from lm_trainer.config.document import nearest
+    from lm_trainer.config.document import find_similar
 
     files = [path for directory in _search_directories() for path in sorted(directory.glob("*.y*ml"))]
     # Files of the working directory by file name, others by the name that finds them; the nearest directory wins.
     names = {path.stem: path.name if path.parent == Path() else path.stem for path in reversed(files)}
-    near = nearest(requested.stem if requested.suffix in _SUFFIXES else requested.name, list(names))
+    near = find_similar(requested.stem if requested.suffix in _SUFFIXES else requested.name, list(names))
     return f"; did you mean {' or '.join(names[stem] for stem in near)}?" if near else ""

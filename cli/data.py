@@ -18,7 +18,7 @@ from cli.common import (
     path_option,
 )
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 
 if TYPE_CHECKING:
     from lm_trainer.data.cache.kvstore import KvStore
@@ -86,7 +86,7 @@ def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgum
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
 
-    caches = report.status(run.data)
+    caches = report.cache_statuses(run.data)
     for cache in caches:
         clean.echo(str(cache))
     _refuse_misfits(caches)
@@ -114,7 +114,7 @@ def verify(
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
 
-    caches = report.status(run.data)
+    caches = report.cache_statuses(run.data)
     if repair:
         # A cache that does not match would not be rebuilt.
         _refuse_misfits(caches)
@@ -124,7 +124,7 @@ def verify(
             clean.echo(f"{cache.name}: not built")
             continue
         store, parts = KvStore(cache.url), len(cache.ledger.parts)
-        damaged = report.damaged_parts(store, cache.ledger)
+        damaged = report.find_damaged_parts(store, cache.ledger)
         problems = [line for lines in damaged.values() for line in lines]
         wrong += problems
         outcome = (
@@ -170,7 +170,7 @@ def inspect(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
 
-    for shown in report.inspect(run.data, cache, first, count, chars):
+    for shown in report.inspect_documents(run.data, cache, first, count, chars):
         clean.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
         truncate = chars and len(shown.text) > chars
         clean.echo(shown.text[:chars] + " ..." if truncate else shown.text)
@@ -182,15 +182,15 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
-    from lm_trainer.data.tokenize.open_cache import excluded_documents
+    from lm_trainer.data.tokenize.open_cache import read_excluded_documents
 
-    run.data.need_documents()
-    seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_documents(run.data)
+    run.data.require_documents()
+    seq_len, caches, excluded = run.model.seq_len, report.cache_statuses(run.data), read_excluded_documents(run.data)
     _refuse_misfits(caches)
     for cache in caches:
         # Each recording is one row.
         packed_into = None if cache.features else seq_len
-        statistics = report.stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
+        statistics = report.cache_stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
         counts = f"{statistics.documents:,} documents, {statistics.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
         per_token = "" if statistics.bytes_per_token is None else f", {statistics.bytes_per_token:.2f} bytes per token"
@@ -202,7 +202,7 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
         lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in statistics.quantiles.items())
         clean.echo(f"  tokens per document: {lengths}")
         if cache.features:
-            clean.echo(f"  {cache.features.of(statistics.documents)}, each document a row of {seq_len}")
+            clean.echo(f"  {cache.features.describe(statistics.documents)}, each document a row of {seq_len}")
         for name, packed in statistics.packing.items():
             clean.echo(
                 f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
@@ -214,7 +214,7 @@ def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int
     """The tokenizer of the configuration, with the requested vocabulary size."""
     from lm_trainer.data.tokenizer import Pretrained, TrainedBpe
 
-    if isinstance(config, Pretrained) and Path(expanded(config.name)).absolute() == output.absolute():
+    if isinstance(config, Pretrained) and Path(expand_home(config.name)).absolute() == output.absolute():
         config = TrainedBpe()
     if not isinstance(config, TrainedBpe):
         kind = config.model_dump()["type"]

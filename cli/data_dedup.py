@@ -74,7 +74,7 @@ def dedup(
     )
     progress.clear()
     if output is not None:
-        write_list(data, output, [duplicate.entry() for duplicate in result.duplicates])
+        write_list(data, output, [duplicate.exclusion_entry() for duplicate in result.duplicates])
     groups = _groups(data, result, limit, chars) if report else []
     if as_json:
         clean.echo(json_line({**_totals(result), **({"groups": groups} if report else {})}))
@@ -88,7 +88,7 @@ def open_train_data(config: Any) -> "Data":
     """Opens the data of a configuration, for commands that work on documents rather than rows."""
     from lm_trainer.data import open_data
 
-    config.need_documents()
+    config.require_documents()
     with build_progress() as show:
         # Rows of one token, so data sets too short for longer rows can be compared too.
         return open_data(config.model_copy(update={"packing": "concat"}), seq_len=1, seed=0, on_progress=show)
@@ -110,7 +110,7 @@ def write_list(data: "Data", output: Path, entries: list[dict[str, Any]]) -> Non
 
 
 def _totals(result: "DedupReport") -> dict[str, Any]:
-    kinds = {name: result.total(exact=name == "exact") for name in ("exact", "near")}
+    kinds = {name: result.count_duplicates(exact=name == "exact") for name in ("exact", "near")}
     counts = {name: {"documents": documents, "tokens": tokens} for name, (documents, tokens) in kinds.items()}
     return {"documents": result.documents, "tokens": result.tokens, **counts}
 
@@ -120,10 +120,10 @@ def _groups(data: "Data", result: "DedupReport", limit: int, chars: int) -> list
 
     origins, shown = Origins(data), []
     for (name, document), copies in list(result.groups.items())[:limit]:
-        location, text = origins.passage(name, document, chars)
+        location, text = origins.find_passage(name, document, chars)
         alike = [
             {
-                "where": origins.passage(duplicate.set, duplicate.document, 0)[0],
+                "where": origins.find_passage(duplicate.set, duplicate.document, 0)[0],
                 "similarity": round(duplicate.similarity, 3),
             }
             | {"why": "exact" if duplicate.exact else "near", "tokens": duplicate.tokens}
@@ -148,6 +148,6 @@ def _show(result: "DedupReport", groups: list[dict[str, Any]], *, exact: bool, t
         ("near", f"near others (at least {threshold:g})"),
     ):
         if kind == "exact" or not exact:
-            documents, tokens = result.total(exact=kind == "exact")
+            documents, tokens = result.count_duplicates(exact=kind == "exact")
             share = documents / max(result.documents, 1), tokens / max(result.tokens, 1)
             clean.echo(f"  {description}: {documents:,} documents ({share[0]:.1%}), {tokens:,} tokens ({share[1]:.1%})")

@@ -59,7 +59,7 @@ def find(
     if not target:
         raise UserError("say what to look for: a text, or --file F")
     config, last = find_configuration(ctx, run, words)
-    config.data.need_documents()
+    config.data.require_documents()
     from lm_trainer.data import open_data
     from lm_trainer.data.find import Tracer, find_text
     from lm_trainer.data.tokenizer.token_bytes import token_texts

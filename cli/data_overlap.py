@@ -81,16 +81,16 @@ def overlap(
 
 def _documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
     from lm_trainer.data.overlap import EvalDocument
-    from lm_trainer.data.sources import Row, shards_of_urls
-    from lm_trainer.data.sources.base import all_text
+    from lm_trainer.data.sources import Row, list_shards
+    from lm_trainer.data.sources.base import full_text
 
     one = keys[0] if len(keys) == 1 else "text"
     pieces: list[str] = []
-    for shard in shards_of_urls("validation", [evaluation], one, tuple(keys) if len(keys) > 1 else ()):
+    for shard in list_shards("validation", [evaluation], one, tuple(keys) if len(keys) > 1 else ()):
         for row in shard.rows():
             if not isinstance(row, Row):
                 raise UserError(f"{row.where}: {row.reason.replace('data.text_key', '--text-key')}")
-            pieces.append(all_text(row))
+            pieces.append(full_text(row))
             if row.ends_document:
                 yield EvalDocument(row.where, "".join(pieces))
                 pieces = []
@@ -103,9 +103,9 @@ def _totals(overlaps: "OverlapReport") -> dict[str, Any]:
         "ngram": overlaps.ngram,
         "documents": len(overlaps.documents),
         "too_short": overlaps.too_short,
-        "with_any": overlaps.count(0),
-        f"with_{CLEAN:.0%}": overlaps.count(CLEAN),
-        f"with_{DIRTY:.0%}": overlaps.count(DIRTY),
+        "with_any": overlaps.count_at_least(0),
+        f"with_{CLEAN:.0%}": overlaps.count_at_least(CLEAN),
+        f"with_{DIRTY:.0%}": overlaps.count_at_least(DIRTY),
         "words_covered": overlaps.share,
         "train_documents": {name: len(numbers) for name, numbers in overlaps.train_documents.items()},
     }
@@ -126,7 +126,7 @@ def _listed(data: Any, overlaps: "OverlapReport", limit: int) -> list[dict[str, 
             "longest": document.longest,
             "span": document.span,
         }
-        | {"train": [origins.passage(name, number, 0)[0] for name, number in document.found_in]}
+        | {"train": [origins.find_passage(name, number, 0)[0] for name, number in document.found_in]}
         for document in contaminated[:limit]
     ]
 
@@ -144,9 +144,9 @@ def _show(overlaps: "OverlapReport", listed: list[dict[str, Any]]) -> None:
     total = max(len(overlaps.documents), 1)
     clean.echo(f"{len(overlaps.documents):,} documents, runs of {overlaps.ngram} words")
     for description, count in (
-        ("with any run in the training text", overlaps.count(0)),
-        (f"with {CLEAN:.0%} of their words or more", overlaps.count(CLEAN)),
-        (f"with {DIRTY:.0%} of their words or more", overlaps.count(DIRTY)),
+        ("with any run in the training text", overlaps.count_at_least(0)),
+        (f"with {CLEAN:.0%} of their words or more", overlaps.count_at_least(CLEAN)),
+        (f"with {DIRTY:.0%} of their words or more", overlaps.count_at_least(DIRTY)),
     ):
         clean.echo(f"  {description}: {count:,} ({count / total:.1%})")
     clean.echo(f"  of all words: {overlaps.share:.1%}")

@@ -194,17 +194,17 @@ def _read_tasks(
 ) -> "Tasks | None":
     """Reads the tasks before the model is loaded, so an unknown name fails at once."""
     from lm_trainer.core.errors import UserError
-    from lm_trainer.harness.config import HarnessConfig, check_package, quiet_bars
+    from lm_trainer.harness.config import HarnessConfig, check_harness_installed, disable_progress_bars
 
     if not names:
         if directory or num_fewshot is not None or limit or chat or samples:
             raise UserError("name the tasks that this option is for: --tasks NAME,...")
         return None
     try:
-        check_package()
+        check_harness_installed()
     except ValueError as error:
         raise UserError(f"--tasks: {error}") from None
-    quiet_bars()
+    disable_progress_bars()
     from lm_trainer.harness.run import Tasks
 
     listed = tuple(name for argument in names for name in argument.split(",") if name)
@@ -225,7 +225,7 @@ def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple
 
     dtype = model.config.trainer.mp.compute_dtype
     harness_model = HarnessModel(model.decoder(), model.tokenizer, settings=model.settings, dtype=dtype)
-    results = tasks.ask(harness_model)
+    results = tasks.evaluate_model(harness_model)
     if samples is not None:
         write_samples(samples, results)
     return task_json(results), table(task_rows(results), left=1)

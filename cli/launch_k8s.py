@@ -125,7 +125,7 @@ def k8s(
     _check(slices, run.trainer.replica_dcn_axis_size)
     file_name = re.sub(r"[^\w.-]", "-", config.stem) + ".yaml"
     text = to_yaml(run)
-    if to_yaml(run, shown=True) != text:
+    if to_yaml(run, redact=True) != text:
         raise UserError(
             "the configuration holds a secret (a password in a URL or a command, a token, the address of a web hook), "
             "which the manifest would show to many; take it out, or give it by --secret"

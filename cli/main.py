@@ -31,7 +31,7 @@ from cli import (
 from cli.common import OVERRIDES
 from cli.common import report as report_error
 from cli.log_lines import show_log_lines
-from lm_trainer.core.errors import UserError, disk_error, out_of_memory
+from lm_trainer.core.errors import UserError, translate_disk_error, translate_out_of_memory
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report."""
@@ -75,14 +75,14 @@ class _Commands(TyperGroup):
             raise typer.Exit(report_error(error)) from None
         except OSError as error:
             # A full disk is never a bug; any other OSError is a crash with a traceback.
-            if message := disk_error(error):
+            if message := translate_disk_error(error):
                 raise typer.Exit(report_error(message)) from None
             raise
         except KeyboardInterrupt:
             clean.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except (MemoryError, RuntimeError, ValueError) as error:
-            if message := out_of_memory(error):
+            if message := translate_out_of_memory(error):
                 raise typer.Exit(report_error(message)) from None
             raise
 

@@ -14,7 +14,7 @@ import typer
 
 from cli import clean
 from cli.common import report
-from lm_trainer.core.errors import out_of_memory
+from lm_trainer.core.errors import translate_out_of_memory
 
 if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
@@ -35,7 +35,7 @@ def explained_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]
     try:
         yield
     except (MemoryError, RuntimeError, ValueError) as error:
-        memory_error = out_of_memory(error)
+        memory_error = translate_out_of_memory(error)
         if memory_error is None:
             raise
         code = report(memory_error)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cli import clean
 from cli.common import JsonOption, path_argument
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.terminal import one_line
+from lm_trainer.core.terminal import escape_line
 
 if TYPE_CHECKING:
     from lm_trainer.run.files.listing import RunListing
@@ -60,7 +60,7 @@ def _row(run: "RunListing") -> tuple[str, ...]:
     step = f"{run.step}/{'?' if run.steps is None else run.steps}"
     loss = "" if run.loss is None else f"{run.loss:.4f}"
     changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
-    name = one_line(run.id if run.directory.parent == Path("logs") else str(run.directory))
+    name = escape_line(run.id if run.directory.parent == Path("logs") else str(run.directory))
     return name, run.state, step, loss, changed, _size(run.bytes)
 
 

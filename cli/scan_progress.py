@@ -5,7 +5,7 @@ import time
 
 import typer
 
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 
 _SECONDS = 0.1
 """Minimum time between two updates, in seconds."""
@@ -30,7 +30,9 @@ class ScanProgress:
         self._shown_at, self._is_shown = time_now, True
         share = 100 * done // max(total, 1)
         # Clears the rest of the line: the text before may have been longer.
-        typer.echo(f"\r{for_terminal(name)}: {done:,} of {total:,} {self._items} ({share}%)\033[K", err=True, nl=False)
+        typer.echo(
+            f"\r{escape_for_terminal(name)}: {done:,} of {total:,} {self._items} ({share}%)\033[K", err=True, nl=False
+        )
 
     def clear(self) -> None:
         """Clears the line, so other output can replace it."""

@@ -67,9 +67,9 @@ def describe(error: Any) -> str:
         return ""
     message = error.format_message().strip().rstrip(".").replace(". Did you mean", "; did you mean")
     if (option := getattr(error, "option_name", None)) and (near := getattr(error, "possibilities", None)):
-        from lm_trainer.config.document import suggest
+        from lm_trainer.config.document import format_suggestions
 
-        return f"{option}: no such option{suggest(list(near))}"
+        return f"{option}: no such option{format_suggestions(list(near))}"
     context = getattr(error, "ctx", None)
     more = "" if context is None or message.endswith("?") else f"; `{context.command_path} --help` tells more"
     return f"{message[:1].lower()}{message[1:]}{more}"

@@ -104,7 +104,7 @@ def test_all_that_runs_code_is_known() -> None:
 
 def test_the_page_names_keys_that_there_are() -> None:
     page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
-    known = {*all_keys(ConfigNode.root(RunConfig), every=True)}
+    known = {*all_keys(ConfigNode.root(RunConfig), all_classes=True)}
     named = set(re.findall(r"`((?:data|trainer|eval_harness|hf)[\w]*\.[\w.]+|hf_\w+)`", page))
     assert len(named) > 10
     assert named <= known

@@ -52,7 +52,7 @@ def _block(section: str, kind: str | None) -> Any:
 
     place = ConfigNode.root(RunConfig)
     for name in section.split("."):
-        place = place.step(None, name)
+        place = place.child(None, name)
     model = place.model_for({"type": kind} if kind else None)
     if model is None:
         raise LookupError(f"{section}: no block of type {kind}")

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lm_trainer.checkpoint.store import CheckpointStore
-from lm_trainer.core.files import local_path, make_writable
+from lm_trainer.core.files import ensure_writable_directory, local_path
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig
@@ -34,7 +34,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
     base = local_path(config.trainer.checkpointer.base_path)
     # Innermost first.
     missing = [directory for directory in (base, *base.parents) if not directory.exists()]
-    make_writable(base, "trainer.checkpointer.base_path")
+    ensure_writable_directory(base, "trainer.checkpointer.base_path")
     with tempfile.TemporaryDirectory(dir=base, prefix=".bench-") as directory:
         store = CheckpointStore(Path(directory) / "checkpoints", config.trainer.checkpointer)
         with closing(store):

@@ -23,10 +23,10 @@ import numpy as np
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock
-from lm_trainer.core.bucket import Bucket, explain
+from lm_trainer.core.bucket import Bucket, explain_failed_request
 from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.key_values import context
+from lm_trainer.core.key_values import tensorstore_context
 from lm_trainer.parallel.processes import gather, is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class BucketSteps:
         read: dict[str, jax.Array] = {}
         for names in _groups(like):
             # Devices sharing a chunk read it once.
-            cache = context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
+            cache = tensorstore_context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
             stores = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
             # Request all before waiting for the first.
             parts = {name: _request_shards(stores[name], like[name]) for name in names}
@@ -91,7 +91,7 @@ class BucketSteps:
                 # Raised by the handler of a stop signal.
                 raise
             except Exception as error:
-                reason = explain(error, self.directory, _READ_SECONDS)
+                reason = explain_failed_request(error, self.directory, _READ_SECONDS)
                 if _DAMAGED.search(str(error)):
                     raise CheckpointError(f"its arrays cannot be read ({reason})") from None
                 raise MachineError(f"{self.directory}: a checkpoint cannot be read: {reason}") from None
@@ -121,7 +121,7 @@ class BucketWriter:
         self._saves = ThreadPoolExecutor(1, "save")
         self._trash = ThreadPoolExecutor(1, "trash")
         if is_lead():
-            self.directory.probe("trainer.checkpointer.base_path")
+            self.directory.check_writable("trainer.checkpointer.base_path")
             self._remove_orphans()
         wait_for_all("checkpoint directory")
         # Cached: an unresponsive server must not delay the training steps between two saves.
@@ -143,7 +143,7 @@ class BucketWriter:
         timer = _SaveTimer(self, step)
         layout, shapes = record["layout"], record["shapes"]
         stores = {
-            name: _open(self.directory, layout, name, _abstract(shapes[name]), context())
+            name: _open(self.directory, layout, name, _abstract(shapes[name]), tensorstore_context())
             for name in {name for name, *_ in shards}
         }
         writes = [
@@ -306,7 +306,7 @@ class _SaveTimer:
             except TimeoutError:
                 self.check()
             except Exception as error:
-                reason = explain(error, self._writer.directory, 0)
+                reason = explain_failed_request(error, self._writer.directory, 0)
                 raise MachineError(reason) from None
 
 

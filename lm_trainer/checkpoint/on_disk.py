@@ -20,7 +20,7 @@ from lm_trainer.checkpoint.event_loops import use_waiting_loops, waiting_loops
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock, move_damaged_aside
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.files import make_writable
+from lm_trainer.core.files import ensure_writable_directory
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 
 _TRASH = ".trash-"
@@ -93,7 +93,7 @@ class DiskWriter:
         self._trash = ThreadPoolExecutor(1, "trash")
         self._results = ThreadPoolExecutor(1, "save")
         if is_lead():
-            make_writable(self.directory, "trainer.checkpointer.base_path")
+            ensure_writable_directory(self.directory, "trainer.checkpointer.base_path")
             # Deletions left unfinished by a killed attempt.
             for trash in self.directory.glob(f"{_TRASH}*"):
                 shutil.rmtree(trash, ignore_errors=True)

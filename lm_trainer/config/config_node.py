@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 
 from lm_trainer.config.document import KeyPath
-from lm_trainer.config.value_type import ValueType, tags, value_type_of, value_type_of_field
+from lm_trainer.config.value_type import ValueType, type_tags, value_type_of, value_type_of_field
 
 MAX_DEPTH = 8
 """Maximum depth of listed keys: a recursive class has infinitely many."""
@@ -31,48 +31,48 @@ class ConfigNode:
         return cls(ValueType("model", model, (model,)))
 
     @classmethod
-    def undeclared(cls) -> ConfigNode:
+    def undeclared_node(cls) -> ConfigNode:
         """A node outside the declared keys."""
         return cls(ValueType("scalar"))
 
     def default_model(self) -> type[BaseModel] | None:
         """The class of a block without `type`: the default's class, else the first of the union."""
-        block = self.value_type.choice("model")
+        block = self.value_type.find_alternative("model")
         if block is None:
             return None
         return next((m for m in block.models if type(self.default) is m), block.models[0])
 
     def model_for(self, value: object) -> type[BaseModel] | None:
         """The class a value selects; None for an unknown `type`, and if no block is allowed."""
-        block = self.value_type.choice("model")
+        block = self.value_type.find_alternative("model")
         if block is None:
             return None
-        if not isinstance(value, dict) or "type" not in value or not any(map(tags, block.models)):
+        if not isinstance(value, dict) or "type" not in value or not any(map(type_tags, block.models)):
             return self.default_model()
-        return next((m for m in block.models if value["type"] in tags(m)), None)
+        return next((m for m in block.models if value["type"] in type_tags(m)), None)
 
-    def models(self, value: object, *, every: bool = False) -> tuple[type[BaseModel], ...]:
-        """The class that `value` selects, or all classes if it selects none or with `every`."""
-        block = self.value_type.choice("model")
-        chosen = None if every else self.model_for(value)
+    def candidate_models(self, value: object, *, all_classes: bool = False) -> tuple[type[BaseModel], ...]:
+        """The class that `value` selects, or all classes if it selects none or with `all_classes`."""
+        block = self.value_type.find_alternative("model")
+        chosen = None if all_classes else self.model_for(value)
         return () if block is None else block.models if chosen is None else (chosen,)
 
-    def step(self, value: object, key: str | int) -> ConfigNode:
+    def child(self, value: object, key: str | int) -> ConfigNode:
         """The node of `key` in `value`, the value of this node.
 
         Raises:
             NoSuchKey: for an undeclared key or an impossible index.
         """
-        return self._item(key) if isinstance(key, int) else self._key(value, key)
+        return self._item_node(key) if isinstance(key, int) else self._key_node(value, key)
 
-    def step_or_undeclared(self, value: object, key: str | int) -> ConfigNode:
+    def child_or_undeclared(self, value: object, key: str | int) -> ConfigNode:
         """As `step`, for walks over data that may have undeclared keys."""
         try:
-            return self.step(value, key)
+            return self.child(value, key)
         except NoSuchKey:
-            return ConfigNode.undeclared()
+            return ConfigNode.undeclared_node()
 
-    def field(self, model: type[BaseModel], key: str) -> ConfigNode:
+    def field_node(self, model: type[BaseModel], key: str) -> ConfigNode:
         """The node of a field of a class."""
         info = model.model_fields[key]
         default = None if info.is_required() else info.get_default(call_default_factory=False)
@@ -81,8 +81,8 @@ class ConfigNode:
             default = getattr(self.default, key)
         return ConfigNode(value_type_of_field(info), default)
 
-    def _item(self, index: int) -> ConfigNode:
-        items = self.value_type.choice("list")
+    def _item_node(self, index: int) -> ConfigNode:
+        items = self.value_type.find_alternative("list")
         if items is None:
             raise NoSuchKey("is not a list")
         # An item without `type` has the same class as a single block without `type`.
@@ -90,22 +90,24 @@ class ConfigNode:
         fixed = 0 <= index < len(items.items)
         return ConfigNode(value_type_of(items.items[index] if fixed else items.inner), default)
 
-    def _key(self, value: object, key: str) -> ConfigNode:
-        block, free = self.value_type.choice("model"), self.value_type.choice("mapping")
+    def _key_node(self, value: object, key: str) -> ConfigNode:
+        block, free = self.value_type.find_alternative("model"), self.value_type.find_alternative("mapping")
         if block is not None:
             model = self.model_for(value)
             if model is not None and key in model.model_fields:
-                return self.field(model, key)
+                return self.field_node(model, key)
             if model is not None or free is None:
                 raise NoSuchKey("unknown key")
         if free is not None:
             return ConfigNode(value_type_of(free.inner))
-        if any(value_type.annotation is Any for value_type in self.value_type.choices()):
+        if any(value_type.annotation is Any for value_type in self.value_type.alternatives_or_self()):
             return ConfigNode(ValueType("scalar", Any))
-        raise NoSuchKey("is a list; name an item by its number" if self.value_type.choice("list") else "has no keys")
+        raise NoSuchKey(
+            "is a list; name an item by its number" if self.value_type.find_alternative("list") else "has no keys"
+        )
 
 
-def complete(node: ConfigNode, value: JsonValue) -> JsonValue:
+def add_missing_types(node: ConfigNode, value: JsonValue) -> JsonValue:
     """Copies the data of a node, adding missing `type` keys of union blocks, and `{}` for empty blocks.
 
     Later steps can then determine the class of a block from its `type`.
@@ -114,16 +116,16 @@ def complete(node: ConfigNode, value: JsonValue) -> JsonValue:
     if value is None and node.default_model() and not node.value_type.nullable and not node.value_type.alternatives:
         value = {}
     if isinstance(value, list):
-        return [complete(node.step_or_undeclared(value, index), item) for index, item in enumerate(value)]
+        return [add_missing_types(node.child_or_undeclared(value, index), item) for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     default = node.default_model()
-    if default is not None and "type" not in value and tags(default):
-        value = {"type": tags(default)[0], **value}
-    return {key: complete(node.step_or_undeclared(value, key), item) for key, item in value.items()}
+    if default is not None and "type" not in value and type_tags(default):
+        value = {"type": type_tags(default)[0], **value}
+    return {key: add_missing_types(node.child_or_undeclared(value, key), item) for key, item in value.items()}
 
 
-def child(value: object, key: str | int) -> Any:
+def child_value(value: object, key: str | int) -> Any:
     """The plain data at `key` in a block or list; None if it is missing."""
     if isinstance(value, dict):
         return value.get(key)
@@ -137,14 +139,14 @@ def value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def all_keys(node: ConfigNode, value: object = None, *, every: bool = False) -> list[str]:
-    """Every dotted key allowed below a node with this value; with `every`, of all classes of a union."""
-    return list(dict.fromkeys(_keys(node, value, "", every, MAX_DEPTH)))
+def all_keys(node: ConfigNode, value: object = None, *, all_classes: bool = False) -> list[str]:
+    """Every dotted key allowed below a node with this value; with `all_classes`, of all classes of a union."""
+    return list(dict.fromkeys(_iter_keys(node, value, "", all_classes, MAX_DEPTH)))
 
 
-def _keys(node: ConfigNode, value: object, prefix: str, every: bool, depth: int) -> Iterator[str]:
-    for model in node.models(value, every=every) if depth else ():
+def _iter_keys(node: ConfigNode, value: object, prefix: str, all_classes: bool, depth: int) -> Iterator[str]:
+    for model in node.candidate_models(value, every=all_classes) if depth else ():
         for key in model.model_fields:
             below = value.get(key) if isinstance(value, dict) else None
             yield prefix + key
-            yield from _keys(node.field(model, key), below, f"{prefix}{key}.", every, depth - 1)
+            yield from _iter_keys(node.field_node(model, key), below, f"{prefix}{key}.", all_classes, depth - 1)

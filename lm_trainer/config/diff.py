@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from lm_trainer.config.document import KeyPath, dotted
-from lm_trainer.config.yaml_syntax import flow
+from lm_trainer.config.document import KeyPath, dotted_key
+from lm_trainer.config.yaml_syntax import to_flow_yaml
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 
@@ -33,12 +33,12 @@ def differences(old: Config, new: Config) -> list[Difference]:
     Credentials are blanked, and never differ.
     """
     dumped = (without_credentials(config.model_dump(mode="json")) for config in (old, new))
-    old_values, new_values = (dict(_leaves(plain, ())) for plain in dumped)
+    old_values, new_values = (dict(_iter_leaves(plain, ())) for plain in dumped)
     changes = []
     for key in dict.fromkeys([*new_values, *old_values]):
-        a, b = (flow(side[key]) if key in side else _ABSENT for side in (old_values, new_values))
+        a, b = (to_flow_yaml(side[key]) if key in side else _ABSENT for side in (old_values, new_values))
         if a != b:
-            changes.append(Difference(dotted(key), a, b))
+            changes.append(Difference(dotted_key(key), a, b))
     return changes
 
 
@@ -51,30 +51,30 @@ def differences_from_defaults(config: Config) -> list[Difference]:
     plain = type(config)()
     values = config.model_dump(mode="json")
     try:
-        same_types = type(config).model_validate(_types(values))
+        same_types = type(config).model_validate(_block_types(values))
     except ValidationError:  # a type that has keys without default
         return differences(plain, config)
     # The non-default types, then all other keys compared with the defaults of these types.
     types = [d for d in differences(plain, same_types) if d.key.rsplit(".", 1)[-1] == "type"]
-    order = {dotted(path): number for number, (path, _) in enumerate(_leaves(values, ()))}
+    order = {dotted_key(path): number for number, (path, _) in enumerate(_iter_leaves(values, ()))}
     return sorted([*types, *differences(same_types, config)], key=lambda d: order.get(d.key, len(order)))
 
 
-def _types(value: Mapping[str, object]) -> dict[str, object]:
+def _block_types(value: Mapping[str, object]) -> dict[str, object]:
     """Reduces a configuration to the `type` of each of its blocks."""
     return {
-        key: _types(item) if isinstance(item, Mapping) else item
+        key: _block_types(item) if isinstance(item, Mapping) else item
         for key, item in value.items()
         if key == "type" or (isinstance(item, Mapping) and item)
     }
 
 
-def _leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+def _iter_leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
-            yield from _leaves(item, (*path, key))
+            yield from _iter_leaves(item, (*path, key))
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
+            yield from _iter_leaves(item, (*path, index))
     else:
         yield path, value

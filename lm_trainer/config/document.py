@@ -61,24 +61,24 @@ class Document:
         """The origin of the last key of `path`, else of the nearest ancestor's value."""
         return self.keys.get(path) or self.origin(path)
 
-    def report(self, path: KeyPath, text: str, *, at_key: bool = False) -> None:
+    def add_problem(self, path: KeyPath, text: str, *, at_key: bool = False) -> None:
         """Records a problem with the value, or the key, at `path`."""
         origin = self.key_origin(path) if at_key else self.origin(path)
-        self.problems.append(Problem(origin, f"{dotted(path)}: {text}" if path else text))
+        self.problems.append(Problem(origin, f"{dotted_key(path)}: {text}" if path else text))
 
     def may_suggest(self) -> bool:
         """True for the first unknown keys: searching for all of them in an unrelated file would take long."""
         self.suggested += 1
         return self.suggested <= _MAX_SUGGESTED
 
-    def forget(self, path: KeyPath) -> None:
+    def drop_positions(self, path: KeyPath) -> None:
         """Drops the positions at and below `path`."""
         for table in (self.values, self.keys):
             for key_path in [p for p in table if p[: len(path)] == path]:
                 del table[key_path]
         self.unreadable -= {p for p in self.unreadable if p[: len(path)] == path}
 
-    def move(self, path: KeyPath, to: KeyPath) -> None:
+    def move_positions(self, path: KeyPath, to: KeyPath) -> None:
         """Moves the positions at and below `path`."""
         for table in (self.values, self.keys):
             for key_path in [p for p in table if p[: len(path)] == path]:
@@ -91,7 +91,7 @@ class Document:
         """True if a problem with `path` or one of its ancestors has been recorded."""
         return any(path[:n] in self.unreadable for n in range(len(path) + 1))
 
-    def lines(self) -> list[str]:
+    def problem_lines(self) -> list[str]:
         """All problems, each once, in the order of the sources."""
         # Problems without a position sort last.
         last = (1 << 30, 0, 0)
@@ -99,7 +99,7 @@ class Document:
         return list(dict.fromkeys(map(str, ordered)))
 
 
-def dotted(path: KeyPath) -> str:
+def dotted_key(path: KeyPath) -> str:
     """`trainer.tracker.0.project`."""
     return ".".join(map(str, path))
 
@@ -110,22 +110,24 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "", strict:
     Similar options are misspellings, names that contain all parts of `word` (`batch_size`: train_batch_size), and names
     with these initials (`lr`: learning_rate); with `strict`, only misspellings of a letter or two.
     """
-    return suggest([prefix + option for option in nearest(word, list(dict.fromkeys(options)), strict=strict)])
+    return format_suggestions(
+        [prefix + option for option in find_similar(word, list(dict.fromkeys(options)), strict=strict)]
+    )
 
 
-def suggest(names: Sequence[str]) -> str:
+def format_suggestions(names: Sequence[str]) -> str:
     """`; did you mean 'a' or 'b'?`, or "" without names."""
     return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
-def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[str]:
+def find_similar(word: str, options: Sequence[str], *, strict: bool = False) -> list[str]:
     """The options similar to `word`, best first; see `did_you_mean`."""
     if not word:
         return []
     # From the most to the least certain method: the first one with a result wins.
     if equal := [option for option in options if option.lower().replace("-", "_") == word.lower().replace("-", "_")]:
         return equal[:1]
-    if misspelt := _misspelt(word, options, 0.75):
+    if misspelt := _find_misspelt(word, options, 0.75):
         return misspelt
     tails = [(option, option.rsplit(".", 1)[-1].split("_")) for option in options]
     spelt_by_initials = [option for option, names in tails if word.lower() == "".join(n[:1] for n in names)]
@@ -134,17 +136,17 @@ def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[
     parts = set(word.lower().replace("-", "_").split("_"))
     if containing := [option for option, names in tails if parts <= set(names)]:
         return containing[:3]
-    return [] if strict else _misspelt(word, options, 0.6)
+    return [] if strict else _find_misspelt(word, options, 0.6)
 
 
-def _misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
+def _find_misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
     """The closest option, and a second one if it is about as close."""
     matches = difflib.get_close_matches(word, options, n=2, cutoff=cutoff)
     closeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in matches]
     return [option for option, ratio in zip(matches, closeness, strict=True) if ratio > closeness[0] - 0.05]
 
 
-def display(value: object) -> str:
+def format_value(value: object) -> str:
     """Formats a value for an error message, on one short line."""
     if value is None:
         return "nothing"

@@ -11,10 +11,19 @@ from functools import cached_property
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child
-from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
+from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child_value
+from lm_trainer.config.document import (
+    Document,
+    KeyPath,
+    Problem,
+    did_you_mean,
+    dotted_key,
+    find_similar,
+    format_suggestions,
+    format_value,
+)
 from lm_trainer.config.foreign import config_class_of
-from lm_trainer.config.value_type import ValueType, tags
+from lm_trainer.config.value_type import ValueType, type_tags
 from lm_trainer.core.credentials import is_secret_name
 
 # Keyed by the first word of a pydantic error type: `int_parsing`, `int_type` and `int_from_float` share an entry.
@@ -60,84 +69,86 @@ class Explainer:
         self.document = document
         self.root = root
 
-    def find(self, path: KeyPath) -> tuple[ConfigNode | None, object]:
+    def find_node(self, path: KeyPath) -> tuple[ConfigNode | None, object]:
         """The node at `path` (None if the path is not declared) and its value."""
         node, value = ConfigNode.root(self.root), self.document.data
         for key in path:
             try:
-                node = node.step(value, key)
+                node = node.child(value, key)
             except NoSuchKey:
                 return None, None
-            value = child(value, key)
+            value = child_value(value, key)
         return node, value
 
-    def explain(self, error: ValidationError) -> None:
+    def report_errors(self, error: ValidationError) -> None:
         """Records every error of a failed validation."""
         # pydantic reports an error for each member of a union; to the user they are one mistake.
         groups: dict[KeyPath, list[ErrorDetails]] = {}
-        for path, detail in self._located(error, ConfigNode.root(self.root), self.document.data):
+        for path, detail in self._iter_errors(error, ConfigNode.root(self.root), self.document.data):
             groups.setdefault(path, []).append(detail)
         for path in [path for path, details in groups.items() if details[0]["type"] == "union_tag_invalid"]:
-            groups |= self._below_unknown_type(path)
+            groups |= self._errors_below_unknown_type(path)
         for path, details in groups.items():
-            self._report(path, details)
+            self._report_path(path, details)
 
-    def _below_unknown_type(self, path: KeyPath) -> dict[KeyPath, list[ErrorDetails]]:
+    def _errors_below_unknown_type(self, path: KeyPath) -> dict[KeyPath, list[ErrorDetails]]:
         """The errors in a block of unknown `type` that hold for every possible type, by path."""
-        node, block = self.find(path)
+        node, block = self.find_node(path)
         if node is None or not isinstance(block, dict):
             return {}
-        models = [model for model in node.models(block, every=True) if tags(model)]
-        errors_by_model = [self._as_if(model, path, block) for model in models]
+        models = [model for model in node.candidate_models(block, all_classes=True) if type_tags(model)]
+        errors_by_model = [self._errors_if_model(model, path, block) for model in models]
         below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
         for below in (below for model_errors in errors_by_model for below in model_errors if len(below) > len(path)):
             below_key[below[len(path)]][below] = None
         errors: dict[KeyPath, list[ErrorDetails]] = {}
         for key in block.keys() - {"type"}:
             # A type without the key cannot judge its value, unless no type has the key.
-            having = [
+            errors_of_models_with_key = [
                 model_errors
                 for model, model_errors in zip(models, errors_by_model, strict=True)
                 if key in model.model_fields
             ] or errors_by_model
             for below in below_key[key]:
-                if all(below in model_errors for model_errors in having):
-                    errors[below] = having[0][below]
+                if all(below in model_errors for model_errors in errors_of_models_with_key):
+                    errors[below] = errors_of_models_with_key[0][below]
         # Keeps the order of the file.
         return {below: errors[below] for model_errors in errors_by_model for below in model_errors if below in errors}
 
-    def _as_if(
+    def _errors_if_model(
         self, model: type[BaseModel], path: KeyPath, block: dict[str, object]
     ) -> dict[KeyPath, list[ErrorDetails]]:
         """The errors of the block at `path` if its class were `model`."""
-        typed = {**block, "type": tags(model)[0]}
+        typed = {**block, "type": type_tags(model)[0]}
         try:
             model.model_validate(copy.deepcopy(typed))
         except ValidationError as error:
             groups: dict[KeyPath, list[ErrorDetails]] = {}
-            for below, detail in self._located(error, ConfigNode.root(model), typed, path):
+            for below, detail in self._iter_errors(error, ConfigNode.root(model), typed, path):
                 groups.setdefault(below, []).append(detail)
             return groups
         return {}
 
-    def _located(
+    def _iter_errors(
         self, error: ValidationError, node: ConfigNode, value: object, path: KeyPath = ()
     ) -> Iterator[tuple[KeyPath, ErrorDetails]]:
         """Yields the errors of `value` at `path`, each with its full path."""
         for detail in error.errors(include_url=False):
-            below = self._path_of(detail["loc"], node, value, path)
+            below = self._error_path(detail["loc"], node, value, path)
             if below is not None and not self.document.is_unreadable(below):
                 yield below, detail
 
     @staticmethod
-    def _path_of(location: tuple[int | str, ...], node: ConfigNode, value: object, path: KeyPath) -> KeyPath | None:
+    def _error_path(location: tuple[int | str, ...], node: ConfigNode, value: object, path: KeyPath) -> KeyPath | None:
         """Converts an error location to a path without names of union members; None for a member that was not meant."""
         for index, key in enumerate(location):
             if node.value_type.alternatives:
                 # The location names a member, not a key. Skips members that cannot hold such a value (a list, a block)
                 # if another one can.
-                branch = node.value_type.branch(str(key))
-                if not _fits(branch, value) and any(_fits(other, value) for other in node.value_type.alternatives):
+                branch = node.value_type.alternative_for_label(str(key))
+                if not _may_hold(branch, value) and any(
+                    _may_hold(other, value) for other in node.value_type.alternatives
+                ):
                     return None
                 node = ConfigNode(branch, node.default)
             elif node.value_type.tagged and isinstance(value, dict):
@@ -149,71 +160,75 @@ class Explainer:
             else:
                 path = (*path, key)
                 try:
-                    node = node.step(value, key)
+                    node = node.child(value, key)
                 except NoSuchKey:
                     return path
-                value = child(value, key)
+                value = child_value(value, key)
         return path
 
-    def _report(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
+    def _report_path(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
         """Records the errors at one path: each validator message separately, the errors of union members as one."""
         kinds = {detail["type"] for detail in details}
         if "extra_forbidden" in kinds:
-            self.document.report(path, self.unknown_key(path), at_key=True)
+            self.document.add_problem(path, self.explain_unknown_key(path), at_key=True)
         elif "missing" in kinds:
-            self.document.report(path, "required, but missing")
+            self.document.add_problem(path, "required, but missing")
         elif "union_tag_invalid" in kinds:
             context = details[0].get("ctx", {})
-            options, tag = _quoted(context.get("expected_tags")), str(context.get("tag"))
-            reason = self._refused_type(path, tag)
-            text = f"unknown type {tag!r}, expected {_one_of(options)}{reason or did_you_mean(tag, options)}"
-            self.document.report((*path, "type"), text)
+            options, tag = _find_quoted(context.get("expected_tags")), str(context.get("tag"))
+            reason = self._refused_type_reason(path, tag)
+            text = (
+                f"unknown type {tag!r}, expected {_format_alternatives(options)}{reason or did_you_mean(tag, options)}"
+            )
+            self.document.add_problem((*path, "type"), text)
         elif messages := [d for d in details if d["type"] in ("value_error", "assertion_error")]:
             for detail in messages:
                 self._report_validator_message(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
         else:
-            self._report_expected(path, details)
+            self._report_unexpected_value(path, details)
 
-    def _refused_type(self, path: KeyPath, tag: str) -> str:
+    def _refused_type_reason(self, path: KeyPath, tag: str) -> str:
         """The reason why the union at `path` does not support a type, after a semicolon; empty if unknown."""
-        node, _ = self.find(path)
-        models = node.models(None, every=True) if node else ()
+        node, _ = self.find_node(path)
+        models = node.candidate_models(None, all_classes=True) if node else ()
         reasons = (config_class_of(model).refused_types.get(tag) for model in models)
         return next((f"; {reason}" for reason in reasons if reason), "")
 
-    def _report_expected(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
-        expected = list(dict.fromkeys(self._expected(detail, path) for detail in details))
+    def _report_unexpected_value(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
+        expected = list(dict.fromkeys(self._describe_expected(detail, path) for detail in details))
         value = details[0]["input"]
         hint = ""
         if isinstance(value, str):
-            hint = did_you_mean(value, [o for d in details for o in _options(d)])
+            hint = did_you_mean(value, [o for d in details for o in _expected_options(d)])
         elif "text" in expected and isinstance(value, bool | int | float):
             hint = "; quote it to make it text"
-        self.document.report(path, f"expected {' or '.join(expected)}, got {display(value)}{hint}")
+        self.document.add_problem(path, f"expected {' or '.join(expected)}, got {format_value(value)}{hint}")
 
-    def _expected(self, detail: ErrorDetails, path: KeyPath) -> str:
+    def _describe_expected(self, detail: ErrorDetails, path: KeyPath) -> str:
         kind, context = detail["type"], detail.get("ctx", {})
         if kind in ("literal_error", "enum"):
-            return _one_of(_options(detail)) or str(context.get("expected"))
+            return _format_alternatives(_expected_options(detail)) or str(context.get("expected"))
         if kind in _LIMITS:
             name, text = _LIMITS[kind]
             limit = context.get(name)
             return text.format(f"{limit:g}" if isinstance(limit, float) else limit)
         if kind in ("union_tag_not_found", "model_type", "model_attributes_type"):
-            node, _ = self.find(path)
-            options = [tag for m in (node.models(None, every=True) if node else ()) for tag in tags(m)]
-            return f"a block with type: {_one_of(options)}" if len(options) > 1 else "a block of keys"
+            node, _ = self.find_node(path)
+            options = [
+                tag for m in (node.candidate_models(None, all_classes=True) if node else ()) for tag in type_tags(m)
+            ]
+            return f"a block with type: {_format_alternatives(options)}" if len(options) > 1 else "a block of keys"
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
-    def unknown_key(self, path: KeyPath, *, full: bool = False) -> str:
+    def explain_unknown_key(self, path: KeyPath, *, full: bool = False) -> str:
         """Explains why `path` is not a key, and suggests similar keys; with `full`, suggestions are full paths."""
         parent, key = path[:-1], str(path[-1])
-        node, value = self.find(parent)
+        node, value = self.find_node(parent)
         if node is None:
             return "unknown key"
         if path == ("include",):
             return "unknown key; a file can stand for the value of a key (data: !include data.yaml), not be merged"
-        models = node.models(value)
+        models = node.candidate_models(value)
         for model in models:
             lists = config_class_of(model)
             if key in lists.renamed_keys:
@@ -223,12 +238,13 @@ class Explainer:
                 return f"refused: {reason}"
         if is_secret_name(key):
             return SECRET_REFUSED
-        other_types = _types_with(node, models, key)
+        other_types = _types_with_key(node, models, key)
         if models and other_types:
             chosen = "" if (*parent, "type") in self.document.values else " by default"
-            actual = tags(models[0])[0]
-            return f"a key of type {_one_of(other_types)}, but this block has type {actual!r}{chosen}; set its `type`"
-        return f"unknown key{self._suggestion(path, models, full)}"
+            actual = type_tags(models[0])[0]
+            types = _format_alternatives(other_types)
+            return f"a key of type {types}, but this block has type {actual!r}{chosen}; set its `type`"
+        return f"unknown key{self._suggest_keys(path, models, full)}"
 
     @cached_property
     def _all_keys(self) -> list[tuple[str, str]]:
@@ -236,20 +252,20 @@ class Explainer:
         keys = all_keys(ConfigNode.root(self.root), self.document.data)
         return [(name, name.rsplit(".", 1)[-1]) for name in keys]
 
-    def _suggestion(self, path: KeyPath, models: Sequence[type[BaseModel]], full: bool) -> str:
+    def _suggest_keys(self, path: KeyPath, models: Sequence[type[BaseModel]], full: bool) -> str:
         if not self.document.may_suggest():
             return ""
         parent, key = path[:-1], str(path[-1])
-        prefix = f"{dotted(parent)}." if full and parent else ""
+        prefix = f"{dotted_key(parent)}." if full and parent else ""
         siblings = list(dict.fromkeys(name for model in models for name in model.model_fields))
         namesakes = [name for name, last in self._all_keys if last == key]
-        near = nearest(key, [last for _, last in self._all_keys], strict=True)
+        similar_keys = find_similar(key, [last for _, last in self._all_keys], strict=True)
         # Most likely first: misspelt here, same key elsewhere, vaguely similar here, misspelt elsewhere.
         return (
             did_you_mean(key, siblings, prefix=prefix, strict=True)
-            or suggest(namesakes[:2])
+            or format_suggestions(namesakes[:2])
             or did_you_mean(key, siblings, prefix=prefix)
-            or suggest([name for name, last in self._all_keys if last in near][:2])
+            or format_suggestions([name for name, last in self._all_keys if last in similar_keys][:2])
             or (f"; there are {', '.join(siblings)}" if 0 < len(siblings) <= _MAX_LISTED else "")
         )
 
@@ -257,26 +273,26 @@ class Explainer:
         """Records a validator's message at the key it names or mentions."""
         if path:
             message = message.removeprefix(f"{path[-1]}: ")
-        node, value = self.find(path)
+        node, value = self.find_node(path)
         # `keep: only the last entry may lack until` is about the key `keep` of this block.
-        while (match := re.match(r"(\w+): ", message)) and match[1] in _keys(node, value):
+        while (match := re.match(r"(\w+): ", message)) and match[1] in _declared_keys(node, value):
             path, message = (*path, match[1]), message[match.end() :]
-            node, value = self.find(path)
-        keys = {*_keys(node, value), *(value if isinstance(value, dict) else ())}
-        spoken_of = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
-        written = [p for p in spoken_of if p in self.document.values]
+            node, value = self.find_node(path)
+        keys = {*_declared_keys(node, value), *(value if isinstance(value, dict) else ())}
+        mentioned_paths = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
+        written = [p for p in mentioned_paths if p in self.document.values]
         # Of several conflicting keys, reports the one from the command line.
         written.sort(key=lambda p: not self.document.values[p].is_override)
         origin = self.document.origin(written[0] if written else path)
-        self.document.problems.append(Problem(origin, f"{dotted(path)}: {message}" if path else message))
+        self.document.problems.append(Problem(origin, f"{dotted_key(path)}: {message}" if path else message))
 
 
-def _keys(node: ConfigNode | None, value: object) -> set[str]:
+def _declared_keys(node: ConfigNode | None, value: object) -> set[str]:
     """The keys declared by the class of a block."""
-    return {name for model in (node.models(value) if node else ()) for name in model.model_fields}
+    return {name for model in (node.candidate_models(value) if node else ()) for name in model.model_fields}
 
 
-def _fits(value_type: ValueType, value: object) -> bool:
+def _may_hold(value_type: ValueType, value: object) -> bool:
     if isinstance(value, dict):
         return value_type.kind in ("model", "mapping")
     if isinstance(value, list | tuple):
@@ -284,20 +300,20 @@ def _fits(value_type: ValueType, value: object) -> bool:
     return value_type.kind == "scalar"
 
 
-def _quoted(text: object) -> list[str]:
+def _find_quoted(text: object) -> list[str]:
     return re.findall(r"'([^']*)'", str(text))
 
 
-def _options(detail: ErrorDetails) -> list[str]:
-    return _quoted(detail.get("ctx", {}).get("expected")) if detail["type"] in ("literal_error", "enum") else []
+def _expected_options(detail: ErrorDetails) -> list[str]:
+    return _find_quoted(detail.get("ctx", {}).get("expected")) if detail["type"] in ("literal_error", "enum") else []
 
 
-def _one_of(options: Sequence[str]) -> str:
+def _format_alternatives(options: Sequence[str]) -> str:
     quoted = [repr(option) for option in options]
     return " or ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
 
 
-def _types_with(node: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
+def _types_with_key(node: ConfigNode, models: Sequence[type[BaseModel]], key: str) -> list[str]:
     """The types of the other union members that have `key`."""
-    every = node.models(None, every=True)
-    return [tags(m)[0] for m in every if m not in models and key in m.model_fields and tags(m)]
+    union_classes = node.candidate_models(None, all_classes=True)
+    return [type_tags(m)[0] for m in union_classes if m not in models and key in m.model_fields and type_tags(m)]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, JsonValue
 
-from lm_trainer.config.config_node import ConfigNode, child
-from lm_trainer.config.document import Document, KeyPath, Origin, dotted
+from lm_trainer.config.config_node import ConfigNode, child_value
+from lm_trainer.config.document import Document, KeyPath, Origin, dotted_key
 from lm_trainer.core.config import Config
 
 _NOT_READ = object()
@@ -19,7 +19,7 @@ _NOT_READ = object()
 
 
 @dataclass(frozen=True)
-class _Adopted:
+class _RenamedKey:
     """A foreign key and the note on it, if any."""
 
     path: KeyPath
@@ -32,7 +32,7 @@ def config_class_of(model: type[BaseModel] | None) -> type[Config]:
     return model if model is not None and issubclass(model, Config) else Config
 
 
-def adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> None:
+def rename_foreign_keys(node: ConfigNode, data: object, path: KeyPath, document: Document) -> None:
     """Renames foreign keys in the data of a node to our keys, and adds notes to the document.
 
     Args:
@@ -41,15 +41,15 @@ def adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> 
         path: the path of the node; positions below it move with their keys.
         document: holds the positions, and receives the notes.
     """
-    adopted = list(_adopt(node, data, path, document))
+    adopted = list(_rename_and_note(node, data, path, document))
     for note in dict.fromkeys(entry.note for entry in adopted if entry.note):
         first, *repeated = [entry for entry in adopted if entry.note == note]
-        location = f"{first.origin.text}: {dotted(first.path)}" if first.origin else dotted(first.path)
+        location = f"{first.origin.text}: {dotted_key(first.path)}" if first.origin else dotted_key(first.path)
         more = f" (and {len(repeated)} more)" if repeated else ""
         document.notes.append(f"{location}{more} {note}")
 
 
-def adopt_override(
+def translate_override(
     path: KeyPath, value: JsonValue, document: Document, root: type[BaseModel], shown: str
 ) -> tuple[KeyPath, JsonValue] | None:
     """Translates the path and value of an override to our keys.
@@ -68,18 +68,18 @@ def adopt_override(
     for depth, key in enumerate(path):
         model, key_value = node.model_for(data), value if depth == len(path) - 1 else _NOT_READ
         # The value of our key in the file does not matter: the override replaces it.
-        if respelt := _respelt(model, key, key_value, {}):
-            if note := _former(model, key, key_value, respelt):
-                document.notes.append(f"{shown}: {dotted(path[: depth + 1])} {note}")
+        if respelt := _find_respelling(model, key, key_value, {}):
+            if note := _old_spelling_note(model, key, key_value, respelt):
+                document.notes.append(f"{shown}: {dotted_key(path[: depth + 1])} {note}")
             key, value = respelt
-        elif (meaning := _meaning(model, key, key_value)) is not None:
+        elif (meaning := _find_meaning(model, key, key_value)) is not None:
             key, note = meaning
             if note:
-                document.notes.append(f"{shown}: {dotted(path[: depth + 1])} {note}")
+                document.notes.append(f"{shown}: {dotted_key(path[: depth + 1])} {note}")
             if key is None:
                 return None
         our_path = (*our_path, key)
-        node, data = node.step_or_undeclared(data, key), child(data, key)
+        node, data = node.child_or_undeclared(data, key), child_value(data, key)
     return our_path, value
 
 
@@ -88,47 +88,49 @@ def sets_type(path: KeyPath, value: object, document: Document, root: type[BaseM
     *parent, key = path
     node, data = ConfigNode.root(root), document.data
     for step in parent:
-        node, data = node.step_or_undeclared(data, step), child(data, step)
-    respelt = _respelt(node.model_for(data), key, value, {})
+        node, data = node.child_or_undeclared(data, step), child_value(data, step)
+    respelt = _find_respelling(node.model_for(data), key, value, {})
     return (key if respelt is None else respelt[0]) == "type"
 
 
-def _adopt(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_Adopted]:
+def _rename_and_note(node: ConfigNode, data: object, path: KeyPath, document: Document) -> Iterator[_RenamedKey]:
     if isinstance(data, list):
         for index, item in enumerate(data):
-            yield from _adopt(node.step_or_undeclared(data, index), item, (*path, index), document)
+            yield from _rename_and_note(node.child_or_undeclared(data, index), item, (*path, index), document)
     if not isinstance(data, dict):
         return
     model = node.model_for(data)
     for key in list(data):
-        if respelt := _respelt(model, key, data[key], data):
-            yield _Adopted((*path, key), document.key_origin((*path, key)), _former(model, key, data[key], respelt))
+        if respelt := _find_respelling(model, key, data[key], data):
+            yield _RenamedKey(
+                (*path, key), document.key_origin((*path, key)), _old_spelling_note(model, key, data[key], respelt)
+            )
             our_key, data[our_key] = respelt
             del data[key]
-            document.move((*path, key), (*path, our_key))
+            document.move_positions((*path, key), (*path, our_key))
             continue
-        meaning = _meaning(model, key, data[key])
+        meaning = _find_meaning(model, key, data[key])
         conflicting = meaning[0] if meaning and meaning[0] in data else None
         if meaning and conflicting is not None and conflicting in config_class_of(model).replaced_keys.get(key, ()):
-            document.forget((*path, conflicting))
+            document.drop_positions((*path, conflicting))
             del data[conflicting]
             meaning = conflicting, f"{meaning[1]}, in the place of the {conflicting} beside it, which has no effect"
         # Two equivalent keys would hide one of the values: the foreign one stays, and is rejected.
         if meaning is None or meaning[0] in data:
             continue
         our_key, note = meaning
-        yield _Adopted((*path, key), document.key_origin((*path, key)), note)
+        yield _RenamedKey((*path, key), document.key_origin((*path, key)), note)
         value = data.pop(key)
         if our_key is None:
-            document.forget((*path, key))
+            document.drop_positions((*path, key))
         else:
             data[our_key] = value
-            document.move((*path, key), (*path, our_key))
+            document.move_positions((*path, key), (*path, our_key))
     for key, item in data.items():
-        yield from _adopt(node.step_or_undeclared(data, key), item, (*path, key), document)
+        yield from _rename_and_note(node.child_or_undeclared(data, key), item, (*path, key), document)
 
 
-def _respelt(
+def _find_respelling(
     model: type[BaseModel] | None, key: str | int, value: object, block: Container[str]
 ) -> tuple[str, JsonValue] | None:
     """Our key and value for a foreign key with this value; None without such a rule."""
@@ -138,12 +140,14 @@ def _respelt(
     return None if rule is None or rule[0] in block else rule
 
 
-def _former(model: type[BaseModel] | None, key: str | int, value: object, respelt: tuple[str, JsonValue]) -> str:
+def _old_spelling_note(
+    model: type[BaseModel] | None, key: str | int, value: object, respelt: tuple[str, JsonValue]
+) -> str:
     """The note on an old spelling of a value of our key; empty for a foreign key."""
     return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in config_class_of(model).model_fields else ""
 
 
-def _meaning(model: type[BaseModel] | None, key: str | int, value: object) -> tuple[str | None, str] | None:
+def _find_meaning(model: type[BaseModel] | None, key: str | int, value: object) -> tuple[str | None, str] | None:
     """Our key (None if dropped) and a note, for a foreign key that is accepted; else None."""
     lists = config_class_of(model)
     if key in lists.model_fields or not isinstance(key, str):

@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from lm_trainer.config import overrides as overriding
-from lm_trainer.config.config_node import ConfigNode, complete, value_at
+from lm_trainer.config.config_node import ConfigNode, add_missing_types, value_at
 from lm_trainer.config.document import Document, KeyPath
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
-from lm_trainer.config.foreign import adopt, config_class_of
+from lm_trainer.config.foreign import config_class_of, rename_foreign_keys
 from lm_trainer.config.yaml_nodes import read_file
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import is_secret_name
@@ -24,7 +24,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[ConfigT]):
+class LoadedConfig(Generic[ConfigT]):
     """A validated configuration with the origins of its values."""
 
     config: ConfigT
@@ -54,7 +54,7 @@ def load(
     *,
     options: Sequence[str] = (),
     foreign: Callable[[str], Sequence[str]] | None = None,
-) -> Loaded[ConfigT]:
+) -> LoadedConfig[ConfigT]:
     """Reads a configuration file, applies overrides and validates the result.
 
     Args:
@@ -69,18 +69,18 @@ def load(
     """
     document = read_file(path)
     if document.data is None:
-        raise ConfigError(document.lines())
+        raise ConfigError(document.problem_lines())
     node = ConfigNode.root(root)
-    adopt(node, document.data, (), document)
+    rename_foreign_keys(node, document.data, (), document)
     # Before applying overrides, which determine the class of a block by its `type`.
-    document.data = complete(node, document.data)
-    parsed = overriding.parse(overrides, document, root, overriding.Suggestions(options, foreign))
-    overriding.apply(parsed, document, root)
-    _check(node, document.data, (), document)
+    document.data = add_missing_types(node, document.data)
+    parsed = overriding.parse_overrides(overrides, document, root, overriding.Suggestions(options, foreign))
+    overriding.apply_overrides(parsed, document, root)
+    _check_values(node, document.data, (), document)
     config = _validate(document, root)
     if config is None or document.problems:
-        raise ConfigError(document.lines())
-    return Loaded(config, document.data, tuple(document.notes), document)
+        raise ConfigError(document.problem_lines())
+    return LoadedConfig(config, document.data, tuple(document.notes), document)
 
 
 def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:
@@ -88,28 +88,30 @@ def _validate(document: Document, root: type[ConfigT]) -> ConfigT | None:
         # A copy, because validators may modify their input.
         return root.model_validate(copy.deepcopy(document.data))
     except ValidationError as error:
-        Explainer(document, root).explain(error)
+        Explainer(document, root).report_errors(error)
     except UserError as error:
-        document.report((), str(error))
+        document.add_problem((), str(error))
     return None
 
 
-def _check(node: ConfigNode, value: object, path: KeyPath, document: Document) -> None:
+def _check_values(node: ConfigNode, value: object, path: KeyPath, document: Document) -> None:
     """Reports values that pydantic would accept: undeclared keys that name a secret, and `true` as a number."""
     if isinstance(value, list):
         for index, item in enumerate(value):
-            _check(node.step_or_undeclared(value, index), item, (*path, index), document)
+            _check_values(node.child_or_undeclared(value, index), item, (*path, index), document)
     elif isinstance(value, dict):
-        declared = {name for model in node.models(value) for name in (*model.model_fields, *_foreign_keys(model))}
+        declared = {
+            name for model in node.candidate_models(value) for name in (*model.model_fields, *_foreign_keys(model))
+        }
         for key, item in value.items():
             if key not in declared and node.value_type.may_hold_secrets() and is_secret_name(key):
                 # Checks only the name, and marks the value as unreadable, so it is never shown.
-                document.report((*path, key), SECRET_REFUSED, at_key=True)
+                document.add_problem((*path, key), SECRET_REFUSED, at_key=True)
                 document.unreadable.add((*path, key))
             else:
-                _check(node.step_or_undeclared(value, key), item, (*path, key), document)
+                _check_values(node.child_or_undeclared(value, key), item, (*path, key), document)
     elif isinstance(value, bool) and node.value_type.is_number() and not document.is_unreadable(path):
-        document.report(path, f"expected a number, got {str(value).lower()}")
+        document.add_problem(path, f"expected a number, got {str(value).lower()}")
         document.unreadable.add(path)
 
 

@@ -10,12 +10,21 @@ from typing import Any
 
 from pydantic import BaseModel, JsonValue
 
-from lm_trainer.config.config_node import ConfigNode, NoSuchKey, all_keys, child, complete
-from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted, suggest
+from lm_trainer.config.config_node import ConfigNode, NoSuchKey, add_missing_types, all_keys, child_value
+from lm_trainer.config.document import (
+    Document,
+    KeyPath,
+    Origin,
+    Problem,
+    did_you_mean,
+    dotted_key,
+    format_suggestions,
+    format_value,
+)
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
-from lm_trainer.config.foreign import adopt, adopt_override, config_class_of, sets_type
-from lm_trainer.config.value_type import tags
-from lm_trainer.config.yaml_nodes import read_text
+from lm_trainer.config.foreign import config_class_of, rename_foreign_keys, sets_type, translate_override
+from lm_trainer.config.value_type import type_tags
+from lm_trainer.config.yaml_nodes import parse_override_value
 from lm_trainer.core.credentials import COMMAND, is_secret_name, without_credentials
 
 _SOURCE = 1 << 20
@@ -40,7 +49,7 @@ class Override:
 
 
 @dataclass
-class _Typed:
+class _TypedSetting:
     """The words of one setting, and the problem with them, if any."""
 
     words: list[str]
@@ -59,7 +68,7 @@ class Suggestions:
     """Returns our keys for an option name of other frameworks."""
 
 
-def parse(
+def parse_overrides(
     arguments: Sequence[str], document: Document, root: type[BaseModel], suggestions: Suggestions
 ) -> list[Override]:
     """Parses the arguments; an argument that is not an override becomes a problem of the document.
@@ -71,84 +80,94 @@ def parse(
         suggestions: names to suggest for misspelt words.
     """
     parsed: list[Override] = []
-    waiting = list(arguments)
-    while waiting:
-        order = (_SOURCE, len(arguments) - len(waiting), 0)
-        typed = _next(waiting, root, suggestions, document)
-        shown = _shown(typed)
-        if typed.problem:
+    remaining_words = list(arguments)
+    while remaining_words:
+        order = (_SOURCE, len(arguments) - len(remaining_words), 0)
+        setting = _take_setting(remaining_words, root, suggestions, document)
+        shown = _format_setting(setting)
+        if setting.problem:
             location = f"override `{shown}`" if "=" in shown else shown
-            document.problems.append(Problem(Origin(order, location), typed.problem))
+            document.problems.append(Problem(Origin(order, location), setting.problem))
             continue
-        first, *inner = typed.name.split(".")
+        first, *inner = setting.name.split(".")
         path = (first, *(int(part) if part.isdecimal() else part for part in inner))
-        parsed.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
+        parsed.append(Override(path, setting.text, Origin(order, f"override `{shown}`", is_override=True)))
     # Blocks come before keys inside them, and types before other keys, regardless of the order on the command line.
     return sorted(
-        parsed, key=lambda override: len(override.path) - sets_type(override.path, _plain(override), document, root)
+        parsed,
+        key=lambda override: (
+            len(override.path) - sets_type(override.path, _parse_plain_value(override), document, root)
+        ),
     )
 
 
-def _shown(typed: _Typed) -> str:
+def _format_setting(setting: _TypedSetting) -> str:
     """The setting as shown in messages, without values that may be secret."""
-    if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
-        return f"{_KEY.split(typed.name)[0]}=..."
-    text = " ".join(typed.words)
-    if COMMAND in (typed.name.rsplit(".", 1)[-1], *_INNER_KEY.findall(typed.text)):
+    if any(map(is_secret_name, (setting.name, *_INNER_KEY.findall(setting.text)))):
+        return f"{_KEY.split(setting.name)[0]}=..."
+    text = " ".join(setting.words)
+    if COMMAND in (setting.name.rsplit(".", 1)[-1], *_INNER_KEY.findall(setting.text)):
         text = without_credentials({COMMAND: text})[COMMAND]
     return textwrap.shorten(text, _MAX_SHOWN, placeholder=" ...")
 
 
-def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document) -> _Typed:
-    """Removes the words of one setting from the front of `waiting`."""
-    word = waiting.pop(0)
+def _take_setting(
+    remaining_words: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document
+) -> _TypedSetting:
+    """Removes the words of one setting from the front of `remaining_words`."""
+    word = remaining_words.pop(0)
     name, equals, text = word.removeprefix("--").partition("=")
-    typed = _Typed([word], name.strip(), text)
+    setting = _TypedSetting([word], name.strip(), text)
     if word.startswith("--"):
-        typed.name = name.replace("-", "_")
-        if "." not in name and typed.name not in root.model_fields:
-            hint = _meant_option(word.partition("=")[0], root, suggestions) if document.may_suggest() else ""
-            typed.problem = f"no such option{hint}"
+        setting.name = name.replace("-", "_")
+        if "." not in name and setting.name not in root.model_fields:
+            hint = _suggest_options(word.partition("=")[0], root, suggestions) if document.may_suggest() else ""
+            setting.problem = f"no such option{hint}"
             # Skips its value, which would be reported as a second problem.
-            if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
-                waiting.pop(0)
-            return typed
+            if remaining_words and not equals and not _STARTS_ANOTHER.match(remaining_words[0]):
+                remaining_words.pop(0)
+            return setting
         if not equals:
-            if not waiting or waiting[0].startswith("--"):
-                typed.problem = "a value is missing"
-                return typed
-            typed.text = waiting.pop(0)
-            typed.words.append(typed.text)
+            if not remaining_words or remaining_words[0].startswith("--"):
+                setting.problem = "a value is missing"
+                return setting
+            setting.text = remaining_words.pop(0)
+            setting.words.append(setting.text)
     elif _SHORT_OPTION.match(word):
         # Short options as in SLURM or tar: `-p gpu`, `-pgpu`.
         meant = [option for option in suggestions.options if option[2:3] == word[1].lower()]
-        typed.problem = f"no such option{suggest(meant[:3])}"
-        if waiting and len(word) == 2 and not _STARTS_ANOTHER.match(waiting[0]) and "=" not in waiting[0]:
-            waiting.pop(0)
-        return typed
+        setting.problem = f"no such option{format_suggestions(meant[:3])}"
+        if (
+            remaining_words
+            and len(word) == 2
+            and not _STARTS_ANOTHER.match(remaining_words[0])
+            and "=" not in remaining_words[0]
+        ):
+            remaining_words.pop(0)
+        return setting
     elif not equals or not name:
-        typed.problem = _not_an_override(word, waiting, root)
-        return typed
-    if not all(typed.name.split(".")):
-        typed.problem = "a key has no empty parts"
-    elif not typed.text:
-        typed.problem = 'has no value; write null to unset the key, or "" for empty text'
-    return typed
+        setting.problem = _explain_non_override(word, remaining_words, root)
+        return setting
+    if not all(setting.name.split(".")):
+        setting.problem = "a key has no empty parts"
+    elif not setting.text:
+        setting.problem = 'has no value; write null to unset the key, or "" for empty text'
+    return setting
 
 
-def _meant_option(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
-    """Suggested options for a word, formatted by `suggest`."""
+def _suggest_options(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
+    """Suggested options for a word, formatted by `format_suggestions`."""
     keys = [f"--{key}" for key in all_keys(ConfigNode.root(root))]
     foreign = suggestions.foreign(word.lstrip("-")) if suggestions.foreign is not None else ()
     from_foreign = [f"--{key}" for key in foreign if f"--{key}" in keys]
-    return suggest(from_foreign) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
+    return format_suggestions(from_foreign) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
 
 
-def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:
-    if word.split(".")[0] in root.model_fields and waiting and "=" not in waiting[0].lstrip("="):
-        following = waiting.pop(0)
-        if following == "=" and waiting:
-            following = waiting.pop(0)
+def _explain_non_override(word: str, remaining_words: list[str], root: type[BaseModel]) -> str:
+    if word.split(".")[0] in root.model_fields and remaining_words and "=" not in remaining_words[0].lstrip("="):
+        following = remaining_words.pop(0)
+        if following == "=" and remaining_words:
+            following = remaining_words.pop(0)
         if is_secret_name(word):
             return SECRET_REFUSED
         meant = textwrap.shorten(f"{word}={following.lstrip('=')}", _MAX_SHOWN, placeholder=" ...")
@@ -156,42 +175,42 @@ def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> st
     return "expected KEY=VALUE, such as trainer.num_train_steps=100"
 
 
-def apply(overrides: Sequence[Override], document: Document, root: type[BaseModel]) -> None:
+def apply_overrides(overrides: Sequence[Override], document: Document, root: type[BaseModel]) -> None:
     """Applies the overrides to the document's data; an override that does not fit becomes a problem."""
     for override in overrides:
         try:
-            _apply_one(override, document, root)
+            _apply_override(override, document, root)
         except ValueError as error:
-            document.problems.append(Problem(override.origin, f"{dotted(override.path)}: {error}"))
+            document.problems.append(Problem(override.origin, f"{dotted_key(override.path)}: {error}"))
 
 
-def _apply_one(override: Override, document: Document, root: type[BaseModel]) -> None:
-    plain = _plain(override)
-    adopted = adopt_override(override.path, plain, document, root, override.origin.text)
+def _apply_override(override: Override, document: Document, root: type[BaseModel]) -> None:
+    plain = _parse_plain_value(override)
+    adopted = translate_override(override.path, plain, document, root, override.origin.text)
     if adopted is None:
         return
     our_path, meant = adopted
     override = replace(override, path=our_path)
-    node, holders = _descend(override, document, root)
+    node, holders = _find_containers(override, document, root)
     key, holder = override.path[-1], holders[-1]
-    value = _value(override, node) if meant is plain else meant
-    adopt(node, value, override.path, document)
+    value = _parse_value(override, node) if meant is plain else meant
+    rename_foreign_keys(node, value, override.path, document)
     # Inserts new blocks only now, when no step can fail any more.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
         outer[step] = inner
-    parent, _ = Explainer(document, root).find(override.path[:-1])
-    if key == "type" and isinstance(holder, dict) and not _same_type(parent, holder.get("type"), value):
+    parent, _ = Explainer(document, root).find_node(override.path[:-1])
+    if key == "type" and isinstance(holder, dict) and not _is_same_type(parent, holder.get("type"), value):
         _clear_block(holder, override, document)
     elif value not in (None, [], {}):
-        _replace(ConfigNode.root(root), override, document)
-    document.forget(override.path)
-    holder[key] = complete(node, value)
+        _drop_replaced_keys(ConfigNode.root(root), override, document)
+    document.drop_positions(override.path)
+    holder[key] = add_missing_types(node, value)
     # Positions of the typed value only: a `type` added by default has no position.
-    for path in (override.path, *_below(value, override.path)):
+    for path in (override.path, *_iter_nested_paths(value, override.path)):
         document.values[path] = document.keys[path] = override.origin
 
 
-def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[ConfigNode, list[Any]]:
+def _find_containers(override: Override, document: Document, root: type[BaseModel]) -> tuple[ConfigNode, list[Any]]:
     """Finds the node of an override, and its enclosing blocks and lists from the root on, new ones if missing.
 
     Raises:
@@ -201,50 +220,50 @@ def _descend(override: Override, document: Document, root: type[BaseModel]) -> t
     for depth, key in enumerate(override.path):
         parent = override.path[:depth]
         if depth:
-            value = _entered(value, key, node, override, depth)
+            value = _enter_container(value, key, node, override, depth)
         holders.append(value)
         try:
-            inner = node.step(value, key)
+            inner = node.child(value, key)
         except NoSuchKey as reason:
-            if isinstance(key, str) and node.models(value):
-                raise ValueError(Explainer(document, root).unknown_key((*parent, key), full=True)) from None
-            raise ValueError(f"{dotted(parent)} {reason}") from None
+            if isinstance(key, str) and node.candidate_models(value):
+                raise ValueError(Explainer(document, root).explain_unknown_key((*parent, key), full=True)) from None
+            raise ValueError(f"{dotted_key(parent)} {reason}") from None
         if isinstance(value, list) and not (isinstance(key, int) and key < len(value)):
-            raise ValueError(f"{dotted(parent)} has {len(value)} items, counted from 0")
-        node, value = inner, child(value, key)
+            raise ValueError(f"{dotted_key(parent)} has {len(value)} items, counted from 0")
+        node, value = inner, child_value(value, key)
     return node, holders
 
 
-def _entered(value: Any, key: str | int, node: ConfigNode, override: Override, depth: int) -> Any:
+def _enter_container(value: object, key: str | int, node: ConfigNode, override: Override, depth: int) -> object:
     """The block or list that contains `key`: the existing value, else a new block.
 
     Raises:
         ValueError: if the existing value is a scalar, or a list instead of a block or vice versa.
     """
-    parent, suffix = dotted(override.path[:depth]), dotted(override.path[depth + 1 :])
+    parent, suffix = dotted_key(override.path[:depth]), dotted_key(override.path[depth + 1 :])
     if isinstance(key, int):
         if isinstance(value, dict):
             raise ValueError(
                 f"{parent} is one block, not a list; {f'use {parent}.{suffix}=...' if suffix else 'name a key of it'}"
             )
-        if value is None and node.value_type.choice("list"):
+        if value is None and node.value_type.find_alternative("list"):
             raise ValueError(f"{parent} is not set, so no item of it can be changed; give the whole list")
         return value
     if isinstance(value, list):
-        hint = f"; name an item by its number: {parent}.0.{key}" if node.value_type.choice("list") else ""
+        hint = f"; name an item by its number: {parent}.0.{key}" if node.value_type.find_alternative("list") else ""
         raise ValueError(f"{parent} is a list{hint}")
-    if value is None or (key == "type" and not isinstance(value, dict) and node.models(None)):
-        return complete(node, {})
+    if value is None or (key == "type" and not isinstance(value, dict) and node.candidate_models(None)):
+        return add_missing_types(node, {})
     if not isinstance(value, dict):
-        hint = f"; set {parent}.type too" if any(map(tags, node.models(None, every=True))) else ""
-        raise ValueError(f"{parent} is {display(value)}, not a block of keys{hint}")
+        hint = f"; set {parent}.type too" if any(map(type_tags, node.candidate_models(None, all_classes=True))) else ""
+        raise ValueError(f"{parent} is {format_value(value)}, not a block of keys{hint}")
     return value
 
 
-def _same_type(node: ConfigNode | None, old: object, new: object) -> bool:
+def _is_same_type(node: ConfigNode | None, old: object, new: object) -> bool:
     """True if a block's new `type` is the old one, or an alias of it."""
-    named = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
-    return old == new or (named[0] is not None and named[0] is named[1])
+    classes = [node.model_for({"type": name}) for name in (old, new)] if node else [None, None]
+    return old == new or (classes[0] is not None and classes[0] is classes[1])
 
 
 def _clear_block(holder: dict[str, object], override: Override, document: Document) -> None:
@@ -252,27 +271,27 @@ def _clear_block(holder: dict[str, object], override: Override, document: Docume
     parent = override.path[:-1]
     dropped = [key for key in holder if key != "type"]
     for key in dropped:
-        document.forget((*parent, key))
+        document.drop_positions((*parent, key))
         del holder[key]
     if dropped:
-        names = ", ".join(dotted((*parent, key)) for key in dropped)
+        names = ", ".join(dotted_key((*parent, key)) for key in dropped)
         document.notes.append(f"{override.origin.text} starts a new block, without {names} of the file")
 
 
-def _replace(node: ConfigNode, override: Override, document: Document) -> None:
+def _drop_replaced_keys(node: ConfigNode, override: Override, document: Document) -> None:
     """Drops the file's keys replaced by the override, according to `Config.replaced_keys`."""
     *parent, key = override.path
     block = document.data
     for step in parent:
-        node, block = node.step_or_undeclared(block, step), child(block, step)
+        node, block = node.child_or_undeclared(block, step), child_value(block, step)
     replaced = config_class_of(node.model_for(block)).replaced_keys.get(str(key), ())
     paths = {other: (*parent, other) for other in replaced if block.get(other) not in (None, [])}
-    of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
-    for other in of_file:
-        document.forget(paths[other])
+    keys_of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
+    for other in keys_of_file:
+        document.drop_positions(paths[other])
         del block[other]
-    if of_file:
-        names = ", ".join(dotted(paths[other]) for other in of_file)
+    if keys_of_file:
+        names = ", ".join(dotted_key(paths[other]) for other in keys_of_file)
         document.notes.append(f"{override.origin.text} takes the place of {names} of the file")
 
 
@@ -280,16 +299,16 @@ def _is_overridden(path: KeyPath, document: Document) -> bool:
     return path in document.values and document.values[path].is_override
 
 
-def _value(override: Override, node: ConfigNode) -> JsonValue:
+def _parse_value(override: Override, node: ConfigNode) -> JsonValue:
     """The value of an override's text, as interpreted at its node."""
     text = override.text.strip()
     listed = _BRACKETED.fullmatch(text)
     try:
-        value = read_text(text, override.path, override.origin)
+        value = parse_override_value(text, override.path, override.origin)
     except ValueError:
         # The shell may have removed the quotes in ["a-{1..8}.jsonl"].
-        if listed and node.value_type.choice("list"):
-            return [_list_item(item) for item in _LIST_ITEM.findall(listed[1])]
+        if listed and node.value_type.find_alternative("list"):
+            return [_strip_list_item(item) for item in _LIST_ITEM.findall(listed[1])]
         if node.value_type.takes_as_text([]):
             return text
         raise
@@ -299,21 +318,21 @@ def _value(override: Override, node: ConfigNode) -> JsonValue:
     return value
 
 
-def _plain(override: Override) -> JsonValue:
+def _parse_plain_value(override: Override) -> JsonValue:
     """The value of an override independent of its node; its text if it is not valid YAML."""
     try:
-        return read_text(override.text.strip(), override.path, override.origin)
+        return parse_override_value(override.text.strip(), override.path, override.origin)
     except ValueError:
         return override.text
 
 
-def _list_item(text: str) -> str:
+def _strip_list_item(text: str) -> str:
     return text.strip().strip("'\"")
 
 
-def _below(value: object, path: KeyPath) -> Iterator[KeyPath]:
+def _iter_nested_paths(value: object, path: KeyPath) -> Iterator[KeyPath]:
     """The paths of all values nested in a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield (*path, key)
-        yield from _below(inner, (*path, key))
+        yield from _iter_nested_paths(inner, (*path, key))

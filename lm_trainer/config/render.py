@@ -6,41 +6,43 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeGuard
 
 from lm_trainer.config.document import KeyPath
-from lm_trainer.config.yaml_syntax import flow
+from lm_trainer.config.yaml_syntax import to_flow_yaml
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
-from lm_trainer.core.terminal import one_line
+from lm_trainer.core.terminal import escape_line
 
 _COMMENT_COLUMN = 60
 """Comments are aligned up to here; longer lines push theirs to the right."""
 
 
-def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, shown: bool = False) -> str:
+def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, redact: bool = False) -> str:
     """Writes all values of a configuration, defaults included.
 
     Args:
         config: any configuration.
         comment: returns the comment after the value at a path, for example its origin.
-        shown: blank the credentials in URLs and commands, for output that others may read.
+        redact: blank the credentials in URLs and commands, for output that others may read.
     """
     plain = config.model_dump(mode="json")
-    plain = without_credentials(plain) if shown else plain
-    lines = [(text, one_line(comment(path)) if comment and path else "") for text, path in _block(plain, ())]
+    plain = without_credentials(plain) if redact else plain
+    lines = [
+        (text, escape_line(comment(path)) if comment and path else "") for text, path in _iter_block_lines(plain, ())
+    ]
     width = min(max((len(text) for text, note in lines if note), default=0), _COMMENT_COLUMN)
     return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
 
 
-def _block(value: Mapping[str, object] | list[object], path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+def _iter_block_lines(value: Mapping[str, object] | list[object], path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
     """The lines of a non-empty block or list, each with the path of its leaf, or () without a leaf."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
-        lead = f"{flow(key)}:" if isinstance(value, Mapping) else "-"
+        lead = f"{to_flow_yaml(key)}:" if isinstance(value, Mapping) else "-"
         item_path = (*path, key)
         if not _is_nested(item):
-            yield f"{lead} {flow(item)}", item_path
+            yield f"{lead} {to_flow_yaml(item)}", item_path
             continue
         # In a list, the first line of a block follows the dash.
-        inner = [(f"  {text}", leaf) for text, leaf in _block(item, item_path)]
+        inner = [(f"  {text}", leaf) for text, leaf in _iter_block_lines(item, item_path)]
         if isinstance(value, Mapping):
             yield lead, ()
             yield from inner

@@ -17,14 +17,14 @@ def json_schema(root: type[Config]) -> JsonSchemaValue:
     It does not describe `!include`: configure the tag in the editor (`yaml.customTags: ["!include mapping"]`).
     """
     schema = root.model_json_schema()
-    defaults = {model.__name__: model for model in _models(root, set())}
+    defaults = {model.__name__: model for model in _collect_models(root, set())}
     _write_defaults(schema, root)
     _write_foreign_keys(schema, root)
     for name, definition in schema.get("$defs", {}).items():
         if name in defaults:
             _write_defaults(definition, defaults[name])
             _write_foreign_keys(definition, defaults[name])
-    _loosen(schema)
+    _relax_rules(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -51,22 +51,22 @@ def _write_foreign_keys(schema: JsonSchemaValue, model: type[BaseModel]) -> None
         keys[key] = {"deprecated": True, "description": f"No effect: {ignored.reason}.", **values}
 
 
-def _models(annotation: object, visited: set[type[BaseModel]]) -> set[type[BaseModel]]:
+def _collect_models(annotation: object, visited: set[type[BaseModel]]) -> set[type[BaseModel]]:
     """All configuration classes reachable from an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in visited:
         visited.add(annotation)
         for info in annotation.model_fields.values():
-            _models(info.annotation, visited)
+            _collect_models(info.annotation, visited)
     for argument in get_args(annotation):
-        _models(argument, visited)
+        _collect_models(argument, visited)
     return visited
 
 
-def _loosen(node: object) -> None:
+def _relax_rules(node: object) -> None:
     """Relaxes, in place, rules that are too strict for hand-written files."""
     if isinstance(node, list):
         for item in node:
-            _loosen(item)
+            _relax_rules(item)
     if not isinstance(node, dict):
         return
     if "discriminator" in node and "oneOf" in node:
@@ -74,4 +74,4 @@ def _loosen(node: object) -> None:
         node["anyOf"] = node.pop("oneOf")
         del node["discriminator"]
     for item in list(node.values()):
-        _loosen(item)
+        _relax_rules(item)

@@ -35,14 +35,14 @@ class ValueType:
     nullable: bool = False
     tagged: bool = False
 
-    def choices(self) -> tuple[ValueType, ...]:
+    def alternatives_or_self(self) -> tuple[ValueType, ...]:
         return self.alternatives or (self,)
 
-    def choice(self, kind: str) -> ValueType | None:
+    def find_alternative(self, kind: str) -> ValueType | None:
         """The alternative of a kind, or None."""
-        return next((value_type for value_type in self.choices() if value_type.kind == kind), None)
+        return next((value_type for value_type in self.alternatives_or_self() if value_type.kind == kind), None)
 
-    def branch(self, label: str) -> ValueType:
+    def alternative_for_label(self, label: str) -> ValueType:
         """The alternative named `label` by pydantic in an error location."""
         # A validator of a union member wraps its name, as in `function-after[_check_phases(), tuple[IntPhase, ...]]`.
         core = label
@@ -61,26 +61,26 @@ class ValueType:
 
     def may_hold_secrets(self) -> bool:
         """True unless the keys of a block are names of sets, axes and the like."""
-        free = self.choice("mapping")
-        values = value_type_of(free.inner).choices() if free else ()
+        free = self.find_alternative("mapping")
+        values = value_type_of(free.inner).alternatives_or_self() if free else ()
         return not free or not (free.has_names or all(v.annotation not in (str, Any) for v in values))
 
     def is_number(self) -> bool:
         """True if only numbers are allowed."""
-        return all(value_type.annotation in (int, float) for value_type in self.choices())
+        return all(value_type.annotation in (int, float) for value_type in self.alternatives_or_self())
 
     def takes_as_text(self, value: object) -> bool:
         """True if text is allowed, but no value like `value`."""
         if isinstance(value, dict | list):
-            return all(value_type.annotation is str for value_type in self.choices())
-        scalars = [value_type.annotation for value_type in self.choices() if value_type.kind == "scalar"]
+            return all(value_type.annotation is str for value_type in self.alternatives_or_self())
+        scalars = [value_type.annotation for value_type in self.alternatives_or_self() if value_type.kind == "scalar"]
         return bool(scalars) and all(a is str for a in scalars)
 
 
 def value_type_of_field(field: FieldInfo) -> ValueType:
     """The value type of a class's field."""
     # pydantic stores a field's discriminator separately from its annotation.
-    return _tagged_union(field.annotation) if field.discriminator else value_type_of(field.annotation)
+    return _tagged_union_value_type(field.annotation) if field.discriminator else value_type_of(field.annotation)
 
 
 def value_type_of(annotation: object) -> ValueType:
@@ -89,9 +89,11 @@ def value_type_of(annotation: object) -> ValueType:
         return ValueType("model", annotation, (annotation,))
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _tagged_union(arguments[0]) if _has_discriminator(arguments[1:]) else value_type_of(arguments[0])
+        return (
+            _tagged_union_value_type(arguments[0]) if _has_discriminator(arguments[1:]) else value_type_of(arguments[0])
+        )
     if origin in _UNIONS:
-        return _union(annotation)
+        return _union_value_type(annotation)
     container = origin or annotation
     if container in _LISTS:
         fixed = arguments if container is tuple and Ellipsis not in arguments else ()
@@ -107,7 +109,7 @@ def is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def tags(model: type[BaseModel]) -> tuple[str, ...]:
+def type_tags(model: type[BaseModel]) -> tuple[str, ...]:
     """The values of `type` that select a class; () without a `type` field."""
     field = model.model_fields.get("type")
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
@@ -117,22 +119,22 @@ def _has_discriminator(metadata: tuple[object, ...]) -> bool:
     return any(isinstance(m, Discriminator) or getattr(m, "discriminator", None) for m in metadata)
 
 
-def _union(annotation: object) -> ValueType:
+def _union_value_type(annotation: object) -> ValueType:
     """The value type of a union whose members pydantic tries in order."""
-    members, nullable = _members(annotation)
+    members, nullable = _union_members(annotation)
     value_types = tuple(map(value_type_of, members))
     one = value_types[0] if len(value_types) == 1 else ValueType("union", annotation, alternatives=value_types)
     return replace(one, nullable=one.nullable or nullable)
 
 
-def _tagged_union(annotation: object) -> ValueType:
+def _tagged_union_value_type(annotation: object) -> ValueType:
     """The value type of a union discriminated by `type`; it may have only one member."""
-    members, nullable = _members(annotation) if get_origin(annotation) in _UNIONS else ((annotation,), False)
+    members, nullable = _union_members(annotation) if get_origin(annotation) in _UNIONS else ((annotation,), False)
     models = tuple(model for member in members for model in value_type_of(member).models)
     return ValueType("model", annotation, models, nullable=nullable, tagged=True)
 
 
-def _members(union: object) -> tuple[tuple[object, ...], bool]:
+def _union_members(union: object) -> tuple[tuple[object, ...], bool]:
     """The members of a union except None, and True if None is a member."""
     members = tuple(member for member in get_args(union) if member is not type(None))
     return members, len(members) < len(get_args(union))

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import JsonValue
 
-from lm_trainer.config.document import Document, KeyPath, Origin, Problem, nearest
+from lm_trainer.config.document import Document, KeyPath, Origin, Problem, find_similar
 from lm_trainer.config.yaml_syntax import (
     INCLUDE,
     MERGE,
@@ -21,9 +21,9 @@ from lm_trainer.config.yaml_syntax import (
     SequenceNode,
     compose,
     explicit_tag,
-    scalar,
+    parse_scalar,
 )
-from lm_trainer.core.files import expanded, variable_problem
+from lm_trainer.core.files import expand_home, shell_variable_problem
 
 # Larger than any configuration: a data file passed by mistake must not be read in full.
 MAX_BYTES = 4 << 20
@@ -37,7 +37,7 @@ def read_file(path: Path) -> Document:
     """Reads a file and its includes. Records problems; after a fatal one, the document has no data."""
     document = Document()
     try:
-        data = _Builder(document).file(path, (), ())
+        data = _Builder(document).build_file(path, (), ())
     except ValueError as error:
         document.problems.append(Problem(Origin((0, 0, 0), str(path)), str(error)))
         return document
@@ -46,11 +46,11 @@ def read_file(path: Path) -> Document:
     if isinstance(data, dict):
         document.data = data
     elif () not in document.unreadable:
-        document.report((), "expected `key: value` lines at the top level")
+        document.add_problem((), "expected `key: value` lines at the top level")
     return document
 
 
-def read_text(text: str, path: KeyPath, origin: Origin) -> JsonValue:
+def parse_override_value(text: str, path: KeyPath, origin: Origin) -> JsonValue:
     """Parses the value of an override; included files are relative to the working directory.
 
     Raises:
@@ -59,12 +59,12 @@ def read_text(text: str, path: KeyPath, origin: Origin) -> JsonValue:
     try:
         root = compose(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"is not valid YAML: {_syntax_error(error, text)[2]}") from None
+        raise ValueError(f"is not valid YAML: {_describe_syntax_error(error, text)[2]}") from None
     if root is None:
         return None
     document = Document()
     try:
-        value = _Builder(document).node(root, path, _Source(Path("override"), origin))
+        value = _Builder(document).build_node(root, path, _Source(Path("override"), origin))
     except _TooLarge:
         value = None
     if document.problems:
@@ -108,32 +108,32 @@ class _Builder:
         self.values = 0
         self.open: list[int] = []
 
-    def file(self, path: Path, key_path: KeyPath, including: tuple[Path, ...]) -> JsonValue:
+    def build_file(self, path: Path, key_path: KeyPath, including: tuple[Path, ...]) -> JsonValue:
         """Reads the file `path` as the value at `key_path`.
 
         Raises:
             ValueError: if the file is missing, unreadable or empty.
         """
-        source = _Source(path, number=self.files, including=(*including, _real(path)))
+        source = _Source(path, number=self.files, including=(*including, _resolve_links(path)))
         self.files += 1
-        text = _read(path, including)
+        text = _read_file_text(path, including)
         try:
             root = compose(text)
         except (yaml.YAMLError, RecursionError) as error:
-            line, column, message = _syntax_error(error, text)
-            return self._fail(source.locate(line, column), message, key_path)
+            line, column, message = _describe_syntax_error(error, text)
+            return self._reject(source.locate(line, column), message, key_path)
         if root is None:
             raise ValueError("is empty; write {} for all defaults")
         if explicit_tag(root) == INCLUDE:
             message = f"a whole file cannot be an {INCLUDE}; include the value of a key (data: {INCLUDE} data.yaml)"
-            return self._fail(source.origin(root), message, key_path)
-        return self.node(root, key_path, source)
+            return self._reject(source.origin(root), message, key_path)
+        return self.build_node(root, key_path, source)
 
-    def _fail(self, origin: Origin, message: str, key_path: KeyPath) -> None:
+    def _reject(self, origin: Origin, message: str, key_path: KeyPath) -> None:
         self.document.problems.append(Problem(origin, message))
         self.document.unreadable.add(key_path)
 
-    def node(self, node: Node, key_path: KeyPath, source: _Source) -> JsonValue:
+    def build_node(self, node: Node, key_path: KeyPath, source: _Source) -> JsonValue:
         """The plain data of a node; None, and a recorded problem, if it is invalid."""
         origin = source.origin(node)
         self.document.values[key_path] = origin
@@ -143,41 +143,41 @@ class _Builder:
             raise _TooLarge
         # Every alias is the same node object, so a recursive one would never end.
         if id(node) in self.open:
-            return self._fail(origin, "this alias contains itself", key_path)
+            return self._reject(origin, "this alias contains itself", key_path)
         if len(self.open) >= MAX_DEPTH:
-            return self._fail(origin, f"nested more than {MAX_DEPTH} levels deep", key_path)
+            return self._reject(origin, f"nested more than {MAX_DEPTH} levels deep", key_path)
         self.open.append(id(node))
         try:
-            return self._value(node, key_path, source, origin)
+            return self._build_value(node, key_path, source, origin)
         except ValueError as error:
-            return self._fail(origin, str(error), key_path)
+            return self._reject(origin, str(error), key_path)
         finally:
             self.open.pop()
 
-    def _value(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
+    def _build_value(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
         tag = explicit_tag(node)
         if tag == INCLUDE:
-            return self._include(node, key_path, source, origin)
+            return self._build_include(node, key_path, source, origin)
         if tag is not None:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             raise ValueError(f"the tag {shown} is not supported, only {INCLUDE}; quote a value to make it text")
         if isinstance(node, ScalarNode):
-            return scalar(node)
+            return parse_scalar(node)
         if isinstance(node, SequenceNode):
-            return [self.node(item, (*key_path, index), source) for index, item in enumerate(node.value)]
+            return [self.build_node(item, (*key_path, index), source) for index, item in enumerate(node.value)]
         assert isinstance(node, MappingNode)
-        return self._mapping(node, key_path, source)
+        return self._build_mapping(node, key_path, source)
 
-    def _mapping(self, node: MappingNode, key_path: KeyPath, source: _Source) -> dict[str, JsonValue]:
+    def _build_mapping(self, node: MappingNode, key_path: KeyPath, source: _Source) -> dict[str, JsonValue]:
         merged: dict[str, tuple[Node, Node]] = {}
         own_entries: dict[str, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
             if key_node.tag == MERGE and explicit_tag(key_node) is None:
                 # Merges nodes, not values: a key written here must not be built from the merged one.
-                for key, pair in self._merged(value_node, key_path, source).items():
+                for key, pair in self._collect_merged_keys(value_node, key_path, source).items():
                     merged.setdefault(key, pair)
                 continue
-            key = self._key(key_node, source)
+            key = self._key_text(key_node, source)
             if key in own_entries:
                 first = source.origin(own_entries[key][0]).text
                 problem = f"the key {key!r} stands here twice; the first is at {first}"
@@ -187,18 +187,18 @@ class _Builder:
         result = {}
         for key, (key_node, value_node) in {**merged, **own_entries}.items():
             self.document.keys[*key_path, key] = source.origin(key_node)
-            result[key] = self.node(value_node, (*key_path, key), source)
+            result[key] = self.build_node(value_node, (*key_path, key), source)
         return result
 
-    def _problem(self, node: Node, source: _Source, key_path: KeyPath, message: str) -> None:
+    def _add_problem(self, node: Node, source: _Source, key_path: KeyPath, message: str) -> None:
         self.document.problems.append(Problem(source.origin(node), message))
         self.document.unreadable.add(key_path)
 
-    def _key(self, node: Node, source: _Source) -> str | None:
+    def _key_text(self, node: Node, source: _Source) -> str | None:
         """The text of a key; None, and a recorded problem, if it is not text."""
         if isinstance(node, ScalarNode) and explicit_tag(node) is None:
             with contextlib.suppress(ValueError):
-                value = scalar(node)
+                value = parse_scalar(node)
                 if isinstance(value, str):
                     return value
         shown = repr(node.value) if isinstance(node, ScalarNode) else "a list or a block"
@@ -206,10 +206,10 @@ class _Builder:
         self.document.problems.append(Problem(source.origin(node), message + ("; quote it" if "'" in shown else "")))
         return None
 
-    def _merged(self, node: Node, key_path: KeyPath, source: _Source) -> dict[str, tuple[Node, Node]]:
+    def _collect_merged_keys(self, node: Node, key_path: KeyPath, source: _Source) -> dict[str, tuple[Node, Node]]:
         """The keys merged by `<<:`, from one mapping or a list of mappings, of which the first wins."""
         if explicit_tag(node) == INCLUDE:
-            self._problem(
+            self._add_problem(
                 node, source, key_path, f"{INCLUDE} cannot be merged with `<<`; include the value of a key instead"
             )
             return {}
@@ -217,36 +217,38 @@ class _Builder:
         entries: dict[str, tuple[Node, Node]] = {}
         for mapping in mappings:
             if not isinstance(mapping, MappingNode) or id(mapping) in self.open:
-                self._problem(mapping, source, key_path, "`<<` takes an alias of a block, or a list of such aliases")
+                self._add_problem(
+                    mapping, source, key_path, "`<<` takes an alias of a block, or a list of such aliases"
+                )
                 continue
             self.open.append(id(mapping))
             for key_node, value_node in mapping.value:
                 if key_node.tag == MERGE:
-                    for key, pair in self._merged(value_node, key_path, source).items():
+                    for key, pair in self._collect_merged_keys(value_node, key_path, source).items():
                         entries.setdefault(key, pair)
-                elif (key := self._key(key_node, source)) is not None:
+                elif (key := self._key_text(key_node, source)) is not None:
                     entries.setdefault(key, (key_node, value_node))
             self.open.pop()
         return entries
 
-    def _include(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
+    def _build_include(self, node: Node, key_path: KeyPath, source: _Source, origin: Origin) -> JsonValue:
         name = node.value
         if not isinstance(node, ScalarNode) or not name.strip():
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
         if "://" in name:
             raise ValueError(f"cannot include {name}: only local files can be included")
-        if problem := variable_problem(name):
+        if problem := shell_variable_problem(name):
             raise ValueError(problem)
         # Normalised as text: messages show `b.yaml`, not `conf/../b.yaml`.
-        path = Path(os.path.normpath(source.path.parent / expanded(name.strip())))
-        if _real(path) in source.including:
+        path = Path(os.path.normpath(source.path.parent / expand_home(name.strip())))
+        if _resolve_links(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
             raise ValueError(f"{path} includes itself: {chain}")
         if self.files > MAX_FILES:
             self.document.problems.append(Problem(origin, f"more than {MAX_FILES} files are included"))
             raise _TooLarge
         try:
-            value = self.file(path, key_path, source.including)
+            value = self.build_file(path, key_path, source.including)
         except ValueError as error:
             raise ValueError(f"cannot include {path}: {error}") from None
         # Already set by the root of the included file, unless the file could not be read.
@@ -254,11 +256,11 @@ class _Builder:
         return value
 
 
-def _real(path: Path) -> Path:
+def _resolve_links(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _read(path: Path, including: Sequence[Path]) -> str:
+def _read_file_text(path: Path, including: Sequence[Path]) -> str:
     """Reads the text of a file; the files in `including` led to it.
 
     Raises:
@@ -272,7 +274,7 @@ def _read(path: Path, including: Sequence[Path]) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"no such file{_similar_file(path, including)}") from None
+        raise ValueError(f"no such file{_suggest_similar_file(path, including)}") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
@@ -285,23 +287,23 @@ def _read(path: Path, including: Sequence[Path]) -> str:
         raise ValueError(f"is not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line})") from None
 
 
-def _similar_file(path: Path, including: Sequence[Path]) -> str:
+def _suggest_similar_file(path: Path, including: Sequence[Path]) -> str:
     for candidate in (
         path.with_name(f"{path.name}.yaml"),
         Path("configs") / path.name,
         Path("configs") / f"{path}.yaml",
     ):
-        if candidate.is_file() and _real(candidate) not in including:
+        if candidate.is_file() and _resolve_links(candidate) not in including:
             return f"; did you mean {candidate}?"
     if not path.parent.is_dir():
         return f", nor a directory {path.parent}"
     yaml_files = (p for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
-    names = sorted(p.name for p in yaml_files if _real(p) not in including)
-    near = nearest(path.name, names)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+    names = sorted(p.name for p in yaml_files if _resolve_links(p) not in including)
+    similar_names = find_similar(path.name, names)
+    return f"; did you mean {path.parent / similar_names[0]}?" if similar_names else ""
 
 
-def _syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
+def _describe_syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
     """Line, column and message of an error that stopped the parser."""
     if isinstance(error, RecursionError):
         return 1, 1, f"nested more than {MAX_DEPTH} levels deep"

@@ -45,21 +45,21 @@ class NodeLoader(yaml.SafeLoader):
     # PyYAML adds to the class's table: without a new table, the YAML 1.1 resolvers would remain.
     yaml_implicit_resolvers = {}
 
-    def _tagged(self, node: Node, tag: str | None) -> Node:
+    def _set_explicit_tag(self, node: Node, tag: str | None) -> Node:
         node.explicit_tag = tag  # type: ignore[attr-defined]
         return node
 
     def compose_scalar_node(self, anchor: Any) -> Node:
         tag = self.peek_event().tag  # type: ignore[union-attr]
-        return self._tagged(super().compose_scalar_node(anchor), tag)
+        return self._set_explicit_tag(super().compose_scalar_node(anchor), tag)
 
     def compose_sequence_node(self, anchor: Any) -> Node:
         tag = self.peek_event().tag  # type: ignore[union-attr]
-        return self._tagged(super().compose_sequence_node(anchor), tag)
+        return self._set_explicit_tag(super().compose_sequence_node(anchor), tag)
 
     def compose_mapping_node(self, anchor: Any) -> Node:
         tag = self.peek_event().tag  # type: ignore[union-attr]
-        return self._tagged(super().compose_mapping_node(anchor), tag)
+        return self._set_explicit_tag(super().compose_mapping_node(anchor), tag)
 
 
 for _tag, _pattern, _first in _PLAIN_SCALARS:
@@ -110,7 +110,7 @@ def explicit_tag(node: Node) -> str | None:
     return getattr(node, "explicit_tag", None)
 
 
-def scalar(node: ScalarNode) -> str | int | float | bool | None:
+def parse_scalar(node: ScalarNode) -> str | int | float | bool | None:
     """Converts a scalar without explicit tag to its value.
 
     Raises:
@@ -131,7 +131,7 @@ def scalar(node: ScalarNode) -> str | int | float | bool | None:
     return text
 
 
-def flow(value: object) -> str:
+def to_flow_yaml(value: object) -> str:
     """Writes plain data as YAML on one line; `compose` reads it back as the same data."""
     text = yaml.dump(
         value, Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
@@ -150,6 +150,6 @@ __all__ = [
     "check_depth",
     "compose",
     "explicit_tag",
-    "flow",
-    "scalar",
+    "parse_scalar",
+    "to_flow_yaml",
 ]

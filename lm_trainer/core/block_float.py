@@ -45,19 +45,19 @@ class Blocks:
     size: int
     """Elements per block; the last block may be shorter."""
 
-    def count(self, length: int) -> int:
+    def num_blocks(self, length: int) -> int:
         """Number of blocks along an axis of this length."""
         return -(-length // self.size)
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def max_per_block(self, x: jax.Array) -> jax.Array:
         """Maximum of each block, in the shape of the exponents. The elements must be non-negative integers."""
         axis, length = self.axis, x.shape[self.axis]
-        count = self.count(length)
+        count = self.num_blocks(length)
         if count * self.size != length:
             x = jnp.pad(x, [(0, count * self.size - length if i == axis else 0) for i in range(x.ndim)])
         return x.reshape(*x.shape[:axis], count, self.size, *x.shape[axis + 1 :]).max(axis + 1)
 
-    def spread(self, x: jax.Array, length: int) -> jax.Array:
+    def repeat_per_element(self, x: jax.Array, length: int) -> jax.Array:
         """Repeats the value of each block over its elements; `length` is the size of the axis in the result."""
         axis = self.axis
         shape = (*x.shape[: axis + 1], self.size, *x.shape[axis + 1 :])
@@ -97,16 +97,16 @@ SIGNED = Format(signed=True, lowest=-6, highest=8, top=0b110)
 UNSIGNED = Format(signed=False, lowest=-14, highest=15, top=0b111)
 
 
-def shared_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
+def block_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
     """Returns the block exponents of a float32 array, as in `BlockFloats.block_exponents`."""
     magnitude = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
-    largest = blocks.largest(jnp.where(magnitude >> _MANTISSA != _INFINITE, magnitude, 0))
+    largest = blocks.max_per_block(jnp.where(magnitude >> _MANTISSA != _INFINITE, magnitude, 0))
     # If the mantissa of the maximum exceeds the mantissa of the largest code, carry into the exponent.
     carry = (1 << _MANTISSA) - 1 - (form.top << (_MANTISSA - _DIGITS))
     return jnp.maximum((largest + carry) >> _MANTISSA, form.least_exponent).astype(jnp.uint8)
 
 
-def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance: jax.Array) -> BlockFloats:
+def encode(x: jax.Array, exponents: jax.Array, form: Format, blocks: Blocks, random_bits: jax.Array) -> BlockFloats:
     """Rounds each number to one of its two neighbouring codes.
 
     A nonzero unsigned number never becomes 0, but at least the smallest code, because optimizers divide by the root of
@@ -114,31 +114,36 @@ def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance
 
     Args:
         x: float32. An unsigned format drops the sign; NaN and infinities become NaN.
-        shared: `shared_exponents` of `x`.
+        exponents: `block_exponents` of `x`.
         form: format of the codes.
         blocks: how `x` is divided into blocks.
-        chance: uint16 in the shape of `x`; 0 rounds towards 0. Uniform random values make the expected value of the
-            code exact up to 2^-16 of the distance between the two neighbours (stochastic rounding; Gupta et al. 2015,
-            arXiv 1502.02551, section 3.1).
+        random_bits: uint16 in the shape of `x`; 0 rounds towards 0. Uniform random values make the expected value of
+            the code exact up to 2^-16 of the distance between the two neighbours (stochastic rounding; Gupta et al.
+            2015, arXiv 1502.02551, section 3.1).
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
     exponent = (magnitude >> _MANTISSA).astype(jnp.int32)
     finite = exponent != _INFINITE
     # Exponent field of the element (clamped to the subnormal range below), and mantissa with the random bits appended.
-    element = exponent - blocks.spread(shared, x.shape[blocks.axis]).astype(jnp.int32) + form.highest - form.lowest
+    element = (
+        exponent
+        - blocks.repeat_per_element(exponents, x.shape[blocks.axis]).astype(jnp.int32)
+        + form.highest
+        - form.lowest
+    )
     mantissa = (magnitude & ((1 << _MANTISSA) - 1)) | jnp.where(exponent > 0, 1 << _MANTISSA, 0).astype(jnp.uint32)
     # A shift by the width of the integer or more is undefined.
     shift = jnp.minimum(_MANTISSA - _DIGITS - _RANDOM_BITS + jnp.maximum(-element, 0), 31).astype(jnp.uint32)
-    rounded = ((mantissa >> shift) + chance) >> _RANDOM_BITS
-    # `shared` may come from a program that rounds differently, and be too small by one unit in the last place.
+    rounded = ((mantissa >> shift) + random_bits) >> _RANDOM_BITS
+    # `exponents` may come from a program that rounds differently, and be too small by one unit in the last place.
     code = jnp.minimum((jnp.maximum(element, 0).astype(jnp.uint32) << _DIGITS) + rounded, form.largest)
     if not form.signed:
         code = jnp.maximum(code, (magnitude > 0).astype(jnp.uint32))
     code = jnp.where(finite, code, form.nan)
     if form.signed:
         code |= sign << 7
-    return BlockFloats(code.astype(jnp.uint8), shared.astype(jnp.uint8))
+    return BlockFloats(code.astype(jnp.uint8), exponents.astype(jnp.uint8))
 
 
 def decode(x: BlockFloats, form: Format, blocks: Blocks) -> jax.Array:
@@ -147,7 +152,7 @@ def decode(x: BlockFloats, form: Format, blocks: Blocks) -> jax.Array:
     magnitude = code & 0x7F if form.signed else code
     exponent = magnitude >> _DIGITS
     mantissa = (magnitude & ((1 << _DIGITS) - 1)) | jnp.where(exponent > 0, 1 << _DIGITS, 0)
-    shared = blocks.spread(x.block_exponents, code.shape[blocks.axis]).astype(jnp.int32)
+    shared = blocks.repeat_per_element(x.block_exponents, code.shape[blocks.axis]).astype(jnp.int32)
     power = jnp.maximum(exponent - 1, 0) + form.lowest - _DIGITS + shared - form.highest
     number = mantissa.astype(jnp.float32) * jax.lax.bitcast_convert_type(power << _MANTISSA, jnp.float32)
     number = jnp.where(magnitude == form.nan, jnp.float32(jnp.nan), number)

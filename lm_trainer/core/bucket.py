@@ -13,9 +13,9 @@ from typing import Any
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.files import expanded
-from lm_trainer.core.key_values import KeyValues, context, reason_of
-from lm_trainer.core.safe_names import check_name
+from lm_trainer.core.files import expand_home
+from lm_trainer.core.key_values import KeyValues, plain_error_text, tensorstore_context
+from lm_trainer.core.safe_names import check_relative_path
 
 _PROBE_SECONDS = 10.0
 _FEW_RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
@@ -32,7 +32,7 @@ _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLoc
 _CLOCK = re.compile(r"RequestTimeTooSkewed")
 
 
-def _s3(bucket: str, path: str) -> dict[str, Any]:
+def _s3_spec(bucket: str, path: str) -> dict[str, Any]:
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _profile_endpoint():
         spec["endpoint"] = endpoint.rstrip("/")
@@ -46,7 +46,7 @@ def _s3(bucket: str, path: str) -> dict[str, Any]:
 
 def _profile_endpoint() -> str | None:
     """Returns the endpoint of the profile in ~/.aws/config, from which TensorStore reads only credentials."""
-    file = Path(expanded(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")))
+    file = Path(expand_home(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")))
     profiles = configparser.ConfigParser(interpolation=None)
     if not file.is_file():
         return None
@@ -59,7 +59,7 @@ def _profile_endpoint() -> str | None:
     return profiles.get(section, "endpoint_url", fallback=None)
 
 
-def _gcs(bucket: str, path: str) -> dict[str, Any]:
+def _gcs_spec(bucket: str, path: str) -> dict[str, Any]:
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
         # Google's libraries read STORAGE_EMULATOR_HOST; TensorStore has its own variable.
         url = emulator if "://" in emulator else f"http://{emulator}"
@@ -70,7 +70,7 @@ def _gcs(bucket: str, path: str) -> dict[str, Any]:
     return {"driver": "gcs", "bucket": bucket, "path": path}
 
 
-SCHEMES: dict[str, Callable[[str, str], dict[str, Any]]] = {"gs": _gcs, "s3": _s3}
+SCHEMES: dict[str, Callable[[str, str], dict[str, Any]]] = {"gs": _gcs_spec, "s3": _s3_spec}
 """URL scheme -> function from bucket and prefix to TensorStore's specification."""
 
 STORAGE_SCHEMES = (*SCHEMES, "file")
@@ -95,7 +95,7 @@ class Bucket(KeyValues):
         self.scheme, self.bucket = scheme, bucket
         self.path = "/".join(part for part in path.split("/") if part)
         if self.path:
-            check_name(self.path, url)
+            check_relative_path(self.path, url)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
@@ -142,7 +142,7 @@ class Bucket(KeyValues):
         """Deletes every object below a key; `seconds` is the deadline of each request."""
         self.delete(*(f"{key}/{name}" for name in self.list(key, seconds=seconds)), seconds=seconds)
 
-    def probe(self, setting: str) -> None:
+    def check_writable(self, setting: str) -> None:
         """Checks early that objects can be written, listed and deleted here.
 
         Args:
@@ -161,19 +161,21 @@ class Bucket(KeyValues):
         key = f".probe/{os.getpid()}-{time.time_ns()}"
         bucket = Bucket(str(self))
         # Few retries, so that the server's refusal is reported soon.
-        bucket._kv = bucket._open(context(gcs_request_retries=_FEW_RETRIES, s3_request_retries=_FEW_RETRIES))
+        bucket._kv = bucket._open(
+            tensorstore_context(gcs_request_retries=_FEW_RETRIES, s3_request_retries=_FEW_RETRIES)
+        )
         bucket.write(key, b"probe", seconds=_PROBE_SECONDS)
         if key.partition("/")[2] not in bucket.list(".probe", seconds=_PROBE_SECONDS):
             raise MachineError(f"{self}: what was written does not appear in the list of objects")
         bucket.delete(key, seconds=_PROBE_SECONDS)
 
-    def reason(self, error: Exception, seconds: float) -> str:
+    def failure_reason(self, error: Exception, seconds: float) -> str:
         """Returns the reason of a failed request, with a remedy."""
-        return explain(error, self, seconds)
+        return explain_failed_request(error, self, seconds)
 
-    def failure(self, verb: str, key: str, error: Exception, seconds: float) -> MachineError:
+    def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> MachineError:
         """Returns the error to raise for a failed request."""
-        return MachineError(f"{self}: cannot {verb} {key or 'objects'}: {self.reason(error, seconds)}")
+        return MachineError(f"{self}: cannot {verb} {key or 'objects'}: {self.failure_reason(error, seconds)}")
 
 
 StoragePath = Path | Bucket
@@ -185,7 +187,7 @@ def storage_path(path: str | os.PathLike[str]) -> StoragePath:
     text = os.fspath(path)
     scheme, separator, location = text.partition("://")
     if not separator:
-        return Path(expanded(path))
+        return Path(expand_home(path))
     if scheme == "file":
         return Path(location)
     return Bucket(text)
@@ -212,14 +214,16 @@ def read_json(directory: Bucket, key: str) -> dict[str, Any]:
     return dict(value)
 
 
-def explain(error: BaseException, directory: Bucket, seconds: float) -> str:
+def explain_failed_request(error: BaseException, directory: Bucket, seconds: float) -> str:
     """Explains in one line why a request to object storage failed and how to fix it."""
     endpoint = directory.spec().get("endpoint") or os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "that of the cloud"
     check = f"check the network and the endpoint ({without_credentials(endpoint)})"
     if isinstance(error, TimeoutError):
         return f"the server has not answered within {seconds:.0f} s; {check}"
     text = f"{error} {error.__context__ or ''}".strip()
-    reason = " ".join(without_credentials(_RESPONSE_DETAILS.sub("", reason_of(text))).split())[:_MAX_REASON_CHARS]
+    reason = " ".join(without_credentials(_RESPONSE_DETAILS.sub("", plain_error_text(text))).split())[
+        :_MAX_REASON_CHARS
+    ]
     for pattern, remedy in (
         (_UNREACHABLE, f"the server cannot be reached; {check}"),
         (_REGION, "the bucket is in another region; set AWS_REGION"),

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lm_trainer.core.bucket import Bucket, StoragePath, explain
-from lm_trainer.core.errors import MachineError, UserError, disk_error
+from lm_trainer.core.bucket import Bucket, StoragePath, explain_failed_request
+from lm_trainer.core.errors import MachineError, UserError, translate_disk_error
 from lm_trainer.core.safe_names import path_inside
 
 _MAX_PUT = {"s3": 5 * 2**30}
@@ -21,7 +21,7 @@ _PART_BYTES = 64 << 20
 """Bytes per part of a large file. S3 accepts 10,000 parts, which makes 625 GiB."""
 
 
-def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, int] | None = None) -> None:
+def download_objects(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, int] | None = None) -> None:
     """Copies objects into a local directory, each under its key; missing objects are skipped.
 
     Args:
@@ -39,13 +39,13 @@ def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, 
     files = {key: path_inside(to, key, directory) for key in keys if not key.endswith("/")}
     for key, file in files.items():
         try:
-            _fetch(directory, key, file, (sizes or {}).get(key, 0))
+            _download_object(directory, key, file, (sizes or {}).get(key, 0))
         except OSError as error:
             message = f"{file}: {directory}/{key} cannot be written there ({error.strerror})"
-            raise disk_error(error) or MachineError(message) from None
+            raise translate_disk_error(error) or MachineError(message) from None
 
 
-def _fetch(directory: Bucket, key: str, file: Path, size: int) -> None:
+def _download_object(directory: Bucket, key: str, file: Path, size: int) -> None:
     full_range = [slice(None)] if size <= _PART_BYTES else []
     pieces = full_range or (slice(offset, min(offset + _PART_BYTES, size)) for offset in range(0, size, _PART_BYTES))
     for number, piece in enumerate(pieces):
@@ -59,7 +59,7 @@ def _fetch(directory: Bucket, key: str, file: Path, size: int) -> None:
             out.write(content)
 
 
-def put(source: Path, directory: Bucket) -> None:
+def upload_directory(source: Path, directory: Bucket) -> None:
     """Uploads every file below a local directory under its relative path.
 
     Raises:
@@ -96,7 +96,9 @@ def _multipart_writer(directory: Bucket, key: str, size: int) -> Callable[[str, 
             to = "/".join(part for part in (directory.bucket, directory.path, key) if part)
             store.put_file(str(file), to, chunksize=_PART_BYTES)
         except Exception as error:  # s3fs raises errors of many classes
-            raise MachineError(f"{directory}: cannot write {key}: {explain(error, directory, 0)}") from None
+            raise MachineError(
+                f"{directory}: cannot write {key}: {explain_failed_request(error, directory, 0)}"
+            ) from None
 
     return write
 
@@ -109,14 +111,14 @@ def staging_directory(directory: StoragePath) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="lmt-") as draft:
         yield Path(draft)
-        put(Path(draft), directory)
+        upload_directory(Path(draft), directory)
 
 
 def local_copy(directory: StoragePath, *keys: str, sizes: Mapping[str, int] | None = None) -> Path:
     """Returns a local directory with these keys of `directory` and everything below them.
 
     A local `directory` is returned unchanged. A downloaded copy is removed when the process ends. The keys of `sizes`
-    are copied too; see `fetch`.
+    are copied too; see `download_objects`.
     """
     if isinstance(directory, Path):
         return directory
@@ -124,6 +126,6 @@ def local_copy(directory: StoragePath, *keys: str, sizes: Mapping[str, int] | No
     atexit.register(shutil.rmtree, to.parent, ignore_errors=True)
     to.mkdir()
     for key in keys:
-        fetch(directory, [key, *(f"{key}/{name}" for name in directory.list(key))], to)
-    fetch(directory, sizes or {}, to, sizes)
+        download_objects(directory, [key, *(f"{key}/{name}" for name in directory.list(key))], to)
+    download_objects(directory, sizes or {}, to, sizes)
     return to

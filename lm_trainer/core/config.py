@@ -36,7 +36,7 @@ class IgnoredKey:
     values: tuple[Any, ...] | None = None
 
 
-def _refuse_absent(config: type, name: str) -> None:
+def _raise_unknown_attribute(config: type, name: str) -> None:
     """Raises AttributeError with the replacement, for a name known from other frameworks."""
     for base in config.__mro__:
         if name in base.__dict__.get("absent", {}):
@@ -49,7 +49,7 @@ class _ConfigType(type(BaseModel)):
     if not TYPE_CHECKING:
 
         def __getattr__(cls, name: str) -> Any:
-            _refuse_absent(cls, name)
+            _raise_unknown_attribute(cls, name)
             return super().__getattr__(name)
 
 
@@ -60,7 +60,7 @@ class Config(BaseModel, metaclass=_ConfigType):
         frozen=True,
         # Otherwise a misspelt key would silently leave the default in effect.
         extra="forbid",
-        # The input may be long or contain a secret; `config.explain` shows the relevant part.
+        # The input may be long or contain a secret; `lm_trainer.config.explain` shows the relevant part.
         hide_input_in_errors=True,
         validate_default=True,
         allow_inf_nan=False,
@@ -98,7 +98,7 @@ class Config(BaseModel, metaclass=_ConfigType):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            _refuse_absent(type(self), name)
+            _raise_unknown_attribute(type(self), name)
             return super().__getattr__(name)
 
     @classmethod
@@ -159,11 +159,11 @@ def parse_duration(value: Any) -> timedelta:
         if text and (parts := _DURATION.fullmatch(text)) and any(parts.groups()):
             weeks, days, hours, minutes, seconds = (float(p or 0) for p in parts.groups())
             return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
-    meant = f"; write {text}" if (text := _duration_of(value)) else ""
+    meant = f"; write {text}" if (text := _to_duration_text(value)) else ""
     raise ValueError(f"expected a duration such as 90s, 15m or 1h30m, got {value!r}{meant}")
 
 
-def _duration_of(value: Any) -> str:
+def _to_duration_text(value: Any) -> str:
     """Converts other notations, `2 days, 4:13:02` and `+32 m 1 s`, to a duration; empty for anything else."""
     if not isinstance(value, str):
         return ""
@@ -193,17 +193,17 @@ Duration = Annotated[
 """A duration such as `15m`, `1h30m` or `90s`."""
 
 
-def _is_positive(value: timedelta) -> timedelta:
+def _check_positive(value: timedelta) -> timedelta:
     if value <= timedelta(0):
         raise ValueError(f"expected a duration above zero, got {format_duration(value)}")
     return value
 
 
-PositiveDuration = Annotated[Duration, AfterValidator(_is_positive)]
+PositiveDuration = Annotated[Duration, AfterValidator(_check_positive)]
 """A duration above zero."""
 
 
-def fraction_or_steps(value: float, total: int) -> int:
+def resolve_steps(value: float, total: int) -> int:
     """Converts a fraction of `total` steps (a float up to 1.0) or a number of steps into a number of steps.
 
     An `int` is always a number of steps; a `float` up to 1.0 is a fraction, evaluated in decimal and rounded down:
@@ -224,8 +224,8 @@ def fraction_or_steps(value: float, total: int) -> int:
     return int(value)
 
 
-def _is_fraction_or_steps(value: float) -> float:
-    fraction_or_steps(value, 1)
+def _check_fraction_or_steps(value: float) -> float:
+    resolve_steps(value, 1)
     return value
 
 
@@ -237,7 +237,7 @@ def _path_as_text(value: Any) -> Any:
 class PathType:
     """Annotation of a key with a path as text; callers in Python may pass a `Path`.
 
-    A `~` is kept, and expanded where the path is used: see `lm_trainer.core.files.expanded`.
+    A `~` is kept, and expanded where the path is used: see `lm_trainer.core.files.expand_home`.
     """
 
     schemes: tuple[str, ...] = ()
@@ -249,9 +249,9 @@ class PathType:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         text = core_schema.no_info_before_validator_function(_path_as_text, handler(source))
-        return core_schema.no_info_after_validator_function(self._checked, text)
+        return core_schema.no_info_after_validator_function(self._check_path, text)
 
-    def _checked(self, value: str) -> str:
+    def _check_path(self, value: str) -> str:
         if problem := path_problem(value, self.schemes, self.name):
             raise ValueError(f"{problem}. {self.instead}" if self.instead else problem)
         return value
@@ -269,5 +269,5 @@ LocalPathOrHubName = Annotated[str, PathType(name=HUB_NAME)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """Seed of random numbers; JAX uses at most 32 bits."""
 
-FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_is_fraction_or_steps)]
+FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_check_fraction_or_steps)]
 """A fraction or a number of steps: `0.1` is a tenth, `100` is 100 steps."""

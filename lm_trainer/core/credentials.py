@@ -67,13 +67,13 @@ def without_credentials(value: Any) -> Any:
 
 
 def _command_without_credentials(command: str) -> str:
-    def blank(match: re.Match[str]) -> str:
+    def blank_credentials(match: re.Match[str]) -> str:
         is_secret = is_secret_name(match[1]) or match[1].lower() in _LOGIN_HEADERS
         return f"{match[0][: match.end(2) - match.start()]}***" if is_secret else match[0]
 
     blanked = _LOGIN.sub(r"\1\2***", without_credentials(command))
     for pattern in _SECRETS_OF_COMMANDS:
-        blanked = pattern.sub(blank, blanked)
+        blanked = pattern.sub(blank_credentials, blanked)
     # The host is kept, to identify the command.
     return _URL.sub(lambda url: _RANDOM.sub("***", url[0]), blanked)
 

@@ -19,31 +19,31 @@ def field_docs(model: Any) -> dict[str, str]:
     docs = {}
     for name in model.model_fields:
         owner = next(base for base in model.__mro__ if name in inspect.get_annotations(base))
-        if text := _docs_of(inspect.getsourcefile(owner)).get(owner.__qualname__, {}).get(name):
+        if text := _read_field_docs(inspect.getsourcefile(owner)).get(owner.__qualname__, {}).get(name):
             docs[name] = text
     return docs
 
 
 @functools.cache
-def _docs_of(file: str | None) -> dict[str, dict[str, str]]:
+def _read_field_docs(file: str | None) -> dict[str, dict[str, str]]:
     """Returns qualified class name -> field -> docstring, for all classes of a file."""
     if file is None or not Path(file).is_file():
         return {}
-    return dict(_classes(ast.parse(Path(file).read_text(encoding="utf-8")), ""))
+    return dict(_iter_class_docs(ast.parse(Path(file).read_text(encoding="utf-8")), ""))
 
 
-def _classes(node: ast.AST, prefix: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _iter_class_docs(node: ast.AST, prefix: str) -> Iterator[tuple[str, dict[str, str]]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
-            yield prefix + child.name, dict(_documented(child.body))
-            yield from _classes(child, f"{prefix}{child.name}.")
+            yield prefix + child.name, dict(_iter_field_docs(child.body))
+            yield from _iter_class_docs(child, f"{prefix}{child.name}.")
         elif isinstance(child, ast.FunctionDef):
-            yield from _classes(child, f"{prefix}{child.name}.<locals>.")
+            yield from _iter_class_docs(child, f"{prefix}{child.name}.<locals>.")
         else:
-            yield from _classes(child, prefix)
+            yield from _iter_class_docs(child, prefix)
 
 
-def _documented(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+def _iter_field_docs(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
     for field, below in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             text = getattr(below.value, "value", None)

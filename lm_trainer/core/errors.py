@@ -91,7 +91,7 @@ class Stopped(Preempted):
     exit_code = EXIT_STOPPED
 
 
-def disk_error(error: OSError) -> MachineError | None:
+def translate_disk_error(error: OSError) -> MachineError | None:
     """Translates a full, broken or read-only disk, missing permissions or too many open files into a user error.
 
     Returns None for any other error.
@@ -99,26 +99,26 @@ def disk_error(error: OSError) -> MachineError | None:
     remedy = _REMEDIES.get(error.errno or 0)
     if remedy is None:
         return None
-    return MachineError(f"{_file_of(error)}: {error.strerror}; {remedy}, then start the same command again")
+    return MachineError(f"{_find_error_file(error)}: {error.strerror}; {remedy}, then start the same command again")
 
 
-def _file_of(error: OSError) -> str:
+def _find_error_file(error: OSError) -> str:
     """Returns the file of an error. Errors of read and write do not name it; local variables in the traceback do."""
     filename, frame = error.filename, error.__traceback__
     while error.filename is None and frame is not None:
-        named = filter(None, map(_name_of, frame.tb_frame.f_locals.values()))
+        named = filter(None, map(_open_file_name, frame.tb_frame.f_locals.values()))
         filename, frame = next(named, filename), frame.tb_next
     return "a file" if filename is None else str(filename)
 
 
-def _name_of(value: object) -> str | None:
+def _open_file_name(value: object) -> str | None:
     if isinstance(value, Path):
         return str(value)
     name = getattr(value, "name", None) if isinstance(value, IOBase) else None
     return name if isinstance(name, str) else None
 
 
-def out_of_memory(error: BaseException) -> OutOfMemoryError | None:
+def translate_out_of_memory(error: BaseException) -> OutOfMemoryError | None:
     """Translates an out-of-memory error of a device or the host, at compilation or in a step; None for others."""
     if isinstance(error, OutOfMemoryError):
         return error

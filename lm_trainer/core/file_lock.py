@@ -25,14 +25,14 @@ def try_lock(handle: int) -> bool:
     Raises:
         OSError: if the file system has no locks.
     """
-    if not _take(handle):
+    if not _try_flock(handle):
         # A process calling `is_locked` holds the lock for a moment.
         time.sleep(_RETRY_AFTER_SECONDS)
-        return _take(handle)
+        return _try_flock(handle)
     return True
 
 
-def _take(handle: int) -> bool:
+def _try_flock(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

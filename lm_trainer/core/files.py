@@ -31,7 +31,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 _VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_]\w*)")
 
 
-def expanded(path: AnyPath) -> str:
+def expand_home(path: AnyPath) -> str:
     """Expands `~` or `~USER` at the beginning of a path to the home directory.
 
     Every path written by a user is expanded when it is used (`local_path` and `storage_path` do so). The configuration
@@ -53,10 +53,10 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
     """
     if "\0" in os.fspath(path):
         return f"{os.fspath(path)!r}: no path has a zero character"
-    return url_problem(path, schemes, name) or variable_problem(path) or _home_problem(path)
+    return url_problem(path, schemes, name) or shell_variable_problem(path) or _home_problem(path)
 
 
-def variable_problem(path: AnyPath) -> str | None:
+def shell_variable_problem(path: AnyPath) -> str | None:
     """Like `path_problem`, but only for shell variables: a file must mean the same on every machine."""
     text = os.fspath(path)
     if match := _VARIABLE.search(text):
@@ -69,7 +69,7 @@ def variable_problem(path: AnyPath) -> str | None:
 
 def _home_problem(path: AnyPath) -> str | None:
     text = os.fspath(path)
-    if text.startswith("~") and expanded(text) == text:
+    if text.startswith("~") and expand_home(text) == text:
         return f"{text}: there is no home of {text.partition('/')[0]}; a directory of that name is written ./{text}"
     return None
 
@@ -101,7 +101,7 @@ def local_path(path: AnyPath) -> Path:
     """
     if problem := url_problem(path) or _home_problem(path):
         raise UserError(problem)
-    return Path(expanded(path))
+    return Path(expand_home(path))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -136,7 +136,7 @@ def append_line(path: Path, line: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def make_writable(directory: Path, setting: str) -> None:
+def ensure_writable_directory(directory: Path, setting: str) -> None:
     """Creates a directory and checks that files can be written to it.
 
     Args:

@@ -32,7 +32,7 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
     over = None if shared_edges else inside
     low = jnp.min(x, axis=over, initial=jnp.inf, where=finite)
     high = jnp.max(x, axis=over, initial=-jnp.inf, where=finite)
-    edges_GE = jnp.broadcast_to(_edges(low, high), (x.shape[0], BINS + 1))
+    edges_GE = jnp.broadcast_to(_bin_edges(low, high), (x.shape[0], BINS + 1))
 
     def count_below(edge_G: jax.Array) -> jax.Array:
         return jnp.sum((x < jnp.expand_dims(edge_G, inside)) & finite, axis=inside, dtype=jnp.int32)
@@ -44,7 +44,7 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
     return counts_GB, edges_GE
 
 
-def _edges(low: jax.Array, high: jax.Array) -> jax.Array:
+def _bin_edges(low: jax.Array, high: jax.Array) -> jax.Array:
     """[...] -> [..., B + 1]; of width 1 if all values are equal, and centred on 0 without finite values."""
     # Without a finite value, the minimum is inf and the maximum -inf.
     some = low <= high

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def write_page(package: str, template: str, **values: Any) -> str:
+def render_page(package: str, template: str, **values: Any) -> str:
     """Renders a Jinja template; values are escaped unless the template marks them as `safe`.
 
     Args:
@@ -20,11 +20,11 @@ def write_page(package: str, template: str, **values: Any) -> str:
         values: variables of the template. `{{ value | tojson }}` writes one as JSON, safe inside a `script` element.
     """
     content = (resources.files(package) / template).read_text("utf-8")
-    return _environment().from_string(content).render(values)
+    return _jinja_environment().from_string(content).render(values)
 
 
 @functools.cache
-def _environment() -> Environment:
+def _jinja_environment() -> Environment:
     # Imported here because few commands write a page.
     from jinja2 import Environment, StrictUndefined
 

@@ -46,11 +46,11 @@ class KeyValues(ABC):
         """Prefix of every key; empty, or ends with a slash."""
 
     @abstractmethod
-    def reason(self, error: Exception, seconds: float) -> str:
+    def failure_reason(self, error: Exception, seconds: float) -> str:
         """Returns the reason of a failed request; `seconds` is its deadline, for `TimeoutError`."""
 
     @abstractmethod
-    def failure(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
+    def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
         """Returns the error to raise for a failed request; `verb` is, for example, `read`."""
 
     def deadline_for(self, count: int) -> float:
@@ -59,13 +59,13 @@ class KeyValues(ABC):
 
     @functools.cached_property
     def _kv(self) -> Any:
-        return self._open(context())
+        return self._open(tensorstore_context())
 
     def _open(self, ts_context: Any) -> Any:
         import tensorstore as ts
 
         # Open the store without the prefix: some servers list more than requested, and full names reveal it.
-        with _failures(partial(self.failure, "open", ""), self.deadline):
+        with _convert_errors(partial(self.request_error, "open", ""), self.deadline):
             return ts.KvStore.open(self.store_spec, context=ts_context).result(self.deadline)
 
     def read(self, key: str, *, within: slice = slice(None), seconds: float | None = None) -> bytes | None:
@@ -77,7 +77,7 @@ class KeyValues(ABC):
     ) -> tuple[bytes | None, bytes]:
         """Returns the content as `read` does, and the generation for a conditional write."""
         future = self._kv.read(self.prefix + key, byte_range=within)
-        result = self._wait(future, partial(self.failure, "read", key), seconds)
+        result = self._wait(future, partial(self.request_error, "read", key), seconds)
         generation = bytes(result.stamp.generation)
         # A server without generations returns zeros; a write conditional on zeros would be unconditional.
         versioned = any(generation) or not self.remote
@@ -100,10 +100,10 @@ class KeyValues(ABC):
         # All ranges share the connection.
         seconds = self.deadline_for(sum(last - first for _, first, last in ranges))
         for (key, _, _), future in zip(ranges, futures, strict=True):
-            yield self._wait(future, partial(self._unread, key), seconds).value
+            yield self._wait(future, partial(self._read_error, key), seconds).value
 
-    def _unread(self, key: str, error: Exception, seconds: float) -> MachineError:
-        return MachineError(f"cannot read {self}/{key}: {self.reason(error, seconds)}")
+    def _read_error(self, key: str, error: Exception, seconds: float) -> MachineError:
+        return MachineError(f"cannot read {self}/{key}: {self.failure_reason(error, seconds)}")
 
     def write(
         self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float | None = None
@@ -116,10 +116,10 @@ class KeyValues(ABC):
             if_generation: the generation the object must have; `MISSING` if it must not exist.
             seconds: deadline in seconds.
         """
-        failure = partial(self.failure, "write", key)
+        failure = partial(self.request_error, "write", key)
         seconds = self.deadline_for(len(value)) if seconds is None else seconds
         # A read-only store refuses here, before any request.
-        with _failures(failure, seconds):
+        with _convert_errors(failure, seconds):
             future = self._kv.write(self.prefix + key, value, if_equal=if_generation)
         return bytes(self._wait(future, failure, seconds).generation)
 
@@ -127,8 +127,8 @@ class KeyValues(ABC):
         """Deletes objects; missing keys are skipped."""
         futures = []
         for key in keys:
-            failure = partial(self.failure, "delete", key)
-            with _failures(failure, self.deadline):
+            failure = partial(self.request_error, "delete", key)
+            with _convert_errors(failure, self.deadline):
                 futures.append((self._kv.write(self.prefix + key, None), failure))
         for future, failure in futures:
             self._wait(future, failure, seconds)
@@ -140,15 +140,15 @@ class KeyValues(ABC):
         start = self.prefix + (f"{key}/" if key else "")
         # "0" is the character after "/".
         within = ts.KvStore.KeyRange(start, f"{start[:-1]}0") if start else ts.KvStore.KeyRange()
-        failure = partial(self.failure, "list", key)
-        with _failures(failure, self.deadline):
+        failure = partial(self.request_error, "list", key)
+        with _convert_errors(failure, self.deadline):
             future = self._kv.list(within)
         names = {name.decode() for name in self._wait(future, failure, seconds)}
         return sorted(name.removeprefix(start) for name in names if name.startswith(start))
 
     def _wait(self, future: Any, failure: _Failure, seconds: float | None) -> Any:
         seconds = self.deadline if seconds is None else seconds
-        with _failures(failure, seconds):
+        with _convert_errors(failure, seconds):
             try:
                 return future.result(timeout=seconds if self.remote else None)
             finally:
@@ -159,7 +159,7 @@ _Failure = Callable[[Exception, float], UserError]
 
 
 @contextlib.contextmanager
-def _failures(failure: _Failure, seconds: float) -> Iterator[None]:
+def _convert_errors(failure: _Failure, seconds: float) -> Iterator[None]:
     """Converts errors of TensorStore with `failure`."""
     try:
         yield
@@ -171,20 +171,20 @@ def _failures(failure: _Failure, seconds: float) -> Iterator[None]:
 
 
 @functools.cache
-def _shared_context() -> Any:
+def _shared_tensorstore_context() -> Any:
     import tensorstore as ts
 
     return ts.Context({f"{protocol}_request_retries": _RETRIES for protocol in _REMOTE})
 
 
-def context(**resources: Any) -> Any:
+def tensorstore_context(**resources: Any) -> Any:
     """Returns TensorStore's shared context with the retry settings; with `resources`, a new context derived from it."""
     import tensorstore as ts
 
-    return ts.Context(resources, parent=_shared_context()) if resources else _shared_context()
+    return ts.Context(resources, parent=_shared_tensorstore_context()) if resources else _shared_tensorstore_context()
 
 
-def reason_of(error: object) -> str:
+def plain_error_text(error: object) -> str:
     """Returns TensorStore's reason for a failure in plain text.
 
     TensorStore escapes paths in its messages, and terminates directories with zero bytes.

@@ -38,14 +38,14 @@ class Lease:
 
     Args:
         directory: the directory to lock.
-        waiting: called with a message if the start has to wait.
+        on_wait: called with a message if the start has to wait.
 
     Raises:
         UserError: if another process holds the lease.
     """
 
-    def __init__(self, directory: Bucket, waiting: Callable[[str], Any] | None = None):
-        self._directory, self._waiting = directory, waiting
+    def __init__(self, directory: Bucket, on_wait: Callable[[str], Any] | None = None):
+        self._directory, self._on_wait = directory, on_wait
         self._token = secrets.token_hex(8)
         self._count = 0
         self._generation = b""
@@ -55,7 +55,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
-        while not (self._take() or self._wait_for_expiry()):
+        while not (self._try_acquire() or self._wait_for_expiry()):
             pass
         self._thread.start()
         return self
@@ -82,9 +82,9 @@ class Lease:
             self._renew_once()
         self.check()
 
-    def _take(self) -> bool:
+    def _try_acquire(self) -> bool:
         content, generation = self._directory.read_versioned(_KEY)
-        holder = _parsed(content)
+        holder = _parse_holder(content)
         if content is not None and not _has_ended(holder):
             return False
         return self._write(MISSING if content is None else generation)
@@ -92,35 +92,36 @@ class Lease:
     def _wait_for_expiry(self) -> bool:
         """Takes the lease once it has expired; returns False to retry, and raises if its holder renews it."""
         first, generation = self._directory.read_versioned(_KEY)
-        if first is None or _has_ended(_parsed(first)):
+        if first is None or _has_ended(_parse_holder(first)):
             return False
         started = time.monotonic()
         while time.monotonic() - started < ENDS_AFTER:
-            if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
-                self._waiting(f"waiting for {_who(_parsed(first))}, which no longer answers, to lose {self._directory}")
+            if self._on_wait is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
+                holder = _describe_holder(_parse_holder(first))
+                self._on_wait(f"waiting for {holder}, which no longer answers, to lose {self._directory}")
             time.sleep(1)
             body, generation = self._directory.read_versioned(_KEY)
             if body is None:
                 return False
             if body != first:
+                holder = _describe_holder(_parse_holder(body))
                 raise UserError(
-                    f"{self._directory} is in use by {_who(_parsed(body))}; wait for it, stop it, or set trainer.id to "
-                    f"another name"
+                    f"{self._directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
                 )
         return self._write(generation)
 
     def _write(self, generation: bytes) -> bool:
         """Overwrites the given generation of the lease; returns True if this process now holds it."""
         self._count += 1
-        written = self._directory.write(_KEY, self._content(), if_generation=generation, seconds=RENEWED_EVERY * 2)
+        written = self._directory.write(_KEY, self._new_content(), if_generation=generation, seconds=RENEWED_EVERY * 2)
         # A retry after a lost response conflicts with its own first attempt, so compare the content.
         content, generation_after = self._directory.read_versioned(_KEY)
-        if _parsed(content).get("token") != self._token:
+        if _parse_holder(content).get("token") != self._token:
             return False
         self._generation, self._renewed = written or generation_after, time.monotonic()
         return True
 
-    def _content(self) -> bytes:
+    def _new_content(self) -> bytes:
         holder = asdict(ProcessId.of_this_process())
         holder |= {"token": self._token, "count": self._count, "time": time.time()}
         return json.dumps(holder).encode()
@@ -132,12 +133,12 @@ class Lease:
     def _renew_once(self) -> None:
         try:
             if not self._write(self._generation):
-                self._lost = _who(_parsed(self._directory.read_versioned(_KEY)[0]))
+                self._lost = _describe_holder(_parse_holder(self._directory.read_versioned(_KEY)[0]))
         except MachineError as error:
             logger.debug("the lease could not be renewed: %s", error)
 
 
-def _parsed(content: bytes | None) -> dict[str, Any]:
+def _parse_holder(content: bytes | None) -> dict[str, Any]:
     try:
         holder = json.loads(content or b"{}")
     except (ValueError, RecursionError):
@@ -149,10 +150,10 @@ def _has_ended(holder: dict[str, Any]) -> bool:
     written = holder.get("time")
     if not isinstance(written, int | float) or abs(time.time() - written) > _TAKEN_AT_ONCE_AFTER:
         return True
-    process = ProcessId.parsed(holder)
+    process = ProcessId.from_record(holder)
     # Machines may share a host name; only the boot ID identifies this machine.
     return process is not None and process.boot != "" and process.has_ended()
 
 
-def _who(holder: dict[str, Any]) -> str:
-    return str(ProcessId.parsed(holder) or "another process")
+def _describe_holder(holder: dict[str, Any]) -> str:
+    return str(ProcessId.from_record(holder) or "another process")

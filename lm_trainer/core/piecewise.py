@@ -24,7 +24,7 @@ class Piecewise(Generic[T]):
     values: tuple[T, ...]
 
     @classmethod
-    def make(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
+    def from_phases(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
         """Builds it from (start, value) pairs.
 
         Raises:
@@ -82,13 +82,13 @@ IntSchedule = PositiveInt | Annotated[tuple[IntPhase, ...], AfterValidator(_chec
 """A positive integer, or a schedule of integers: `[{start: 0, value: 64}, {start: 1000, value: 128}]`."""
 
 
-def piecewise_int(value: IntSchedule) -> Piecewise[int]:
+def to_piecewise(value: IntSchedule) -> Piecewise[int]:
     """Converts the value of a configuration key into a piecewise constant function of the step."""
     phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
-    return Piecewise.make([(phase.start, phase.value) for phase in phases])
+    return Piecewise.from_phases([(phase.start, phase.value) for phase in phases])
 
 
-def _is_no_multiple_of_the_devices(value: Any) -> Any:
+def _refuse_multiple_of_devices(value: Any) -> Any:
     if value == -1:
         raise ValueError(
             "-1 would be per_device_parallelism rows for each device, and a batch here does not depend on the devices; "
@@ -97,7 +97,7 @@ def _is_no_multiple_of_the_devices(value: Any) -> Any:
     return value
 
 
-BatchSizes = Annotated[IntSchedule, BeforeValidator(_is_no_multiple_of_the_devices)]
+BatchSizes = Annotated[IntSchedule, BeforeValidator(_refuse_multiple_of_devices)]
 """Rows in a global batch: a constant or a schedule."""
 
 
@@ -134,6 +134,6 @@ class TokenSchedule:
     batch: BatchSchedule
     seq_len: int
 
-    def before(self, step: int) -> int:
+    def tokens_before(self, step: int) -> int:
         """Tokens in all batches before the batch of `step`."""
         return self.batch.rows_before(step) * self.seq_len

@@ -64,7 +64,7 @@ def parse_policy(value: Any) -> Policy:
     if not isinstance(value, str):
         raise ValueError(f"expected a precision policy such as f32 or p=f32,c=bfloat16, got {value!r}")
     if "=" not in value:
-        dtype = _dtype(value)
+        dtype = _parse_dtype(value)
         return Policy(dtype, dtype, dtype)
     parts: dict[str, str] = {}
     for item in value.split(","):
@@ -74,13 +74,13 @@ def parse_policy(value: Any) -> Policy:
             raise ValueError(f"unknown part {key.strip()!r} of a precision policy; use p, c and o (p=f32,c=bfloat16)")
         if name in parts:
             raise ValueError(f"the precision policy {value!r} sets {key.strip()!r} twice")
-        parts[name] = _dtype(dtype)
+        parts[name] = _parse_dtype(dtype)
     param = parts.get("param", "float32")
     compute = parts.get("compute", param)
     return Policy(param, compute, parts.get("output", compute))
 
 
-def _dtype(text: str) -> str:
+def _parse_dtype(text: str) -> str:
     try:
         return _DTYPES[text.strip().lower()]
     except KeyError:

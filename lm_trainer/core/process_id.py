@@ -27,7 +27,7 @@ class ProcessId:
         return cls(socket.gethostname(), os.getpid(), boot.read_text().strip() if boot.exists() else "")
 
     @classmethod
-    def parsed(cls, record: Mapping[str, Any]) -> ProcessId | None:
+    def from_record(cls, record: Mapping[str, Any]) -> ProcessId | None:
         """Returns the process described by a record, or None if the fields are missing or malformed."""
         host, pid, boot = record.get("host"), record.get("pid"), record.get("boot", "")
         if not isinstance(host, str) or not isinstance(pid, int) or not isinstance(boot, str):

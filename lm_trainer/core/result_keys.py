@@ -29,17 +29,17 @@ Operational = Annotated[T, ResultEffect(None)]
 """A key that may change between attempts at a run, because no weight depends on it."""
 
 
-def result_part(part: Callable[[Any], Any]) -> ResultEffect:
+def affects_results_through(part: Callable[[Any], Any]) -> ResultEffect:
     """Returns the annotation for a key of which only `part(value)` affects numerical results; for `Annotated`."""
     return ResultEffect(part)
 
 
-def effect_of(config: type[Config], key: str) -> ResultEffect | None:
+def find_result_effect(config: type[Config], key: str) -> ResultEffect | None:
     """Returns the annotation of a field; None if it has none, and therefore counts as affecting results."""
     return next((m for m in config.model_fields[key].metadata if isinstance(m, ResultEffect)), None)
 
 
-def result_values(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
+def select_result_values(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys affecting numerical results, according to the annotations of the config's fields.
 
     Args:
@@ -48,7 +48,7 @@ def result_values(config: Config, plain: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {}
     for key, value in plain.items():
-        effect = effect_of(type(config), key) or ResultEffect(_identity)
+        effect = find_result_effect(type(config), key) or ResultEffect(_identity)
         if effect.part is not None:
             values[key] = effect.part(value)
     return values

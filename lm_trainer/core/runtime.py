@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded, path_problem
+from lm_trainer.core.files import expand_home, path_problem
 from lm_trainer.core.xla_flags import set_gpu_flags
 
 # Constants of glibc's malloc.h, missing in Python.
@@ -40,12 +40,12 @@ def prepare_process() -> list[str]:
     Returns:
         A description of each change.
     """
-    if not _cpu_only():
+    if not _is_cpu_only():
         return set_gpu_flags()
     changes = []
     if keep_freed_memory(one_arena=True):
         changes.append("the allocator keeps freed memory for the next step")
-    if available_cores() == 1 and _requested_threads() is None:
+    if available_cores() == 1 and _threads_from_environment() is None:
         # With a single thread XLA picks other matrix kernels, with different rounding from all other thread counts.
         set_cpu_threads(2)
         changes.append("XLA runs two threads on the only core, to compute the same bits as on two")
@@ -108,16 +108,16 @@ def cpu_threads() -> int | None:
 
     if jax.default_backend() != "cpu":
         return None
-    return max(_requested_threads() or available_cores(), jax.local_device_count())
+    return max(_threads_from_environment() or available_cores(), jax.local_device_count())
 
 
-def _requested_threads() -> int | None:
+def _threads_from_environment() -> int | None:
     """Returns the number in XLA's environment variables (`DefaultThreadPoolSize` in tsl)."""
     settings = (os.environ.get(name, "") for name in ("PJRT_NPROC", "NPROC"))
     return next((int(text) for text in settings if text.isdecimal() and int(text)), None)
 
 
-def _cpu_only() -> bool:
+def _is_cpu_only() -> bool:
     return not _any_exists((*_GPU_FILES, *_TPU_FILES))
 
 
@@ -135,11 +135,11 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     import jax
 
     set_cpu_threads(cpu_threads)
-    directory = expanded(cache_dir or _cache_of_environment() or default_compilation_cache())
-    if _cpu_only():
+    directory = expand_home(cache_dir or _compilation_cache_from_environment() or default_compilation_cache())
+    if _is_cpu_only():
         # XLA splits a program into tasks for the threads of the compiling process, but the cache key does not include
         # their number: a process with another number would run, and record the hash of, a foreign program.
-        directory = f"{directory}/{_requested_threads() or available_cores()}-threads"
+        directory = f"{directory}/{_threads_from_environment() or available_cores()}-threads"
     values: dict[str, Any] = {"jax_compilation_cache_dir": directory}
     # The GPU compiler selects kernels by timing them: cache all programs, or the order of a sum might change at each
     # start. Elsewhere, compiling a program below this time is faster than reading it.
@@ -161,14 +161,14 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
             raise UserError(f"trainer.jax_config: {name}: {error}") from error
 
 
-def _cache_of_environment() -> str | None:
+def _compilation_cache_from_environment() -> str | None:
     directory = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if directory and (problem := path_problem(directory, COMPILATION_CACHES)):
         raise UserError(f"JAX_COMPILATION_CACHE_DIR in the environment: {problem}")
     return directory
 
 
-def check_settings(settings: Iterable[str]) -> None:
+def check_jax_settings(settings: Iterable[str]) -> None:
     """Raises ValueError for a setting unknown to this version of JAX."""
     names = list(settings)
     if not names:  # avoids importing JAX just to read a configuration

@@ -12,7 +12,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
-def check_name(name: object, source: object) -> str:
+def check_relative_path(name: object, source: object) -> str:
     """Returns an untrusted relative path, written with `/`, if it stays within its directory on any system.
 
     Args:
@@ -23,7 +23,7 @@ def check_name(name: object, source: object) -> str:
         UserError: if the name is not a string, is absolute, has an empty part, `.` or `..`, or has a backslash, a
             Windows drive or a control character.
     """
-    if problem := _problem(name):
+    if problem := _find_problem(name):
         raise UserError(f"{source}: the name {name!r} {problem}; rename or remove it there")
     return str(name)
 
@@ -40,9 +40,9 @@ def path_inside(directory: Path, name: object, source: object) -> Path:
         source: the location of the name, for the message.
 
     Raises:
-        UserError: as in `check_name`, and for a link leading out of the directory.
+        UserError: as in `check_relative_path`, and for a link leading out of the directory.
     """
-    path = directory / check_name(name, source)
+    path = directory / check_relative_path(name, source)
     try:
         target, home = path.resolve(), directory.resolve()
     except (OSError, RuntimeError):
@@ -53,7 +53,7 @@ def path_inside(directory: Path, name: object, source: object) -> Path:
     return path
 
 
-def _problem(name: object) -> str | None:
+def _find_problem(name: object) -> str | None:
     if not isinstance(name, str):
         return f"is no text but {type(name).__name__}"
     parts = name.split("/")

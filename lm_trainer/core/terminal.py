@@ -12,12 +12,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 _BREAK = re.compile(rf"[\t\n]|{_CONTROL.pattern}")
 
 
-def for_terminal(text: str) -> str:
+def escape_for_terminal(text: str) -> str:
     """Replaces characters that could control a terminal or mislead the reader."""
     return _CONTROL.sub("\ufffd", text)
 
 
-def one_line(text: str) -> str:
+def escape_line(text: str) -> str:
     r"""Escapes such characters, tabs and line feeds (`\n`), so a text cannot end a line or a comment."""
     return _BREAK.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable
 
 
-def handled_signals(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+def signals_to_handle(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Returns the signals this process should handle: without SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal_ for signal_ in signals if not (ignored and signal_ == signal.SIGHUP)]

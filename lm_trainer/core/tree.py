@@ -34,7 +34,7 @@ def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
     return jax.tree.unflatten(structure, [named[leaf_name(path)] for path, _ in paths])
 
 
-def nested_from_names(named: Mapping[str, Any]) -> dict[str, Any]:
+def nest_named_leaves(named: Mapping[str, Any]) -> dict[str, Any]:
     """Builds nested dicts from leaves by dotted name."""
     nested: dict[str, Any] = {}
     for name, leaf in named.items():

@@ -12,12 +12,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.result_keys import AffectsResults, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
-from lm_trainer.data.formats.default_packing import Packing, default_packing
-from lm_trainer.data.mixture import check_known, check_set_names, check_steps, shares
+from lm_trainer.data.formats.default_packing import Packing, choose_default_packing
+from lm_trainer.data.mixture import check_known_sets, check_set_names, check_steps, cycle_counts
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
-from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
+from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, list_shards, list_source_shards
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.sources.fields import is_template, template_parts
+from lm_trainer.data.sources.fields import is_template, parse_template
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
@@ -120,7 +120,7 @@ class SetConfig(Config):
                 "text_template has no effect beside text_key, or a format that names its fields; remove one"
             )
         try:
-            template_parts(self.text_template)
+            parse_template(self.text_template)
         except ValueError as error:
             raise ValueError(f"text_template: {error}") from None
         return self
@@ -184,10 +184,10 @@ class SetConfig(Config):
         source, fields = self.source_config, self.format.fields()
         text_key = self.text_template or getattr(self.format, "text_key", None) or self.text_key
         if source is None:
-            return shards_of_urls(split, urls, text_key, fields)
+            return list_shards(split, urls, text_key, fields)
         if source.takes_urls and not urls:
             return []
-        return checked_shards(source, split, urls, text_key, fields)
+        return list_source_shards(source, split, urls, text_key, fields)
 
 
 Weight = Annotated[float, Field(ge=0)]
@@ -298,16 +298,16 @@ class DataConfig(SetConfig):
     def _check_stages(self) -> None:
         if self.train_weights is None:
             raise ValueError("configs needs train_weights: how much of training each set makes up")
-        check_steps([step for step, _ in self._weights()])
-        for step, weights in self._weights():
+        check_steps([step for step, _ in self._weight_stages()])
+        for step, weights in self._weight_stages():
             self._check_names("train_weights", weights)
             try:
-                shares(list(weights.values()))
+                cycle_counts(list(weights.values()))
             except ValueError as error:
                 raise ValueError(f"train_weights from step {step} on: {error}") from None
 
     def _check_trained(self) -> None:
-        named = {name for _, weights in self._weights() for name in weights}
+        named = {name for _, weights in self._weight_stages() for name in weights}
         for name, set_config in self.configs.items():
             if name not in named and not set_config._only_evaluated():
                 raise ValueError(f"train_weights says nothing about {name}; give it 0 to evaluate on it only")
@@ -315,7 +315,7 @@ class DataConfig(SetConfig):
                 raise ValueError(f"train_weights trains on {name}, which has no train_urls; give it the weight 0")
 
     def _check_names(self, key: str, value: Mapping[str, object]) -> None:
-        check_known(key, value, self.sets)
+        check_known_sets(key, value, self.sets)
 
     @model_validator(mode="after")
     def _check_audio(self) -> Self:
@@ -334,7 +334,7 @@ class DataConfig(SetConfig):
     @model_validator(mode="after")
     def _choose_packing(self) -> Self:
         if "packing" not in self.model_fields_set:
-            packing = default_packing({name: set_config.format for name, set_config in self.sets.items()})
+            packing = choose_default_packing({name: set_config.format for name, set_config in self.sets.items()})
             # The configuration is frozen from this point.
             object.__setattr__(self, "packing", packing)
         return self
@@ -353,7 +353,7 @@ class DataConfig(SetConfig):
         """Frames and channels of the audio features of each row; None for text only."""
         return next(iter(self.sets.values())).format.features_shape
 
-    def need_documents(self) -> None:
+    def require_documents(self) -> None:
         """Makes sure every set consists of documents.
 
         Raises:
@@ -387,19 +387,22 @@ class DataConfig(SetConfig):
     @property
     def stages(self) -> list[tuple[int, tuple[int, ...]]]:
         """(First step, shares of the trained sets) for each change of the weights."""
-        return [(step, shares([weights.get(name, 0) for name in self.trained])) for step, weights in self._weights()]
+        return [
+            (step, cycle_counts([weights.get(name, 0) for name in self.trained]))
+            for step, weights in self._weight_stages()
+        ]
 
     @property
     def trained(self) -> list[str]:
         """Names of the sets with a nonzero weight at any step."""
-        weighted = {name for _, weights in self._weights() for name, weight in weights.items() if weight}
+        weighted = {name for _, weights in self._weight_stages() for name, weight in weights.items() if weight}
         return [name for name in self.sets if name in weighted]
 
-    def _weights(self) -> list[Stage]:
+    def _weight_stages(self) -> list[Stage]:
         if not self.configs or self.train_weights is None:
             return [(0, {SINGLE_SET: 1.0})]
         return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights
 
-    def of_set(self, value: PerSet | None, name: str) -> int | None:
+    def value_for_set(self, value: PerSet | None, name: str) -> int | None:
         """Returns one set's value of a setting that may differ by set."""
         return value.get(name) if isinstance(value, dict) else value

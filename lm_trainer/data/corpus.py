@@ -14,7 +14,7 @@ import numpy as np
 from lm_trainer.core.runtime import available_cores
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import full_stream_passages
+from lm_trainer.data.provenance import iter_full_stream_passages
 from lm_trainer.data.tokenize.open_cache import OpenCache
 
 _BATCH_TOKENS = 1 << 20
@@ -32,7 +32,7 @@ class Documents(NamedTuple):
     tokens_D: list[np.ndarray]
     """int32: the tokens of each document, including its end-of-document token."""
 
-    def texts(self, texts_V: Sequence[bytes | None]) -> list[str]:
+    def decode_texts(self, texts_V: Sequence[bytes | None]) -> list[str]:
         """Decodes the documents with the token texts returned by `token_texts`."""
         pieces_V = [text or b"" for text in texts_V]
         return [
@@ -46,7 +46,7 @@ def train_caches(data: Data) -> dict[str, OpenCache]:
     return {name: data.caches[f"{name}/train"] for name in data.config.trained}
 
 
-def documents_of(name: str, cache: OpenCache) -> Iterator[Documents]:
+def iter_documents(name: str, cache: OpenCache) -> Iterator[Documents]:
     """Yields the documents of a set in batches."""
     lengths_D = document_lengths(cache.store, cache.ledger)
     ends_D = np.cumsum(lengths_D)
@@ -74,7 +74,7 @@ class Origins:
         self._data = data
         self._ends: dict[str, np.ndarray] = {}
 
-    def passage(self, name: str, document: int, chars: int) -> tuple[str, str]:
+    def find_passage(self, name: str, document: int, chars: int) -> tuple[str, str]:
         """Returns the file and the line or row of a document, and about its first `chars` characters."""
         cache = self._data.caches[f"{name}/train"]
         if name not in self._ends:
@@ -82,7 +82,7 @@ class Origins:
         ends = self._ends[name]
         start = int(ends[document - 1]) if document else 0
         count = min(int(ends[document]) - start, chars + 1)
-        passage = next(iter(full_stream_passages(cache, self._data.tokenizer, start, count)))
+        passage = next(iter(iter_full_stream_passages(cache, self._data.tokenizer, start, count)))
         return passage.where, passage.text[:chars]
 
 

@@ -20,7 +20,7 @@ from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
-from lm_trainer.data.rows.train_sets import TrainSets, full_steps
+from lm_trainer.data.rows.train_sets import TrainSets, num_full_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -66,7 +66,7 @@ class Data:
     @property
     def train_sets(self) -> Sequence[TrainSet]:
         """The trained sets in configuration order, as far as they are final."""
-        return self._train_sets.current()
+        return self._train_sets.current_sets()
 
     @property
     def notes(self) -> list[str]:
@@ -96,7 +96,7 @@ class Data:
     def check_builds(self) -> None:
         """Raises the error of any failed background build, even if its text is not needed yet."""
         for cache in self.caches.values():
-            cache.check()
+            cache.raise_if_failed()
 
     def fingerprint(self, step: int | None = None) -> str:
         """Hashes the tokens, their meaning and the order: differs if any batch may differ; ignores the text's location.
@@ -109,7 +109,7 @@ class Data:
         """
         if not self.complete:
             raise RuntimeError("the text is still being tokenised; use fingerprints")
-        return self._identity.tokens(step)
+        return self._identity.hash_tokens(step)
 
     def fingerprints(self, step: int | None = None) -> dict[str, str]:
         """Returns hashes that identify the data of a run.
@@ -119,11 +119,11 @@ class Data:
         or, if one of them does not have it, in `sources`.
         """
         hashes = {"tokens": self.fingerprint(step)} if self.complete else {}
-        return {**hashes, "sources": self._identity.sources(step)}
+        return {**hashes, "sources": self._identity.hash_sources(step)}
 
-    def order(self, schedule: int | BatchSchedule) -> TrainOrder:
+    def train_order(self, schedule: int | BatchSchedule) -> TrainOrder:
         """Returns the rows of a run with these batch sizes by position, as far as they are final."""
-        return self._train_sets.order(_schedule(schedule))
+        return self._train_sets.train_order(_as_batch_schedule(schedule))
 
     def share_without_loss(self, schedule: int | BatchSchedule, num_steps: int) -> float:
         """Estimates the share of a run's rows without any loss token.
@@ -139,7 +139,7 @@ class Data:
         skipped = self.config.features_shape is not None or any(isinstance(train.rows, GrainRows) for train in sets)
         if skipped or not self.complete or not any(self._has_mask(train.name) for train in sets):
             return 0.0
-        order, sizes = self.order(schedule), _schedule(schedule)
+        order, sizes = self.train_order(schedule), _as_batch_schedule(schedule)
         last = min(sizes.rows_before(num_steps), sys.maxsize if order.length is None else order.length)
         positions_N = np.unique(np.linspace(0, last - 1, min(last, _SAMPLED_ROWS)).astype(np.int64))
         # In random order, so the rows read in time are a fair sample.
@@ -156,7 +156,7 @@ class Data:
 
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
         """Returns the number of full batches until `data.stop_strategy` ends training; None if it never does."""
-        return full_steps(self.order(schedule), _schedule(schedule))
+        return num_full_steps(self.train_order(schedule), _as_batch_schedule(schedule))
 
     def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
         """The rows of a run in order, as a Grain dataset: element i is row i, a `Batch` of fields [S].
@@ -173,7 +173,7 @@ class Data:
         """
         if not self.complete:
             raise RuntimeError("the text is still being tokenised; open the data without background=True")
-        return row_dataset(self.order(schedule))
+        return row_dataset(self.train_order(schedule))
 
     def train(
         self, schedule: int | BatchSchedule, *, rows: HostRows, first_step: int = 0, num_steps: int
@@ -189,12 +189,12 @@ class Data:
         Raises:
             UserError: if the data end earlier by `data.stop_strategy`; while they grow, the iterator raises it.
         """
-        sizes, sets = _schedule(schedule), self._train_sets
+        sizes, sets = _as_batch_schedule(schedule), self._train_sets
         steps, closed = range(first_step, first_step + num_steps), threading.Event()
-        order: TrainOrder | GrowingOrder = sets.checked_order(sizes, steps)
+        order: TrainOrder | GrowingOrder = sets.order_for_steps(sizes, steps)
         if not all(train.final for train in order.sets):
             order = GrowingOrder(
-                lambda: sets.checked_order(sizes, steps), sets.caches, need_all=sets.needs_all, closed=closed
+                lambda: sets.order_for_steps(sizes, steps), sets.caches, need_all=sets.needs_all, closed=closed
             )
         iterator = TrainIterator(order, sizes, rows, steps, closed)
         self._iterators.append(iterator)
@@ -213,5 +213,5 @@ class Data:
             self.builds.close()
 
 
-def _schedule(value: int | BatchSchedule) -> BatchSchedule:
+def _as_batch_schedule(value: int | BatchSchedule) -> BatchSchedule:
     return BatchSchedule.constant(value) if isinstance(value, int) else value

@@ -20,10 +20,10 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.corpus import Documents, documents_of, map_in_order, train_caches
+from lm_trainer.data.corpus import Documents, iter_documents, map_in_order, train_caches
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats.ids import IdsFormat
-from lm_trainer.data.ngrams import ngrams_of, words_of
+from lm_trainer.data.ngrams import hash_ngrams, hash_words
 
 PERMUTATIONS = 128
 """Values of a signature: they estimate the similarity within about 0.04."""
@@ -48,7 +48,7 @@ class Duplicate:
     """Similarity to `like`; 1 if the tokens are identical."""
     exact: bool
 
-    def entry(self) -> dict[str, object]:
+    def exclusion_entry(self) -> dict[str, object]:
         """Returns the document's entry in an exclusion list."""
         like = {"set": self.like_set, "document": self.like}
         reason = {"why": "exact"} if self.exact else {"why": "near", "similarity": round(self.similarity, 3)}
@@ -66,7 +66,7 @@ class DedupReport:
     duplicates: list[Duplicate]
     """In data order."""
 
-    def total(self, *, exact: bool) -> tuple[int, int]:
+    def count_duplicates(self, *, exact: bool) -> tuple[int, int]:
         """Counts the exact or near duplicates, and their tokens."""
         tokens = [duplicate.tokens for duplicate in self.duplicates if duplicate.exact == exact]
         return len(tokens), sum(tokens)
@@ -103,15 +103,15 @@ def find_duplicates(
     if threshold is not None:
         _check_near(data)
 
-    def work(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
+    def hash_batch(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
         hashes = [hashlib.blake2b(tokens.tobytes(), digest_size=16).digest() for tokens in batch.tokens_D]
         digests = np.frombuffer(b"".join(hashes), "V16")
         empty = np.zeros((len(hashes), 0), np.uint32)
-        return digests, empty if threshold is None else signatures(batch.texts(texts_V), ngram)
+        return digests, empty if threshold is None else minhash_signatures(batch.decode_texts(texts_V), ngram)
 
     owners, numbers, lengths, exact, near = [], [], [], [], []
     for set_index, (name, cache) in enumerate(train_caches(data).items()):
-        for batch, (digests, signed) in map_in_order(documents_of(name, cache), work):
+        for batch, (digests, signed) in map_in_order(iter_documents(name, cache), hash_batch):
             owners.append(np.full(len(digests), set_index, np.int32))
             numbers.append(batch.numbers_D)
             lengths += [len(tokens) for tokens in batch.tokens_D]
@@ -119,10 +119,10 @@ def find_duplicates(
             near.append(signed)
             progress(name, int(batch.numbers_D[-1]) + 1 if len(batch.numbers_D) else 0, cache.ledger.num_documents)
     _, same_D = np.unique(np.concatenate(exact), return_inverse=True)
-    firsts_D = _firsts(same_D)
+    firsts_D = _first_group_members(same_D)
     first_D, similar_D = firsts_D, np.ones(len(firsts_D))
     if threshold is not None:
-        first_D, similar_D = _join(firsts_D, np.concatenate(near), threshold)
+        first_D, similar_D = _group_duplicates(firsts_D, np.concatenate(near), threshold)
     names, owner_D, number_D = list(data.config.trained), np.concatenate(owners), np.concatenate(numbers)
     duplicates = [
         Duplicate(
@@ -148,7 +148,7 @@ def _check_near(data: Data) -> None:
         raise UserError("near duplicates need the package rensa: run: pip install rensa, or add --exact")
 
 
-def signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
+def minhash_signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
     """Returns the MinHash signatures of texts: uint32 [D, P]; 0 for a text without words.
 
     A text of fewer words than `ngram` counts as one shingle.
@@ -156,13 +156,13 @@ def signatures(texts_D: Sequence[str], ngram: int) -> np.ndarray:
     from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
     signed_DP = np.zeros((len(texts_D), PERMUTATIONS), np.uint32)
-    words = words_of(texts_D)
+    words = hash_words(texts_D)
     counts_D = np.bincount(words.documents_W, minlength=len(texts_D))
-    hashes_G, firsts_G = ngrams_of(words, ngram)
+    hashes_G, firsts_G = hash_ngrams(words, ngram)
     owners_G = words.documents_W[firsts_G]
     for length in range(1, ngram):
         if (short := (counts_D == length)).any():
-            extra_G, extra_firsts_G = ngrams_of(words, length)
+            extra_G, extra_firsts_G = hash_ngrams(words, length)
             is_short_G = short[words.documents_W[extra_firsts_G]]
             hashes_G = np.concatenate([hashes_G, extra_G[is_short_G]])
             owners_G = np.concatenate([owners_G, words.documents_W[extra_firsts_G[is_short_G]]])
@@ -200,7 +200,7 @@ def similar_pairs(signed_DP: np.ndarray, threshold: float) -> Iterator[tuple[np.
             left_D, buckets_D = left_D[shared], buckets_D[shared]
             if not len(left_D):
                 break
-            heads_D = left_D[_firsts(buckets_D)]
+            heads_D = left_D[_first_group_members(buckets_D)]
             alike = (signed_DP[left_D] == signed_DP[heads_D]).mean(axis=1) >= threshold
             is_other = heads_D != left_D
             yield heads_D[alike & is_other], left_D[alike & is_other]
@@ -208,14 +208,14 @@ def similar_pairs(signed_DP: np.ndarray, threshold: float) -> Iterator[tuple[np.
             left_D, buckets_D = left_D[remaining], buckets_D[remaining]
 
 
-def _join(firsts_D: np.ndarray, signed_DP: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+def _group_duplicates(firsts_D: np.ndarray, signed_DP: np.ndarray, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first document of each document's group, and their similarity."""
     count = len(firsts_D)
     pairs = [(firsts_D, np.arange(count)), *similar_pairs(signed_DP, threshold)]
     left, right = (np.concatenate(side) for side in zip(*pairs, strict=True))
     links = coo_array((np.ones(len(left), bool), (left, right)), shape=(count, count))
     _, groups_D = connected_components(links, directed=False)
-    first_D = _firsts(groups_D)
+    first_D = _first_group_members(groups_D)
     similar_D = np.ones(count)
     for start in range(0, count, 1 << 16):
         block = slice(start, start + (1 << 16))
@@ -223,7 +223,7 @@ def _join(firsts_D: np.ndarray, signed_DP: np.ndarray, threshold: float) -> tupl
     return first_D, similar_D
 
 
-def _firsts(groups_D: np.ndarray) -> np.ndarray:
+def _first_group_members(groups_D: np.ndarray) -> np.ndarray:
     """Returns the first member of each element's group: int64 [D]."""
     _, firsts, inverse_D = np.unique(groups_D, return_index=True, return_inverse=True)
     return firsts[inverse_D.reshape(-1)]

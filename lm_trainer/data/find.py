@@ -22,7 +22,7 @@ from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import full_stream_passages
+from lm_trainer.data.provenance import iter_full_stream_passages
 from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ class Needle:
         return [
             match
             for position in self._filter_anchors(tokens_T, anchors).tolist()
-            for match in self._matches(tokens_T, position)
+            for match in self._iter_matches(tokens_T, position)
         ]
 
     def _filter_anchors(self, tokens_T: np.ndarray, anchors: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ class Needle:
                 likely |= fits
         return anchors[likely]
 
-    def _matches(self, tokens_T: np.ndarray, position: int) -> Iterator[Match]:
+    def _iter_matches(self, tokens_T: np.ndarray, position: int) -> Iterator[Match]:
         for offset in self.tokens[int(tokens_T[position])]:
             length = len(self._texts_V[int(tokens_T[position])] or b"")
             stop = self._match_right(tokens_T, position + 1, length - offset)
@@ -178,7 +178,7 @@ def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[
     """
     candidates: list[dict[int, set[int]]] = [{} for _ in range(min(len(text), _MAX_ANCHORS))]
 
-    def add(token: int, offset: int, length: int) -> None:
+    def add_candidate(token: int, offset: int, length: int) -> None:
         for position in range(max(-offset, 0), min(length - offset, len(candidates))):
             candidates[position].setdefault(token, set()).add(offset)
 
@@ -190,14 +190,14 @@ def _covering_tokens(text: bytes, texts_V: Sequence[bytes | None]) -> list[dict[
         # Tokens that reach beyond an end of the text, or contain all of it.
         for offset in range(1, len(token_text)):
             if text.startswith(token_text[offset:]) or token_text.startswith(text, offset):
-                add(token, offset, len(token_text))
+                add_candidate(token, offset, len(token_text))
         for length in range(1, min(len(token_text), len(text) + 1)):
             if len(text) - length < len(candidates) and text.endswith(token_text[:length]):
-                add(token, length - len(text), len(token_text))
+                add_candidate(token, length - len(text), len(token_text))
     for start in range(len(candidates)):
         for length in range(1, max(map(len, inside), default=0) + 1):
             for token in inside.get(text[start : start + length], ()) if start + length <= len(text) else ():
-                add(token, -start, length)
+                add_candidate(token, -start, length)
     return [
         {token: tuple(sorted(offsets)) for token, offsets in offsets_by_token.items()}
         for offsets_by_token in candidates
@@ -216,7 +216,7 @@ def search_stream(
     """
     margin = len(needle.text) + 1
 
-    def piece(start: int) -> list[Match]:
+    def search_piece(start: int) -> list[Match]:
         low, high = max(start - margin, 0), min(start + PIECE + margin, len(stream))
         tokens_T = np.empty(high - low, needle.dtype)
         stream.copy(np.array([low]), np.array([high - low]), tokens_T, np.array([0]))
@@ -226,7 +226,7 @@ def search_stream(
     with ThreadPoolExecutor(_THREADS) as pool:
         pending: deque[tuple[int, Future[list[Match]]]] = deque()
         for start in range(0, len(stream), PIECE):
-            pending.append((start, pool.submit(piece, start)))
+            pending.append((start, pool.submit(search_piece, start)))
             if len(pending) > 2 * _THREADS:
                 yield from _pop_done(pending, progress)
         while pending:
@@ -288,7 +288,7 @@ class Tracer:
 
     def __init__(self, data: Data, schedule: BatchSchedule, num_steps: int, texts_V: Sequence[bytes | None]):
         self._data, self._schedule, self._num_steps, self._texts_V = data, schedule, num_steps, texts_V
-        self._order: TrainOrder = data.order(schedule)
+        self._order: TrainOrder = data.train_order(schedule)
         self._index: Mapping[str, int] = {
             f"{train.name}/train": number for number, train in enumerate(self._order.sets)
         }
@@ -296,13 +296,13 @@ class Tracer:
     def trace(self, name: str, match: Match) -> Occurrence:
         """Returns the document of an occurrence, and its steps."""
         cache = self._data.caches[name]
-        (passage,) = full_stream_passages(cache, self._data.tokenizer, match.first, 1)
+        (passage,) = iter_full_stream_passages(cache, self._data.tokenizer, match.first, 1)
         character = self._char_offset(cache, self._data.tokenizer, match, passage.offset)
-        trained = tuple(sorted(self._trained_at(name, match)))
+        trained = tuple(sorted(self._iter_training_steps(name, match)))
         excluded = cache.position_of(match.first) is None
         return Occurrence(name, passage.where, character, match, trained, excluded)
 
-    def _trained_at(self, name: str, match: Match) -> Iterator[TrainedAt]:
+    def _iter_training_steps(self, name: str, match: Match) -> Iterator[TrainedAt]:
         if name not in self._index:
             return
         index = self._index[name]
@@ -310,11 +310,11 @@ class Tracer:
         # Documents are retained or excluded as a unit, so the tokens of an occurrence stay together.
         if (first := self._data.caches[name].position_of(match.first)) is None:
             return
-        rows = train.rows.rows_with(first, first + match.stop - match.first)
+        rows = train.rows.rows_containing(first, first + match.stop - match.first)
         stop = self._schedule.rows_before(self._num_steps)
         stop = stop if self._order.length is None else min(stop, self._order.length)
         steps = range(self._num_steps + 1)
-        for position, _, epoch in self._order.positions(index, rows[rows < train.num_rows], stop):
+        for position, _, epoch in self._order.find_positions(index, rows[rows < train.num_rows], stop):
             step = bisect.bisect_right(steps, position, key=self._schedule.rows_before) - 1
             yield TrainedAt(step + 1, position - self._schedule.rows_before(step), epoch)
 

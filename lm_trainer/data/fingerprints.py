@@ -24,30 +24,30 @@ class DataIdentity:
     caches: Mapping[str, OpenCache]
     train_sets: TrainSets
 
-    def tokens(self, step: int | None) -> str:
+    def hash_tokens(self, step: int | None) -> str:
         """Hashes the tokens, their meaning and the order, regardless of their source; needs finished caches."""
         orders = [
             [train.name, train.num_rows, train.seed, train.shuffle.model_dump(mode="json")]
-            for train in self.train_sets.current()
+            for train in self.train_sets.current_sets()
         ]
         tokens = {name: cache.ledger.sha256 for name, cache in self.caches.items()}
-        return fingerprint({"tokens": tokens, "orders": orders, **self._meaning(step)})
+        return fingerprint({"tokens": tokens, "orders": orders, **self._token_settings(step)})
 
-    def sources(self, step: int | None) -> str:
+    def hash_sources(self, step: int | None) -> str:
         """Hashes the manifests (files with sizes and times, tokenizer, rules) and the order; available immediately."""
         config = self.config
-        seeds = {name: self.row_builder.seed_of(name) for name in config.trained}
+        seeds = {name: self.row_builder.seed_for_set(name) for name in config.trained}
         return fingerprint(
             {
                 "made_of": {name: cache.identity for name, cache in self.caches.items()},
                 "shuffle": config.shuffle_config.model_dump(mode="json"),
                 "seeds": seeds,
-                "held_out": [config.of_set(config.num_validation_sequences, name) for name in config.sets],
-                **self._meaning(step),
+                "held_out": [config.value_for_set(config.num_validation_sequences, name) for name in config.sets],
+                **self._token_settings(step),
             }
         )
 
-    def _meaning(self, step: int | None) -> dict[str, object]:
+    def _token_settings(self, step: int | None) -> dict[str, object]:
         config, tokenizer = self.config, self.row_builder.tokenizer
         return {
             "eos_id": tokenizer.eos_id,
@@ -56,15 +56,15 @@ class DataIdentity:
             # The first stage always counts: step 0 has weights too.
             "stages": [stage for stage in config.stages if step is None or stage[0] < max(step, 1)],
             "packing": config.packing,
-            "limits": [config.of_set(config.max_train_batches, name) for name in config.trained],
-            **({"excluded": excluded} if (excluded := self._excluded()) else {}),
-            **self._features(),
+            "limits": [config.value_for_set(config.max_train_batches, name) for name in config.trained],
+            **({"excluded": excluded} if (excluded := self._exclusion_digests()) else {}),
+            **self._feature_settings(),
         }
 
-    def _excluded(self) -> dict[str, str]:
+    def _exclusion_digests(self) -> dict[str, str]:
         return {name: cache.exclusion.digest for name, cache in self.caches.items() if cache.exclusion is not None}
 
-    def _features(self) -> dict[str, object]:
+    def _feature_settings(self) -> dict[str, object]:
         """Settings that determine features; empty for text, so the hashes of text data stay the same."""
         formats = {name: set_config.format for name, set_config in self.config.sets.items()}
         if self.config.features_shape is None:

@@ -9,12 +9,12 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.provenance import Passage, passages
+from lm_trainer.data.provenance import Passage, iter_passages
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenize.cache_spec import find_caches
-from lm_trainer.data.tokenize.open_cache import OpenCache, excluded_documents, open_cache
+from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache, read_excluded_documents
 from lm_trainer.data.tokenize.plan import plan_builds
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer
@@ -33,11 +33,11 @@ class HeldOut:
     ends_D: np.ndarray
     """int64 [D]: the end of each of the set's documents in the stream."""
 
-    def passage(self, document: int, tokens: int) -> Passage:
+    def first_passage(self, document: int, tokens: int) -> Passage:
         """Returns the beginning of a document, and its origin."""
         start = int(self.ends_D[document - 1]) if document else self.rows.first_token
         count = min(tokens, int(self.ends_D[document]) - start)
-        return next(iter(passages(self.cache, self.rows.tokenizer, start, count)))
+        return next(iter(iter_passages(self.cache, self.rows.tokenizer, start, count)))
 
 
 class HeldOutData(NamedTuple):
@@ -76,7 +76,7 @@ def open_held_out(
             "there is no text to evaluate on: name files as data.validation_urls, or set data.num_validation_sequences"
         )
     callbacks, plan = BuildCallbacks(on_progress), plan_builds(config, directory, held_out_specs, tokenizer)
-    excluded = excluded_documents(config)
+    excluded = read_excluded_documents(config)
     caches = {
         name: open_cache(build, build.run(callbacks), excluded.get(name), name) for name, build in plan.builds.items()
     }
@@ -84,11 +84,11 @@ def open_held_out(
     sets = []
     for rows in RowBuilder(config, plan.tokenizer, seq_len, seed=0).eval_sets(caches):
         assert isinstance(rows, EvalSet), "all caches are finished"
-        sets.append(_held_out(rows.in_order(stride) if stride else rows, by_stream[id(rows.stream)]))
+        sets.append(_make_held_out(rows.with_stride(stride) if stride else rows, by_stream[id(rows.stream)]))
     return HeldOutData(sets, notes)
 
 
-def _held_out(rows: EvalSet, cache: OpenCache) -> HeldOut:
+def _make_held_out(rows: EvalSet, cache: OpenCache) -> HeldOut:
     ends_D = np.cumsum(cache.document_lengths())
     # A set cut from the end of a training text may begin within a document; its first document is the remainder.
     return HeldOut(rows.name, rows, cache, ends_D[ends_D > rows.first_token])
@@ -96,12 +96,12 @@ def _held_out(rows: EvalSet, cache: OpenCache) -> HeldOut:
 
 def _is_held_out(config: DataConfig, cache: str) -> bool:
     name, _, split = cache.rpartition("/")
-    return split == "validation" or config.of_set(config.num_validation_sequences, name) is not None
+    return split == "validation" or config.value_for_set(config.num_validation_sequences, name) is not None
 
 
 def _with_tokenizer(config: DataConfig, tokenizer: HfTokenizer) -> tuple[DataConfig, list[str]]:
     """Returns the configuration with caches for this tokenizer: unchanged if it names the same one."""
-    configured = _tokenizer_of(config)
+    configured = _find_named_tokenizer(config)
     if configured is not None and configured.identity() == tokenizer.identity():
         return config, []
     if any(
@@ -122,7 +122,7 @@ def _with_tokenizer(config: DataConfig, tokenizer: HfTokenizer) -> tuple[DataCon
     return changed, [note] if note else []
 
 
-def _tokenizer_of(config: DataConfig) -> HfTokenizer | None:
+def _find_named_tokenizer(config: DataConfig) -> HfTokenizer | None:
     """Returns the tokenizer named by a configuration, if it is available."""
     try:
         directory, specs = find_caches(config)

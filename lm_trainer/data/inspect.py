@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.cache.checksums import is_intact
-from lm_trainer.data.cache.documents import begin_of, document_lengths, read_lengths
+from lm_trainer.data.cache.documents import document_lengths, find_first_piece, read_lengths
 from lm_trainer.data.cache.exclusion import Exclusion
 from lm_trainer.data.cache.format import (
     BUILDER,
@@ -34,12 +34,12 @@ from lm_trainer.data.cache.loss_mask import IN_LOSS, LossMaskStream
 from lm_trainer.data.cache.token_location import TokenLocation
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.provenance import source_of
+from lm_trainer.data.provenance import find_source
 from lm_trainer.data.rows.packing import PackingStats, packing_stats
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
-from lm_trainer.data.tokenize.lock import parsed_claim
+from lm_trainer.data.tokenize.lock import parse_claim
 from lm_trainer.data.tokenize.plan import find_mismatches, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
@@ -52,7 +52,7 @@ class FeatureStatus(NamedTuple):
     stored: bool
     """False if they are recomputed for every batch."""
 
-    def of(self, documents: int) -> str:
+    def describe(self, documents: int) -> str:
         """Describes the features of some documents, such as `features of 3000 x 80 (1.9 MB)`."""
         # float32: four bytes each.
         size = f"{4 * self.frames * self.channels * documents / 1e6:,.1f} MB" if self.stored else "made on the fly"
@@ -92,7 +92,7 @@ class CacheStatus:
             return f"{self.name}: not begun ({self.url})"
         state = "finished" if ledger.finished else f"{ledger.next[0]} of {self.num_shards} shards done"
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
-        feature_text = f", {self.features.of(ledger.num_documents)}" if self.features else ""
+        feature_text = f", {self.features.describe(ledger.num_documents)}" if self.features else ""
         by = f", {self.builder} builds it" if self.builder else ""
         return (
             f"{self.name}: {state}; {len(ledger.parts)} parts, {ledger.num_documents:,} documents, "
@@ -101,18 +101,18 @@ class CacheStatus:
         )
 
 
-def status(config: DataConfig) -> list[CacheStatus]:
+def cache_statuses(config: DataConfig) -> list[CacheStatus]:
     """Returns the state of each cache, including any mismatch with the configuration; reads no text and changes no
     file.
     """
     directory, caches = find_caches(config)
     misfits = find_mismatches(config, directory, caches)
-    return [_status(name, cache, misfits.get(name)) for name, cache in caches.items()]
+    return [_cache_status(name, cache, misfits.get(name)) for name, cache in caches.items()]
 
 
-def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
+def _cache_status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     store = KvStore(cache.url)
-    manifest, builder = read_manifest(store), parsed_claim(store.read(BUILDER))
+    manifest, builder = read_manifest(store), parse_claim(store.read(BUILDER))
     builder_text = None
     if builder is not None:
         builder_text = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
@@ -126,14 +126,14 @@ def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     )
 
 
-def verify(store: KvStore, ledger: Ledger) -> list[str]:
+def verify_cache(store: KvStore, ledger: Ledger) -> list[str]:
     """Compares every file of a cache with its commit record; returns one line for each damaged file."""
-    return [line for lines in damaged_parts(store, ledger).values() for line in lines]
+    return [line for lines in find_damaged_parts(store, ledger).values() for line in lines]
 
 
-def damaged_parts(store: KvStore, ledger: Ledger) -> dict[int, list[str]]:
+def find_damaged_parts(store: KvStore, ledger: Ledger) -> dict[int, list[str]]:
     """Checks every file of a cache like `verify`; returns the lines of each damaged part by its number."""
-    lines = {part: _problems(store, ledger, part) for part in range(len(ledger.parts))}
+    lines = {part: _find_problems(store, ledger, part) for part in range(len(ledger.parts))}
     return {part: problems for part, problems in lines.items() if problems}
 
 
@@ -152,7 +152,7 @@ def remove_parts(store: KvStore, ledger: Ledger, parts: Collection[int]) -> int:
     return len(parts)
 
 
-def _problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
+def _find_problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
     name = ledger.parts[part]
     try:
         record = read_record(store, name)
@@ -160,15 +160,17 @@ def _problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
         return [f"{store.url}/{part_key(name, 'json')} is damaged"]
     if record is None:
         return [f"{store.url}/{part_key(name, 'json')} is missing"]
-    if not ledger.fits(part, record):
+    if not ledger.matches_record(part, record):
         return [f"{store.url}/{part_key(name, 'json')} does not fit {LEDGER}"]
-    problems = [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
+    problems = [
+        problem for kind, blob in record["blobs"].items() if (problem := _compare_file(store, name, kind, blob))
+    ]
     if (location := record.get("place")) is not None:
-        problems += _compare_place(location, ledger.tokens[part])
+        problems += _compare_token_file(location, ledger.tokens[part])
     return problems
 
 
-def _compare_place(record: dict[str, Any], count: int) -> list[str]:
+def _compare_token_file(record: dict[str, Any], count: int) -> list[str]:
     location = TokenLocation(*(record[name] for name in TokenLocation._fields))
     try:
         content = np.ascontiguousarray(location.open(count)[0:count])
@@ -177,7 +179,7 @@ def _compare_place(record: dict[str, Any], count: int) -> list[str]:
     return [] if is_intact(content, record) else [f"{location.path} has changed since it was indexed"]
 
 
-def _compare(store: KvStore, name: str, kind: str, blob: FileRecord) -> str | None:
+def _compare_file(store: KvStore, name: str, kind: str, blob: FileRecord) -> str | None:
     key = part_key(name, kind)
     content = store.read(key, seconds=store.deadline_for(blob["bytes"]))
     if content is None:
@@ -204,7 +206,7 @@ class CacheStats(NamedTuple):
     left_out_tokens: int
 
 
-def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
+def cache_stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
     """Computes document lengths and how well they fill rows of `seq_len`, without excluded documents.
 
     Without `seq_len` each document is its own row, so packing is not computed.
@@ -217,7 +219,7 @@ def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclus
         raise UserError(f"{store.url} holds no documents yet; run: lmt data build")
     left_out = np.zeros(0, np.int64)
     if exclusion is not None:
-        exclusion.check(store.url, ledger, len(lengths_D))
+        exclusion.check_matches_cache(store.url, ledger, len(lengths_D))
         left_out = lengths_D[exclusion.documents_N]
         lengths_D = np.delete(lengths_D, exclusion.documents_N)
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
@@ -263,7 +265,7 @@ class ShownDocument(NamedTuple):
     are enclosed in `⟦` and `⟧`."""
 
 
-def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:
+def inspect_documents(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:
     """Yields documents of a built cache, as the model sees them.
 
     Args:
@@ -277,23 +279,23 @@ def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 
         UserError: for a cache that does not exist, does not fit the configuration, or has no such document.
     """
     directory, caches = find_caches(config)
-    name = full_name(caches, name)
+    name = complete_cache_name(caches, name)
     if caches[name].config.gives_rows:
         raise UserError(f"{name} is rows that a pipeline of Grain makes; there are no documents to show")
     if not caches[name].begun:
         raise UserError(f"{caches[name].url} is not built yet; run: lmt data build")
     build = open_builds(config, directory, caches)[name]
     assert not isinstance(build, ReadyRows)
-    ledger = build.look()
+    ledger = build.read_ledger()
     if first >= ledger.num_documents:
         so_far = "" if ledger.finished else " so far; lmt data build goes on with it"
         raise UserError(f"there is no document {first}: {build.store.url} holds {ledger.num_documents}{so_far}")
-    documents = _Documents(build, ledger, chars)
+    documents = _DocumentReader(build, ledger, chars)
     for number in range(first, min(first + count, ledger.num_documents)):
         yield documents[number]
 
 
-class _Documents:
+class _DocumentReader:
     """Full documents of a cache by number, including documents that span several parts."""
 
     def __init__(self, build: Build | FinishedCache, ledger: Ledger, chars: int):
@@ -310,18 +312,18 @@ class _Documents:
         lengths = read_lengths(store, ledger, part)
         start, length = sum(ledger.tokens[:part]) + int(lengths[:index].sum()), int(lengths[index])
         if index == 0:
-            first, earlier_tokens = begin_of(store, ledger, part)
+            first, earlier_tokens = find_first_piece(store, ledger, part)
             if first != part:
                 part, index = first, len(read_lengths(store, ledger, first)) - 1
             start, length = start - earlier_tokens, length + earlier_tokens
         in_loss_T = None
         if self._mask is not None:
             in_loss_T = (self._mask.read(np.array([start]), length)[0] & IN_LOSS) != 0
-        source = source_of(store, ledger, self._build.shards, part, index)
+        source = find_source(store, ledger, self._build.shards, part, index)
         counted = length if in_loss_T is None else int(in_loss_T.sum())
-        return ShownDocument(number, source, length, counted, self._text(start, length, in_loss_T))
+        return ShownDocument(number, source, length, counted, self._decode_text(start, length, in_loss_T))
 
-    def _text(self, start: int, length: int, in_loss_T: np.ndarray | None) -> str:
+    def _decode_text(self, start: int, length: int, in_loss_T: np.ndarray | None) -> str:
         """Decodes more characters than requested, if the text has more, but not all: a document may be larger than
         memory.
         """
@@ -329,7 +331,7 @@ class _Documents:
         count = 8 * self._chars if self._chars else length
         while True:
             ids_T = self._tokens.read(np.array([start]), min(count, length))[0]
-            text = self._decode(ids_T) if in_loss_T is None else self._bracketed(ids_T, in_loss_T[:count])
+            text = self._decode(ids_T) if in_loss_T is None else self._decode_with_brackets(ids_T, in_loss_T[:count])
             if count >= length or len(text) > self._chars:
                 return text
             count *= 8
@@ -337,7 +339,7 @@ class _Documents:
     def _decode(self, ids_T: np.ndarray) -> str:
         return self._build.tokenizer.decode(ids_T.tolist())
 
-    def _bracketed(self, ids_T: np.ndarray, in_loss_T: np.ndarray) -> str:
+    def _decode_with_brackets(self, ids_T: np.ndarray, in_loss_T: np.ndarray) -> str:
         """Decodes tokens, with brackets around the runs counted by the loss."""
         changes = np.flatnonzero(np.diff(in_loss_T)) + 1
         texts = [self._decode(run) for run in np.split(ids_T, changes)]
@@ -345,7 +347,7 @@ class _Documents:
         return "".join(f"⟦{text}⟧" if inside else text for text, inside in zip(texts, counted, strict=True))
 
 
-def full_name(names: Collection[str], name: str) -> str:
+def complete_cache_name(names: Collection[str], name: str) -> str:
     """Completes the name of a cache: `train` is short for the only set's `NAME/train`.
 
     Raises:

@@ -22,7 +22,7 @@ from lm_trainer.data.rows.eval_set import check_rows
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder
-from lm_trainer.data.rows.worker import free_shared_memory, in_processes
+from lm_trainer.data.rows.worker import free_shared_memory, read_in_processes
 from lm_trainer.data.tokenize.open_cache import MissingTokens
 
 HostRows = Sequence[int] | Callable[[int], Sequence[int]]
@@ -56,15 +56,15 @@ class _StepSource:
     def __getitem__(self, index: SupportsIndex) -> Batch:
         if self._closed is not None and self._closed.is_set():
             raise RuntimeError("the iterator of batches has been closed")
-        return self._order.read(self._positions(int(index)))
+        return self._order.read(self._row_positions(int(index)))
 
-    def missing(self, index: int) -> MissingTokens | None:
+    def missing_tokens(self, index: int) -> MissingTokens | None:
         """Returns the tokens needed for element `index` but not tokenised yet."""
         if not isinstance(self._order, GrowingOrder) or index >= len(self):
             return None
-        return self._order.missing(self._positions(index))
+        return self._order.missing_tokens(self._row_positions(index))
 
-    def _positions(self, index: int) -> np.ndarray:
+    def _row_positions(self, index: int) -> np.ndarray:
         step = self._steps[index]
         return self._schedule.rows_before(step) + self._rows[self._schedule.at(step)]
 
@@ -94,7 +94,7 @@ def row_dataset(order: TrainOrder) -> grain.MapDataset[Batch]:
     return grain.MapDataset.source(_RowSource(order))
 
 
-def _worker_processes(order: TrainOrder | GrowingOrder) -> int:
+def _num_worker_processes(order: TrainOrder | GrowingOrder) -> int:
     """Counts the worker processes requested by pipelines of the user."""
     if not isinstance(order, TrainOrder):
         return 0
@@ -133,12 +133,12 @@ class TrainIterator(Iterator[Batch]):
         self._closed = closed or threading.Event()
         self._source = _StepSource(order, schedule, host_rows, steps, self._closed)
         self._grain: grain.DatasetIterator[Batch] | None = None
-        self._shared = _worker_processes(order)
+        self._shared = _num_worker_processes(order)
         if steps:
             options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
             dataset = grain.MapDataset.source(self._source).to_iter_dataset(options)
             if self._shared:
-                dataset = in_processes(dataset, self._shared)
+                dataset = read_in_processes(dataset, self._shared)
             self._grain = iter(dataset)
 
     def __iter__(self) -> Self:
@@ -157,24 +157,24 @@ class TrainIterator(Iterator[Batch]):
         """True if a batch may have to wait for text still being tokenised."""
         return isinstance(self._order, GrowingOrder) and self._order.growing
 
-    def missing(self) -> MissingTokens | None:
+    def missing_tokens(self) -> MissingTokens | None:
         """Returns the tokens the next batch waits for; None if `next` does not have to wait for tokenising.
 
         Raises:
             UserError: if they will never come because the build of their cache failed.
         """
-        return self._source.missing(self._taken)
+        return self._source.missing_tokens(self._taken)
 
     def saved_state(self) -> dict[str, object]:
         """The state in the format of Grain's iterators: the next step, counted from 0, and the states of pipelines."""
-        return {"next_index": self._steps.start + self._taken, **self._row_states()}
+        return {"next_index": self._steps.start + self._taken, **self._pipeline_states()}
 
-    def _row_states(self) -> dict[str, object]:
+    def _pipeline_states(self) -> dict[str, object]:
         """States of sets read sequentially, each at its next row."""
         if not isinstance(self._order, TrainOrder):
             return {}
         step = self._steps.start + self._taken
-        next_rows = self._order.next_rows(self._schedule.rows_before(step))
+        next_rows = self._order.upcoming_rows(self._schedule.rows_before(step))
         states = {name: rows.state_before(row) for name, rows, row in next_rows if isinstance(rows, GrainRows)}
         saved_states = {name: state for name, state in states.items() if state is not None}
         return {"rows": saved_states} if saved_states else {}

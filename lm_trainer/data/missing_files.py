@@ -11,7 +11,7 @@ from lm_trainer.data.tokenizer import Pretrained
 from lm_trainer.data.tokenizer.hf import find_pretrained
 
 
-def missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, str]]:
+def find_missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, str]]:
     """Yields missing inputs of training, as (dotted key below `data`, reason).
 
     Args:

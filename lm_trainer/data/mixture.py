@@ -37,7 +37,7 @@ def check_set_names(names: Collection[str]) -> None:
             raise ValueError(f"configs: the cache of {inside[0]!r} would lie inside that of {name!r}; rename one")
 
 
-def check_known(key: str, names: Iterable[str], sets: Collection[str]) -> None:
+def check_known_sets(key: str, names: Iterable[str], sets: Collection[str]) -> None:
     """Makes sure a key names only existing sets.
 
     Raises:
@@ -59,7 +59,7 @@ def check_steps(steps: Sequence[int]) -> None:
         raise ValueError(f"train_weights: the steps of its stages must begin at 0 and rise, got {steps}")
 
 
-def shares(weights: Sequence[float]) -> tuple[int, ...]:
+def cycle_counts(weights: Sequence[float]) -> tuple[int, ...]:
     """Returns the number of positions of each weight in the shortest cycle; exact if the cycle fits `RESOLUTION`.
 
     Raises:
@@ -143,9 +143,9 @@ class Mixture:
         # Draws of each set before each stage.
         self._before = [np.zeros(len(self._shares[0]), np.int64)]
         for counts, length in zip(self._shares, np.diff(self._starts).tolist(), strict=False):
-            self._before.append(self._before[-1] + _drawn(counts, length))
+            self._before.append(self._before[-1] + _count_draws(counts, length))
 
-    def locate(self, positions_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def locate_draws(self, positions_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the set of each position, and the number of the draw within it: two int64 [N]."""
         positions_N = np.asarray(positions_N, np.int64)
         sets_N, draws_N = np.empty_like(positions_N), np.empty_like(positions_N)
@@ -161,12 +161,12 @@ class Mixture:
             )
         return sets_N, draws_N
 
-    def drawn(self, position: int) -> np.ndarray:
+    def count_draws(self, position: int) -> np.ndarray:
         """Counts the rows of each set before this position: int64 [K]."""
         stage = int(np.searchsorted(self._starts, position, side="right")) - 1
-        return self._before[stage] + _drawn(self._shares[stage], position - int(self._starts[stage]))
+        return self._before[stage] + _count_draws(self._shares[stage], position - int(self._starts[stage]))
 
-    def position(self, index: int, draw: int) -> int | None:
+    def position_of_draw(self, index: int, draw: int) -> int | None:
         """Returns the position of a draw of a set; None if the weights never reach it."""
         for stage, counts in enumerate(self._shares):
             remaining = draw - int(self._before[stage][index])
@@ -178,7 +178,7 @@ class Mixture:
         return None
 
 
-def _drawn(counts: tuple[int, ...], length: int) -> np.ndarray:
+def _count_draws(counts: tuple[int, ...], length: int) -> np.ndarray:
     """Counts the rows of each set in the first `length` positions of a stage: int64 [K]."""
     full, remaining = divmod(length, sum(counts))
     counts_K = np.asarray(counts, np.int64)

@@ -33,13 +33,13 @@ class Words(NamedTuple):
     """int64: index of each word's first character in the lower-cased text."""
 
 
-def words_of(texts_D: Sequence[str]) -> Words:
+def hash_words(texts_D: Sequence[str]) -> Words:
     """Finds the words of texts: 64-bit hashes, the same on every machine."""
     lowered = [text.lower() for text in texts_D]
     codes_C = np.frombuffer("".join(lowered).encode("utf-32-le", "replace"), np.uint32)
     lengths_D = np.array([len(text) for text in lowered], np.int64)
     ends_D = np.cumsum(lengths_D)
-    kinds_C = _kinds().take(codes_C)
+    kinds_C = _character_kinds().take(codes_C)
     begins_C = np.ones(len(codes_C), bool)
     begins_C[1:] = kinds_C[:-1] != _LETTER
     begins_C[ends_D[:-1][ends_D[:-1] < len(codes_C)]] = True
@@ -51,15 +51,15 @@ def words_of(texts_D: Sequence[str]) -> Words:
     offsets_C = np.arange(starts_W[0], len(codes_C)) - np.repeat(starts_W, lengths_W)
     # Polynomial hash: each character is mixed and multiplied by a power for its position, so all words are summed at
     # once.
-    values_C = _mix(codes_C[starts_W[0] :].astype(_U) + _U(1))
-    values_C *= _powers(int(lengths_W.max()))[offsets_C]
+    values_C = _mix_bits(codes_C[starts_W[0] :].astype(_U) + _U(1))
+    values_C *= _base_powers(int(lengths_W.max()))[offsets_C]
     values_C[kinds_C[starts_W[0] :] == 0] = 0
-    hashes_W = _mix(np.add.reduceat(values_C, starts_W - starts_W[0]))
+    hashes_W = _mix_bits(np.add.reduceat(values_C, starts_W - starts_W[0]))
     documents_W = np.searchsorted(ends_D, starts_W, side="right")
     return Words(hashes_W, documents_W, starts_W - (ends_D - lengths_D)[documents_W])
 
 
-def ngrams_of(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
+def hash_ngrams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Hashes every n-gram of `length` words within a document.
 
     Returns:
@@ -73,17 +73,17 @@ def ngrams_of(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
     for offset in range(length):
         sums *= _STEP
         sums += words.hashes_W[offset : offset + count]
-    return _mix(sums[firsts_G]), firsts_G
+    return _mix_bits(sums[firsts_G]), firsts_G
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
     """Computes the finaliser of MurmurHash3."""
     x = (x ^ (x >> _U(33))) * _U(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> _U(33))) * _U(0xC4CEB9FE1A85EC53)
     return x ^ (x >> _U(33))
 
 
-def _powers(count: int) -> np.ndarray:
+def _base_powers(count: int) -> np.ndarray:
     return np.cumprod(np.full(count, _BASE)) if count > _SHORT else _short_powers()
 
 
@@ -96,7 +96,7 @@ def _short_powers() -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def _kinds() -> np.ndarray:
+def _character_kinds() -> np.ndarray:
     """The kind of every character: 0, `_LETTER` or `_SINGLE`, uint8."""
     kinds = np.array([chr(code).isalnum() for code in range(0x110000)], np.uint8) * np.uint8(_LETTER)
     for start, stop in (*_SPACELESS_SCRIPTS, (_IDEOGRAPHS_FROM, 0x110000)):

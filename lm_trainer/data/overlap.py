@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.corpus import Documents, documents_of, map_in_order, train_caches
+from lm_trainer.data.corpus import Documents, iter_documents, map_in_order, train_caches
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.ngrams import Words, ngrams_of, words_of
+from lm_trainer.data.ngrams import Words, hash_ngrams, hash_words
 
 NGRAM = 13
 DIRTY, CLEAN = 0.8, 0.2
@@ -65,7 +65,7 @@ class OverlapReport:
     train_documents: dict[str, np.ndarray] = field(default_factory=dict)
     """Numbers of each set's documents with any n-gram of the evaluation set: int64, increasing."""
 
-    def count(self, least: float) -> int:
+    def count_at_least(self, least: float) -> int:
         """Counts the documents with any covered words and at least the share `least` covered."""
         return sum(overlap.covered > 0 and overlap.share >= least for overlap in self.documents)
 
@@ -77,7 +77,7 @@ class OverlapReport:
         )
 
 
-class _Index:
+class _HashIndex:
     """The n-grams of an evaluation set, with vectorised lookup."""
 
     def __init__(self, hashes_G: np.ndarray):
@@ -86,7 +86,7 @@ class _Index:
         self._bucket_used = np.zeros(1 << _BITS, bool)
         self._bucket_used[self.hashes >> np.uint64(64 - _BITS)] = True
 
-    def find(self, hashes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_known(self, hashes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the indices in `hashes_N` of known hashes, and their indices in `hashes`."""
         near = np.flatnonzero(self._bucket_used.take((hashes_N >> np.uint64(64 - _BITS)).astype(np.intp)))
         indices = np.minimum(np.searchsorted(self.hashes, hashes_N[near]), len(self.hashes) - 1)
@@ -115,27 +115,27 @@ def find_overlap(
         UserError: if no document is long enough.
     """
     eval_documents = list(documents)
-    words = words_of([document.text for document in eval_documents])
-    hashes_G, firsts_G = ngrams_of(words, ngram)
+    words = hash_words([document.text for document in eval_documents])
+    hashes_G, firsts_G = hash_ngrams(words, ngram)
     counts_D = np.bincount(words.documents_W, minlength=len(eval_documents))
     if not len(hashes_G):
         raise UserError(
             f"no document of the evaluation set has {ngram} words (the longest has "
             f"{max(counts_D.tolist(), default=0)}); choose shorter runs with --ngram"
         )
-    index = _Index(hashes_G)
+    index = _HashIndex(hashes_G)
     owners = np.full(len(index.hashes), -1, np.int32)
     numbers = np.zeros(len(index.hashes), np.int64)
 
-    def work(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
-        batch_words = words_of(batch.texts(texts_V))
-        hashes_N, firsts_N = ngrams_of(batch_words, ngram)
-        hits_N, indices = index.find(hashes_N)
+    def find_ngrams(batch: Documents) -> tuple[np.ndarray, np.ndarray]:
+        batch_words = hash_words(batch.decode_texts(texts_V))
+        hashes_N, firsts_N = hash_ngrams(batch_words, ngram)
+        hits_N, indices = index.find_known(hashes_N)
         return indices, batch.numbers_D[batch_words.documents_W[firsts_N[hits_N]]]
 
     train: dict[str, list[np.ndarray]] = {}
     for owner, (name, cache) in enumerate(train_caches(data).items()):
-        for batch, (indices, holders) in map_in_order(documents_of(name, cache), work):
+        for batch, (indices, holders) in map_in_order(iter_documents(name, cache), find_ngrams):
             new = owners[indices] < 0
             # In reverse order, so the first of several documents remains.
             owners[indices[new]], numbers[indices[new][::-1]] = owner, holders[new][::-1]
@@ -146,13 +146,13 @@ def find_overlap(
         (data.config.trained[owner], number) if owner >= 0 else None
         for owner, number in zip(owners[places_G].tolist(), numbers[places_G].tolist(), strict=True)
     ]
-    overlaps = _overlaps(eval_documents, words, counts_D, firsts_G, holders_G, ngram)
+    overlaps = _compute_overlaps(eval_documents, words, counts_D, firsts_G, holders_G, ngram)
     short = int((counts_D < ngram).sum())
     train_documents = {name: np.unique(np.concatenate(batches)) for name, batches in train.items()}
     return OverlapReport(ngram, overlaps, short, train_documents)
 
 
-def _overlaps(
+def _compute_overlaps(
     eval_documents: Sequence[EvalDocument],
     words: Words,
     counts_D: np.ndarray,
@@ -175,7 +175,7 @@ def _overlaps(
         start, runs = _longest_run(in_train_W[begin : begin + count])
         longest = runs + ngram - 1 if runs else 0
         holder = (holder_of[begin + start],) if runs else ()
-        span = _span(document.text, words.starts_W[begin : begin + count], start, longest) if runs else ""
+        span = _words_text(document.text, words.starts_W[begin : begin + count], start, longest) if runs else ""
         covered = int(covered_W[begin : begin + count].sum())
         overlaps.append(Overlap(document.where, count, covered, longest, span, holder))
     return overlaps
@@ -191,7 +191,7 @@ def _longest_run(flags_W: np.ndarray) -> tuple[int, int]:
     return int(edges[2 * longest]), int(lengths[longest])
 
 
-def _span(text: str, starts_W: np.ndarray, start: int, count: int) -> str:
+def _words_text(text: str, starts_W: np.ndarray, start: int, count: int) -> str:
     """Returns the words [start, start + count) as written in the text."""
     lowered = text.lower()
     # A few characters become two in lower case.

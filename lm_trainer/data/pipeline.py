@@ -11,7 +11,7 @@ from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuilds
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
-from lm_trainer.data.tokenize.open_cache import excluded_documents, open_cache
+from lm_trainer.data.tokenize.open_cache import open_cache, read_excluded_documents
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.ray_config import RayConfig
@@ -47,8 +47,8 @@ def open_data(
         MachineError: if the disk is full.
     """
     plan = plan_caches(config, on_progress, ray)
-    growing = _unfinished(plan.builds) if background else {}
-    callbacks, excluded = BuildCallbacks(on_progress), excluded_documents(config)
+    growing = _select_background_builds(plan.builds) if background else {}
+    callbacks, excluded = BuildCallbacks(on_progress), read_excluded_documents(config)
     caches = {
         # A growing cache is opened in its current state; any other is built to its end first.
         name: open_cache(
@@ -68,10 +68,10 @@ def open_data(
     return data
 
 
-def _unfinished(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
+def _select_background_builds(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
     """Returns the builds large enough to run in the background."""
     unfinished = {
-        name: build for name, build in builds.items() if isinstance(build, Build) and not build.look().finished
+        name: build for name, build in builds.items() if isinstance(build, Build) and not build.read_ledger().finished
     }
     small = sum(shard.size for build in unfinished.values() for shard in build.shards) < FOREGROUND_BYTES
     return {} if small else unfinished

@@ -9,8 +9,8 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
-from lm_trainer.data.cache.documents import begin_of, need_record, read_lengths, read_rows
-from lm_trainer.data.cache.format import damaged, part_key
+from lm_trainer.data.cache.documents import find_first_piece, read_lengths, read_required_record, read_rows
+from lm_trainer.data.cache.format import damage_error, part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_location import TokenLocation
@@ -62,21 +62,23 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
     if row is not None and not 0 <= row < size:
         raise UserError(f"the batch of step {step} has {size} rows, counted from 0; there is no row {row}")
     rows = np.arange(size) if row is None else np.array([row])
-    origins = data.order(schedule).origins(schedule.rows_before(step - 1) + rows)
+    origins = data.train_order(schedule).row_origins(schedule.rows_before(step - 1) + rows)
     for number, origin in zip(rows.tolist(), origins, strict=True):
         cache = data.caches[f"{origin.set.name}/train"]
-        spans = origin.set.rows.spans(origin.row)
-        row_passages = [passage for start, count in spans for passage in passages(cache, data.tokenizer, start, count)]
+        spans = origin.set.rows.token_runs(origin.row)
+        row_passages = [
+            passage for start, count in spans for passage in iter_passages(cache, data.tokenizer, start, count)
+        ]
         yield RowDocuments(number, origin, row_passages)
 
 
-def passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
+def iter_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
     """Yields the documents, or parts of them, in the tokens [start, start + count) of `cache.stream`."""
     for first, tokens in cache.to_unfiltered(start, count):
-        yield from full_stream_passages(cache, tokenizer, first, tokens)
+        yield from iter_full_stream_passages(cache, tokenizer, first, tokens)
 
 
-def full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
+def iter_full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
     """Yields the same for tokens of `cache.whole`."""
     ledger = cache.ledger
     ends = np.cumsum(np.asarray(ledger.tokens, np.int64))
@@ -89,9 +91,9 @@ def full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, cou
             piece_start = int(pieces[index - 1]) if index else begin
             length = min(count, int(pieces[index]) - start)
             # Only the first piece of a part can continue a document of an earlier part.
-            offset = start - piece_start + (0 if index else begin_of(cache.store, ledger, part)[1])
+            offset = start - piece_start + (0 if index else find_first_piece(cache.store, ledger, part)[1])
             ids = cache.whole.read(np.array([start]), length)[0].tolist()
-            source = source_of(cache.store, ledger, cache.shards, part, index)
+            source = find_source(cache.store, ledger, cache.shards, part, index)
             yield Passage(source, offset, length, tokenizer.decode(ids))
             start, count = start + length, count - length
             if not count:
@@ -99,9 +101,9 @@ def full_stream_passages(cache: OpenCache, tokenizer: Tokenizer, start: int, cou
         part += 1
 
 
-def source_of(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int, index: int) -> str:
+def find_source(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int, index: int) -> str:
     """Returns the file and the line or row of a document, or a piece of one, in a part."""
-    record = need_record(store, ledger, part)
+    record = read_required_record(store, ledger, part)
     row, number = int(read_rows(store, ledger, part)[index]), record["shard"]
     if ledger.places:
         location = TokenLocation(*ledger.places[part])
@@ -110,5 +112,5 @@ def source_of(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int
     prebuilt = len(shards) == 1 and number > 0
     source_row = next(iter(shards[0 if prebuilt else number].rows(row)), None)
     if source_row is None:
-        raise damaged(store, part_key(ledger.parts[part], "row"))
+        raise damage_error(store, part_key(ledger.parts[part], "row"))
     return f"{source_row.where}, shard {number}" if prebuilt else source_row.where

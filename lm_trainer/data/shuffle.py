@@ -25,7 +25,7 @@ class ShuffleConfig(Config):
     """Base class of all shuffles."""
 
     @abstractmethod
-    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    def rows_of_draws(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         """Returns the row of each draw. Draw d is in epoch d // num_rows; every epoch holds each row once.
 
         Args:
@@ -38,8 +38,8 @@ class ShuffleConfig(Config):
         """
 
     @abstractmethod
-    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
-        """Returns the draw of each row in an epoch: the inverse of `locate`, int64 [N].
+    def draws_of_rows(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        """Returns the draw of each row in an epoch: the inverse of `rows_of_draws`, int64 [N].
 
         Args:
             rows_N: int64 [N] in [0, num_rows).
@@ -49,10 +49,10 @@ class ShuffleConfig(Config):
         """
 
     @abstractmethod
-    def rows_needed(self, draw: int) -> int | None:
+    def num_rows_needed(self, draw: int) -> int | None:
         """Returns the number of rows that must exist before this draw and all earlier ones are final.
 
-        None means all rows. With this many rows, `locate` gives the same result for any larger number of rows.
+        None means all rows. With this many rows, `rows_of_draws` gives the same result for any larger number of rows.
         """
 
 
@@ -61,15 +61,15 @@ class NoShuffle(ShuffleConfig):
 
     type: Literal["none"] = "none"
 
-    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    def rows_of_draws(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         del seed
         return np.asarray(draws_N, np.int64) % num_rows
 
-    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+    def draws_of_rows(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
         del seed
         return epoch * num_rows + np.asarray(rows_N, np.int64)
 
-    def rows_needed(self, draw: int) -> int | None:
+    def num_rows_needed(self, draw: int) -> int | None:
         return draw + 1
 
 
@@ -78,14 +78,14 @@ class FullShuffle(ShuffleConfig):
 
     type: Literal["full"] = "full"
 
-    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    def rows_of_draws(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
-        return permute(indices_N, num_rows, _keys(seed, epochs_N))
+        return permute(indices_N, num_rows, _permutation_keys(seed, epochs_N))
 
-    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
-        return epoch * num_rows + permute(rows_N, num_rows, _keys(seed, np.array([epoch])), inverse=True)
+    def draws_of_rows(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        return epoch * num_rows + permute(rows_N, num_rows, _permutation_keys(seed, np.array([epoch])), inverse=True)
 
-    def rows_needed(self, draw: int) -> int | None:
+    def num_rows_needed(self, draw: int) -> int | None:
         del draw
 
 
@@ -100,29 +100,29 @@ class EraShuffle(ShuffleConfig):
     largest: int = Field(default=1 << 22, ge=1)
     """Maximum rows in an era."""
 
-    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    def rows_of_draws(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
-        bounds = self._bounds(num_rows)
+        bounds = self._era_bounds(num_rows)
         eras_N = np.searchsorted(bounds, indices_N, side="right") - 1
         starts_N = bounds[eras_N]
         # The last era of an epoch may be truncated by the end of the rows.
         sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
-        return starts_N + permute(indices_N - starts_N, sizes_N, _keys(seed, epochs_N, eras_N))
+        return starts_N + permute(indices_N - starts_N, sizes_N, _permutation_keys(seed, epochs_N, eras_N))
 
-    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
-        rows_N, bounds = np.asarray(rows_N, np.int64), self._bounds(num_rows)
+    def draws_of_rows(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        rows_N, bounds = np.asarray(rows_N, np.int64), self._era_bounds(num_rows)
         # A row stays in its era; only rows within an era are permuted.
         eras_N = np.searchsorted(bounds, rows_N, side="right") - 1
         starts_N = bounds[eras_N]
         sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
-        keys = _keys(seed, np.full_like(eras_N, epoch), eras_N)
+        keys = _permutation_keys(seed, np.full_like(eras_N, epoch), eras_N)
         return epoch * num_rows + starts_N + permute(rows_N - starts_N, sizes_N, keys, inverse=True)
 
-    def rows_needed(self, draw: int) -> int | None:
+    def num_rows_needed(self, draw: int) -> int | None:
         # The full era of the draw: a truncated one would have another permutation.
-        return int(self._bounds(draw + 1)[-1])
+        return int(self._era_bounds(draw + 1)[-1])
 
-    def _bounds(self, num_rows: int) -> np.ndarray:
+    def _era_bounds(self, num_rows: int) -> np.ndarray:
         bounds, size = [0], min(self.first, self.largest)
         while bounds[-1] < num_rows:
             bounds.append(bounds[-1] + size)
@@ -168,7 +168,7 @@ def permute(
     mask = (_U(1) << half) - _U(1)
     rounds = 2 * _ROUNDS if small.any() else _ROUNDS
     numbers = range(rounds, 0, -1) if inverse else range(1, rounds + 1)
-    round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in numbers]
+    round_keys = [_mix_bits(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in numbers]
     # Cycle walking: the network permutes a range up to four times `size`, and a value outside is fed back until it is
     # inside. As every value is on a cycle of the permutation, this terminates and gives each result once.
     walking = np.arange(len(values_N))
@@ -179,16 +179,16 @@ def permute(
         for round_key in round_keys:
             walking_key = round_key if round_key.ndim == 0 or len(walking) == len(values_N) else round_key[walking]
             if inverse:
-                left, right = right ^ (_mix(left ^ walking_key) & active[1]), left
+                left, right = right ^ (_mix_bits(left ^ walking_key) & active[1]), left
             else:
-                left, right = right, left ^ (_mix(right ^ walking_key) & active[1])
+                left, right = right, left ^ (_mix_bits(right ^ walking_key) & active[1])
         values = (left << active[0]) | right
         values_N[walking] = values
         walking = walking[values >= active[2]]
     return values_N.astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
     """Computes the finaliser of splitmix64: uint64, with wrapping products."""
     x = np.multiply(x ^ (x >> _U(30)), _U(0xBF58476D1CE4E5B9))
     x = np.multiply(x ^ (x >> _U(27)), _U(0x94D049BB133111EB))
@@ -200,23 +200,23 @@ def _bit_length(x: np.ndarray) -> np.ndarray:
     return np.frexp(x.astype(np.float64))[1].astype(_U)
 
 
-def seed_of(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """Returns a seed for one set of a mixture, so sets of the same length have different orders."""
-    return _hash(seed, name)
+    return _hash_values(seed, name)
 
 
-def _keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
+def _permutation_keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
     """Returns a key for each combination of numbers: uint64 [N], or [] for a single key for all.
 
     The keys are hashes, so no two seeds share an epoch's order.
     """
     # Draws of a batch are nearly always in one epoch, and a single key costs one hash.
     if all(len(numbers) and numbers[0] == numbers[-1] and (numbers == numbers[0]).all() for numbers in numbers_N):
-        return np.asarray(_hash(seed, *(int(numbers[0]) for numbers in numbers_N)), _U)
+        return np.asarray(_hash_values(seed, *(int(numbers[0]) for numbers in numbers_N)), _U)
     rows, inverse_N = np.unique(np.stack(numbers_N), axis=1, return_inverse=True)
-    keys = [_hash(seed, *column) for column in rows.T.tolist()]
+    keys = [_hash_values(seed, *column) for column in rows.T.tolist()]
     return np.asarray(keys, _U)[inverse_N.reshape(-1)]
 
 
-def _hash(*values: int | str) -> int:
+def _hash_values(*values: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")

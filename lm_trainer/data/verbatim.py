@@ -55,7 +55,7 @@ def longest_spans(
     best: dict[int, Span] = {}
     text_N = np.asarray(tokens, np.int32)
     for name, cache in data.caches.items():
-        for start, stop, first in _spans(
+        for start, stop, first in _iter_spans(
             cache.whole, text_N, min_tokens, lambda n, c=cache, m=name: progress(m, n, len(c.whole))
         ):
             best_span = best.get(start)
@@ -68,14 +68,14 @@ def longest_spans(
     return spans
 
 
-def _spans(
+def _iter_spans(
     stream: TokenStream, text_N: np.ndarray, min_tokens: int, progress: Callable[[int], object]
 ) -> Iterator[tuple[int, int, int]]:
     """Yields (start, stop) in the text and the position in the stream of each maximal span."""
     if len(text_N) < min_tokens:
         return
     text_indices: dict[int, list[int]] = {}
-    for text_index, value in enumerate(_hashes(text_N, min_tokens).tolist()):
+    for text_index, value in enumerate(_hash_runs(text_N, min_tokens).tolist()):
         text_indices.setdefault(value, []).append(text_index)
     # A few bits of the hash are enough to skip most of the stream.
     in_text = np.zeros(1 << _BUCKET_BITS, bool)
@@ -84,7 +84,7 @@ def _spans(
         count = min(_PIECE + min_tokens - 1, len(stream) - begin)
         if count < min_tokens:
             return
-        hashes_T = _hashes(stream.read(np.array([begin]), count)[0], min_tokens)
+        hashes_T = _hash_runs(stream.read(np.array([begin]), count)[0], min_tokens)
         near = np.flatnonzero(in_text.take((hashes_T >> np.uint64(64 - _BUCKET_BITS)).astype(np.intp)))
         # Diagonal -> the end of the last span found on it: later matches before this end are the same span.
         done: dict[int, int] = {}
@@ -119,7 +119,7 @@ def _extend_match(stream: TokenStream, text_N: np.ndarray, text_index: int, firs
     return text_index - left, text_index + right, first - left
 
 
-def _hashes(tokens_T: np.ndarray, length: int) -> np.ndarray:
+def _hash_runs(tokens_T: np.ndarray, length: int) -> np.ndarray:
     """Computes a hash of each run of `length` tokens, uint64 [T - length + 1]."""
     count = len(tokens_T) - length + 1
     wide = tokens_T.astype(np.uint64) + np.uint64(1)

@@ -130,6 +130,6 @@ def _select(documents: Documents, indices: np.ndarray) -> Documents:
 
 
 def _of_document(losses: SetLosses, number: int, first: float, second: float) -> DocumentDifference:
-    passage = losses.held_out.passage(number, EXCERPT_TOKENS)
+    passage = losses.held_out.first_passage(number, EXCERPT_TOKENS)
     excerpt = " ".join(passage.text.split())
     return DocumentDifference(passage.where, first - second, first, second, excerpt)

@@ -141,7 +141,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     documents = Documents(
         predicted, nats_D[predicted], tokens_D[predicted], None if counts_V is None else bytes_D[predicted]
     )
-    return SetLosses(held_out.name, rows.tags, held_out, documents, rows.num_split(ends_D))
+    return SetLosses(held_out.name, rows.tags, held_out, documents, rows.count_split_documents(ends_D))
 
 
 class Group(NamedTuple):

@@ -162,7 +162,7 @@ def document_records(losses: TextLosses) -> list[dict[str, Any]]:
             records.append(
                 {
                     "set": set_losses.name,
-                    "where": set_losses.held_out.passage(int(number), 1).where,
+                    "where": set_losses.held_out.first_passage(int(number), 1).where,
                     "nats": float(documents.nats_D[index]),
                     "tokens": float(documents.tokens_D[index]),
                     "bytes": None if documents.bytes_D is None else float(documents.bytes_D[index]),

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from lm_trainer.core.bucket import Bucket, StoragePath, read_json
-from lm_trainer.core.bucket_files import fetch, put
+from lm_trainer.core.bucket_files import download_objects, upload_directory
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.file_lock import try_lock
 from lm_trainer.core.files import local_path
@@ -113,7 +113,7 @@ def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> 
         out.delete(COMPLETE)
         sizes = {str(path.relative_to(draft)): path.stat().st_size for path in draft.rglob("*") if path.is_file()}
         out.delete(*(name for name in out.list() if name not in sizes))
-        put(draft, out)
+        upload_directory(draft, out)
         out.write(COMPLETE, json.dumps({"files": sizes}, indent=1).encode())
 
 
@@ -145,7 +145,7 @@ def exported_copy(out: StoragePath) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="lmt-") as copy:
         files = exported_files(out)
         with _machine_errors(Path(copy)):
-            fetch(out, files, Path(copy), files)
+            download_objects(out, files, Path(copy), files)
         yield Path(copy)
 
 

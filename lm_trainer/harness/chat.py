@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats.template import jinja, template_environment
+from lm_trainer.data.formats.template import import_jinja, template_environment
 from lm_trainer.data.tokenizer import HfTokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ class TaskTemplate:
         environment = template_environment(now=datetime.now)
         try:
             self._template = environment.from_string(self.source)
-        except jinja().TemplateError as error:
+        except import_jinja().TemplateError as error:
             raise UserError(f"the chat template of the model's tokenizer is wrong: {error}") from None
 
-    def write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def format_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         """Formats messages, ending with the start of an answer or with the open end of the last message.
 
         If the template rejects the messages, formats them without system messages.
@@ -43,18 +43,18 @@ class TaskTemplate:
         Raises:
             UserError: if it also rejects these, or drops the message to be continued.
         """
-        errors = jinja()
+        errors = import_jinja()
         try:
-            return self._write(messages, add_generation_prompt=add_generation_prompt)
+            return self._format_messages(messages, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
             without_system = [message for message in messages if message["role"] != "system"]
             _warn_once(str(error))
         try:
-            return self._write(without_system, add_generation_prompt=add_generation_prompt)
+            return self._format_messages(without_system, add_generation_prompt=add_generation_prompt)
         except errors.TemplateError as error:
             raise UserError(f"the chat template does not take a question: {error}") from None
 
-    def _write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _format_messages(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
         if add_generation_prompt:
             return self._render(messages, add_generation_prompt=True)
         *history, last = messages
@@ -76,7 +76,7 @@ class TaskTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except jinja().TemplateError:
+        except import_jinja().TemplateError:
             raise
         except Exception as error:  # a template is a program, and may raise anything
             raise UserError(f"the chat template fails at a question: {error}") from None

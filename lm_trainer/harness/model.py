@@ -109,23 +109,23 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         del kwargs
         # Multiple-choice questions are several requests; each context is computed once.
-        queries = [self._query(context, continuation) for _, context, continuation in requests]
+        queries = [self._truncated_query(context, continuation) for _, context, continuation in requests]
         answers: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
         for query in queries:
             answers.setdefault(query.context, {})[query.continuation] = None
         contexts = [Context(tokens, list(continuations)) for tokens, continuations in answers.items()]
         by_query: dict[_Query, Score] = {}
         for number, scores in score(self._model, contexts, dtype=self._dtype):
-            of = contexts[number]
-            for continuation, value in zip(of.continuations, scores, strict=True):
-                by_query[_Query(tuple(of.tokens), tuple(continuation))] = value
+            context = contexts[number]
+            for continuation, value in zip(context.continuations, scores, strict=True):
+                by_query[_Query(tuple(context.tokens), tuple(continuation))] = value
         results = [(by_query[query].log_prob, by_query[query].is_greedy) for query in queries]
         for (key, _, _), result in zip(requests, results, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, result)
         return results
 
-    def _query(self, context: Sequence[int], continuation: Sequence[int]) -> _Query:
+    def _truncated_query(self, context: Sequence[int], continuation: Sequence[int]) -> _Query:
         # The last token is predicted and never read; texts that are too long are truncated at the beginning.
         room = self.max_length + 1 - len(continuation)
         if room < 1:
@@ -147,9 +147,9 @@ class HarnessModel(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            of_text = [(None, *utils.make_disjoint_window(window)) for window in rolling]
-            windows += of_text
-            counts.append(len(of_text))
+            text_windows = [(None, *utils.make_disjoint_window(window)) for window in rolling]
+            windows += text_windows
+            counts.append(len(text_windows))
         scores = iter(self._loglikelihood_tokens(windows))
         totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):
@@ -184,17 +184,17 @@ class HarnessModel(TemplateLM):
     def _generate(self, contexts: Sequence[str], gen_kwargs: dict[str, Any]) -> list[str]:
         kwargs: Any = normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS)
         until = handle_stop_sequences(kwargs.get("until"), eos=self._eos_text())
-        new = self._room(int(kwargs["max_gen_toks"]))
+        max_new_tokens = self._max_new_tokens(int(kwargs["max_gen_toks"]))
         settings = GenerateSettings(
-            max_new_tokens=new,
+            max_new_tokens=max_new_tokens,
             temperature=float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0,
-            top_k=int(self._setting("top_k", kwargs)),
-            top_p=float(self._setting("top_p", kwargs)),
-            repetition_penalty=float(self._setting("repetition_penalty", kwargs)),
+            top_k=int(self._generation_setting("top_k", kwargs)),
+            top_p=float(self._generation_setting("top_p", kwargs)),
+            repetition_penalty=float(self._generation_setting("repetition_penalty", kwargs)),
             eos_id=self._end_ids,
             dtype=self._dtype,
         )
-        prompts = [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts]
+        prompts = [self.tok_encode(context)[-(self.max_length - max_new_tokens) :] for context in contexts]
 
         def has_ended(tokens: Sequence[int]) -> bool:
             # Special tokens stay visible: a stop text may be the name of one.
@@ -202,27 +202,27 @@ class HarnessModel(TemplateLM):
             return any(term and term in text for term in until)
 
         # Pads the batch, so the last one needs no separate program.
-        filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
+        padded_prompts = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
         *_, written = generate_stream(
-            self._writer, filled, settings, stop=lambda _, tokens: has_ended(tokens), chunk=_CHUNK
+            self._decoding_model, padded_prompts, settings, stop=lambda _, tokens: has_ended(tokens), chunk=_CHUNK
         )
         # Up to the token that completes the stop text: more may have been generated since the last check.
-        answers = [row.tokens[: _first_true(has_ended, row.tokens)] for row in written[: len(prompts)]]
+        answers = [row.tokens[: _shortest_true_prefix(has_ended, row.tokens)] for row in written[: len(prompts)]]
         return [
             postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
             for tokens in answers
         ]
 
-    def _setting(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+    def _generation_setting(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         """A setting of the task, else of the model, else of transformers."""
         values = (kwargs.get(name), self._generation.get(name), _DEFAULTS[name])
         return next(value for value in values if value is not None)
 
     @functools.cached_property
-    def _writer(self) -> Decoder:
+    def _decoding_model(self) -> Decoder:
         return for_decoding(self._model, self._dtype)
 
-    def _room(self, requested: int) -> int:
+    def _max_new_tokens(self, requested: int) -> int:
         """The number of new tokens that fit; half of the context if they leave no room for the question."""
         room = requested if requested < self.max_length else max(self.max_length // 2, 1)
         if room < requested:
@@ -241,13 +241,13 @@ class HarnessModel(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Formats a conversation; without a generation prompt, the last message stays open."""
-        return self._template.write(chat_history, add_generation_prompt=add_generation_prompt)
+        return self._template.format_messages(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source code of the tokenizer's chat template."""
         return self._template.source if chat_template else None
 
 
-def _first_true(holds: Callable[[Sequence[int]], bool], tokens: Sequence[int]) -> int:
+def _shortest_true_prefix(holds: Callable[[Sequence[int]], bool], tokens: Sequence[int]) -> int:
     """The length of the shortest prefix of `tokens` for which `holds`, assumed monotonic; else the full length."""
     return bisect.bisect_left(range(len(tokens)), True, key=lambda count: holds(tokens[:count]))

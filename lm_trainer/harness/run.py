@@ -60,19 +60,19 @@ class Tasks:
     def __init__(self, config: HarnessConfig, *, num_fewshot: int | None = None):
         self._config = config
         specs = [spec if isinstance(spec, TaskConfig) else TaskConfig(task=spec) for spec in config.task_spec]
-        with _quiet():
-            self._loaded = _load(_manager(config, specs), specs)
+        with _silence_logs():
+            self._loaded = _load_tasks(_make_task_manager(config, specs), specs)
             for task in self._loaded["tasks"].values():
-                _set_examples(task, num_fewshot)
+                _set_num_fewshot(task, num_fewshot)
 
-    def ask(self, model: HarnessModel) -> list[TaskResult]:
+    def evaluate_model(self, model: HarnessModel) -> list[TaskResult]:
         """Evaluates a model on all tasks, deterministically.
 
         Raises:
             UserError: for answers that do not fit into the context, and anything the harness rejects.
         """
         config, loaded = self._config, cast(Any, self._loaded)
-        with _quiet():
+        with _silence_logs():
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
             try:
@@ -89,10 +89,10 @@ class Tasks:
                 )
             except ValueError as error:
                 raise UserError(f"the harness refuses a task: {_first_line(error)}") from None
-        return [self._result(name, results) for name in results["results"]]
+        return [self._task_result(name, results) for name in results["results"]]
 
-    def _result(self, name: str, results: Mapping[str, Any]) -> TaskResult:
-        result = _result(name, results)
+    def _task_result(self, name: str, results: Mapping[str, Any]) -> TaskResult:
+        result = _parse_result(name, results)
         loss = answer_loss(self._loaded["tasks"].get(name), result.samples)
         if loss is not None:
             mean, error = loss
@@ -101,7 +101,7 @@ class Tasks:
         return result if self._config.log_samples else replace(result, samples=())
 
 
-def _manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:
+def _make_task_manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:
     """Lists tasks: only of the user's directory if that has all of them, because the harness has thousands."""
     directory = None if config.include_path is None else str(local_path(config.include_path))
     if directory is not None:
@@ -128,7 +128,7 @@ def _go_offline_if_unreachable() -> None:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
-def _check_name(manager: TaskManager, name: str) -> None:
+def _check_task_name(manager: TaskManager, name: str) -> None:
     names = manager.all_tasks
     if name in names or name.endswith((".yaml", ".yml")):
         return
@@ -137,10 +137,10 @@ def _check_name(manager: TaskManager, name: str) -> None:
     raise UserError(f"the harness has no task {name}{hint}")
 
 
-def _load(manager: TaskManager, specs: Sequence[TaskConfig]) -> dict[str, dict[str, Any]]:
+def _load_tasks(manager: TaskManager, specs: Sequence[TaskConfig]) -> dict[str, dict[str, Any]]:
     loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     for spec in specs:
-        _check_name(manager, spec.task)
+        _check_task_name(manager, spec.task)
         try:
             new_tasks: Any = manager.load([spec.task])
         # Loads data sets with a package that raises many kinds of errors, and tasks may run arbitrary code.
@@ -156,7 +156,7 @@ def _load(manager: TaskManager, specs: Sequence[TaskConfig]) -> dict[str, dict[s
     return loaded
 
 
-def _set_examples(task: Any, num_fewshot: int | None) -> None:
+def _set_num_fewshot(task: Any, num_fewshot: int | None) -> None:
     configured = task.get_config("num_fewshot")
     if num_fewshot is not None and configured != 0:
         task.set_config(key="num_fewshot", value=num_fewshot)
@@ -164,7 +164,7 @@ def _set_examples(task: Any, num_fewshot: int | None) -> None:
         task.set_config(key="num_fewshot", value=0)
 
 
-def _result(name: str, results: Mapping[str, Any]) -> TaskResult:
+def _parse_result(name: str, results: Mapping[str, Any]) -> TaskResult:
     metrics, errors = {}, {}
     for key, value in results["results"][name].items():
         metric, _, kind = key.partition(",")
@@ -186,7 +186,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_logs() -> Iterator[None]:
     """Silences the log messages of the harness, except errors."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.errors import EXIT_CRASH, UserError
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.parallel.processes import gather, gather_texts, is_lead
 from lm_trainer.trackers import Progress
@@ -123,7 +123,7 @@ class FailureDetector:
         if self._all_failed.wait(GRACE):
             return
         if isinstance(error, UserError):
-            sys.stderr.write(for_terminal(f"error: {error}\n"))
+            sys.stderr.write(escape_for_terminal(f"error: {error}\n"))
         else:
             traceback.print_exception(error)
         _exit(code)
@@ -250,7 +250,7 @@ class _Connection:
 
 def _exit_with_reason(text: str, code: int) -> None:
     message = f"\nerror: {text}. This process ends with it; the same command goes on from the newest checkpoint\n"
-    sys.stderr.write(for_terminal(message))
+    sys.stderr.write(escape_for_terminal(message))
     _exit(code)
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Self
 
 from lm_trainer.core.errors import Preempted, Stopped
-from lm_trainer.core.terminal_loss import handled_signals, redirect_terminal_to_devnull
+from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 from lm_trainer.parallel.flags import FlagExchange
 from lm_trainer.parallel.processes import is_lead
 
@@ -75,7 +75,7 @@ class _Handlers:
         self._second: _SecondSignal | None = None
 
     def __enter__(self) -> Self:
-        signals = handled_signals(_SIGNALS)
+        signals = signals_to_handle(_SIGNALS)
         self._second = _SecondSignal(signals)
         for number in signals:
             self._previous[number] = signal.signal(number, self._handle)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
 from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED
-from lm_trainer.core.terminal_loss import handled_signals, redirect_terminal_to_devnull
+from lm_trainer.core.terminal_loss import redirect_terminal_to_devnull, signals_to_handle
 
 GRACE_PERIOD = 15.0
 """Seconds for the other processes to end by themselves after a failure, and the same time to end after SIGTERM.
@@ -220,7 +220,7 @@ class _ForwardedSignals:
         self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in handled_signals(_SIGNALS):
+        for number in signals_to_handle(_SIGNALS):
             self._previous_handlers[number] = signal.signal(number, self._forward)
         return self
 

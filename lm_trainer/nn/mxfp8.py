@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lm_trainer.core.block_float import SIGNED, Blocks, shared_exponents
+from lm_trainer.core.block_float import SIGNED, Blocks, block_exponents
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.target_platform import target_platform
 
@@ -50,7 +50,7 @@ def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
     x_RB32 = jnp.pad(x_RK, ((0, 0), (0, -length % BLOCK))).reshape(len(x_RK), -1, BLOCK)
     # Stays in floating point until one of 32 is left: converting all of them to integers would allocate extra memory.
     largest_RB = jnp.max(jnp.abs(x_RB32), axis=2).astype(jnp.float32)
-    scales_RB = shared_exponents(largest_RB, SIGNED, Blocks(1, 1)) - jnp.uint8(SIGNED.highest)
+    scales_RB = block_exponents(largest_RB, SIGNED, Blocks(1, 1)) - jnp.uint8(SIGNED.highest)
     # A product with a power of two is exact; a quotient may be inexact on some devices.
     bits_RB = (2 * _BIAS - scales_RB.astype(jnp.int32)) << _MANTISSA
     inverse_RB = jax.lax.bitcast_convert_type(bits_RB, jnp.float32)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lm_trainer.core.config import fraction_or_steps
+from lm_trainer.core.config import resolve_steps
 
 _EVEN = 0.01
 """A cycle length that leaves less than this fraction of a cycle over is taken for 1 / n: 0.333 means thirds."""
@@ -83,7 +83,7 @@ def _evenly(total: int, count: int) -> list[int]:
 def _by_length(total: int, length: float) -> list[int]:
     if isinstance(length, float) and 0 < length <= 1.0 and abs(1 / length - round(1 / length)) < _EVEN:
         return _evenly(total, round(1 / length))
-    steps = fraction_or_steps(length, total)
+    steps = resolve_steps(length, total)
     if steps == 0:
         raise ValueError(f"cycle_length: {length} is less than a step of a run of {total} steps")
     if steps > total:
@@ -117,9 +117,9 @@ def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
 
 def _plan_cycle(number: int, start: int, steps: int, lengths: Lengths, *, several: bool) -> Cycle:
     key, length = ("warmup", lengths.warmup) if number == 1 else ("rewarmup", lengths.rewarmup)
-    warmup = fraction_or_steps(length, steps)
+    warmup = resolve_steps(length, steps)
     decay_length = lengths.decay[number - 1] if isinstance(lengths.decay, Sequence) else lengths.decay
-    decay = max(0, steps - warmup) if decay_length is None else fraction_or_steps(decay_length, steps)
+    decay = max(0, steps - warmup) if decay_length is None else resolve_steps(decay_length, steps)
     stable = steps - warmup - decay
     if stable < 0:
         phases = f"{key} ({warmup} steps)" + (f" and decay ({decay} steps) do" if decay else " does")

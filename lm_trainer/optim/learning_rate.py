@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from lm_trainer.core.config import Config, FractionOrSteps, fraction_or_steps
+from lm_trainer.core.config import Config, FractionOrSteps, resolve_steps
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
 from lm_trainer.optim.decay_shape import DecayShape
@@ -70,7 +70,7 @@ class LearningRateConfig(Config):
     def _is_a_length(cls, value: float | tuple[int, ...] | None) -> float | tuple[int, ...] | None:
         # An int is a number of steps; a float must be a fraction of the run or a whole number of steps.
         if isinstance(value, float):
-            fraction_or_steps(value, 1)
+            resolve_steps(value, 1)
         return value
 
     @model_validator(mode="after")

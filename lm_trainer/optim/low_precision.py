@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
+from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, block_exponents, decode, encode
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.optim.params import Arrays, Param, Params
 
@@ -89,7 +89,7 @@ def keep_in_float8(
             coding = coding_of(path, x)
             if coding is None:
                 return x
-            return encode(x, shared_exponents(x, *coding), *coding, jnp.zeros(x.shape, jnp.uint16))
+            return encode(x, block_exponents(x, *coding), *coding, jnp.zeros(x.shape, jnp.uint16))
 
         inner = rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), weights))
         return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(stored, inner))
@@ -109,7 +109,7 @@ def keep_in_float8(
         # everything in float32 at once. The barrier prevents compilers from merging the two computations.
         _, first = computed([x for _, x in old])
         shared = [
-            None if coding is None else shared_exponents(x, *coding) for x, coding in zip(first, codings, strict=True)
+            None if coding is None else block_exponents(x, *coding) for x, coding in zip(first, codings, strict=True)
         ]
         done, second = computed(jax.lax.optimization_barrier([x for _, x in old]))
         key = _key(state.count)

@@ -112,6 +112,6 @@ class Schedule:
 
     def _power(self, cycle: Cycle, step: int) -> float:
         assert self.tokens is not None
-        count = self.tokens.before(step) - self.tokens.before(cycle.start)
+        count = self.tokens.tokens_before(step) - self.tokens.tokens_before(cycle.start)
         scale, exponent = self.constants.power_scale, self.constants.power_exponent
         return self.tokens.batch.at(step) * scale * count**exponent if count else math.inf

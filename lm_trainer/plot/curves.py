@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lm_trainer.checkpoint.policy import KeepEvery
-from lm_trainer.core.piecewise import Piecewise, piecewise_int
+from lm_trainer.core.piecewise import Piecewise, to_piecewise
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config.run_config import RunConfig
 
@@ -53,7 +53,7 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
     total, rate = trainer.num_train_steps, config.learning_rate()
     panels = [
         Panel("learning rate", (Curve("learning rate", rate_points(rate, total)),)),
-        Panel("batch size", (Curve("batch size", _stair(piecewise_int(trainer.train_batch_size), total)),)),
+        Panel("batch size", (Curve("batch size", _stair(to_piecewise(trainer.train_batch_size), total)),)),
     ]
     if data.configs:
         starts, shares = zip(*data.stages, strict=True)

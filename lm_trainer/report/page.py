@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.html_page import write_page
+from lm_trainer.core.html_page import render_page
 from lm_trainer.report.downsample import downsample
 from lm_trainer.report.run import ReportedRun, utc_time
 from lm_trainer.report.saved import tokens_saved
@@ -46,7 +46,7 @@ def report_page(runs: Sequence[ReportedRun]) -> str:
         "tokens": _tokens(runs),
     }
     uplot = resources.files("lm_trainer.report") / "uplot"
-    return write_page(
+    return render_page(
         "lm_trainer.report",
         "page.html",
         title=", ".join(run.name for run in runs),

@@ -12,7 +12,7 @@ from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_r
 from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.safe_names import check_name, path_inside
+from lm_trainer.core.safe_names import check_relative_path, path_inside
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.files.find_run import checkpoints_of, find_run, run_start_directory
@@ -60,7 +60,7 @@ class RunRecord:
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
-            check_name(content.get("id", path.name), path / RUN),
+            check_relative_path(content.get("id", path.name), path / RUN),
             checkpoints,
             identity_of(content, path),
             content.get("changes", []),

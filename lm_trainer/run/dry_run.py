@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.data.missing_files import missing_data
+from lm_trainer.data.missing_files import find_missing_data
 from lm_trainer.nn.attention_dispatch import check_backends
 from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.profile.flops import flops_per_token
@@ -29,7 +29,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     run = run_id(config, name)
     start = find_start(config, run)
     config = config if start is None else start.config
-    if missing := [f"data.{key}: {reason}" for key, reason in missing_data(config.data, network=True)]:
+    if missing := [f"data.{key}: {reason}" for key, reason in find_missing_data(config.data, network=True)]:
         raise ConfigError(missing)
     vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
     setup, _ = configured_setup(config, vocab_size)

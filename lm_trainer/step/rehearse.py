@@ -107,7 +107,7 @@ class RehearsedStep:
 @contextlib.contextmanager
 def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
     """Divides every batch of a step by `plan`."""
-    original, step.plans = step.plans, Piecewise.make([(0, plan)])
+    original, step.plans = step.plans, Piecewise.from_phases([(0, plan)])
     try:
         yield
     finally:

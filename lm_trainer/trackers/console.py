@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, Self, TextIO
 
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 
 _MODULES = logging.getLogger("lm_trainer.nn")
 """Modules of a model log their automatic choices here."""
@@ -96,7 +96,7 @@ class Progress:
         self._open = False
 
     def _encodable(self, text: str) -> str:
-        return for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
+        return escape_for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
         """Estimated remaining time, from the mean since the first step of this attempt, with evaluations and saves."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_trainer.core.config import LocalPath
-from lm_trainer.core.files import local_path, make_writable, write_atomically
+from lm_trainer.core.files import ensure_writable_directory, local_path, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 from lm_trainer.trackers.catch_up import Missing
 from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, TEXTS, JsonLines, decode, machine_error, parse
@@ -31,7 +31,7 @@ class JsonlConfig(TrackerConfig):
 
     def open(self, run: TrackedRun) -> JsonlTracker:
         directory = local_path(self.path) / run.id
-        make_writable(directory, "trainer.tracker.path")
+        ensure_writable_directory(directory, "trainer.tracker.path")
         return JsonlTracker(replace(run, dir=directory, series={}))
 
 

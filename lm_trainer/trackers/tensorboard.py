@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.config import PathType
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
 from lm_trainer.trackers.event_files import LastStep
@@ -38,7 +38,9 @@ class TensorboardConfig(TrackerConfig):
 
     def directory(self, run: TrackedRun) -> str:
         """The directory of the event files of a run."""
-        return str(run.dir / "tensorboard") if self.logdir is None else f"{expanded(self.logdir).rstrip('/')}/{run.id}"
+        return (
+            str(run.dir / "tensorboard") if self.logdir is None else f"{expand_home(self.logdir).rstrip('/')}/{run.id}"
+        )
 
 
 @contextmanager

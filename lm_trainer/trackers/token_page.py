@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
-from lm_trainer.core.html_page import write_page
+from lm_trainer.core.html_page import render_page
 
 FILE, PAGE = "token-probabilities.jsonl", "token-probabilities.html"
 """File names in the run directory."""
@@ -168,7 +168,7 @@ def token_page(runs: Mapping[str, TokenHistory]) -> str:
         "tokens": tokens,
         "runs": [{"name": name, "steps": _page_steps(history)} for name, history in runs.items()],
     }
-    return write_page("lm_trainer.trackers", "token_page.html", data=data)
+    return render_page("lm_trainer.trackers", "token_page.html", data=data)
 
 
 def _page_steps(history: TokenHistory) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 from tests.conftest import Lmt, refused
 
 TEMPLATE = (
@@ -51,7 +51,7 @@ def test_answers_are_those_of_transformers(talker: Path) -> None:
         )[0, len(ids) :].tolist()
         answer = bytes(i for i in new if i < 256).decode("utf-8", "replace")
         messages.append({"role": "assistant", "content": answer})
-        expected.append(for_terminal(answer))
+        expected.append(escape_for_terminal(answer))
     options = ("--system", "Be brief.", "--temperature", "0", "--max-new-tokens", "7")
     shown = said(talker, ["Hi", "", "And?"], *options)
     assert shown.startswith(f"{expected[0]}\n{expected[1]}\n")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.terminal import for_terminal
+from lm_trainer.core.terminal import escape_for_terminal
 from lm_trainer.generate.text import Sampling, read_prompts, stream_tokens
 from tests.conftest import Lmt, refused
 
@@ -98,7 +98,7 @@ def test_prompts_are_texts_and_files_in_order_and_the_start_of_a_document_otherw
 
 
 def test_a_terminal_gets_no_control_sequences() -> None:
-    assert for_terminal("a\tb\nÜ\x1b[31mred\x07\x9b\r") == "a\tb\nÜ�[31mred���"
+    assert escape_for_terminal("a\tb\nÜ\x1b[31mred\x07\x9b\r") == "a\tb\nÜ�[31mred���"
 
 
 @pytest.mark.slow
@@ -117,8 +117,8 @@ def test_a_text_ends_a_continuation(lmt: Lmt, hf_model: Path) -> None:
     assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
     # What a terminal shows piece by piece is the same text.
     shown = lmt(*options, "--stop", end).stdout
-    assert shown == for_terminal("def main" + cut["text"]) + "\n"
-    assert lmt(*options).stdout == for_terminal("def main" + whole["text"]) + "\n"
+    assert shown == escape_for_terminal("def main" + cut["text"]) + "\n"
+    assert lmt(*options).stdout == escape_for_terminal("def main" + whole["text"]) + "\n"
     refused(lmt(*options, "--stop", ""), "--stop ''")
 
 
@@ -179,4 +179,4 @@ def test_each_token_that_ends_texts_of_a_model_ends_one(lmt: Lmt, hf_model: Path
         assert sample["tokens"] == expected[:-1], "the end is no part of the text"
         assert sample["finish"] == "document_end"
         # The same text piece by piece.
-        assert lmt(*options, "--prompt", prompt).stdout == for_terminal(prompt + sample["text"]) + "\n"
+        assert lmt(*options, "--prompt", prompt).stdout == escape_for_terminal(prompt + sample["text"]) + "\n"

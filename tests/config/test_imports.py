@@ -13,7 +13,7 @@ from lm_trainer.config.config_node import ConfigNode, all_keys
 from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import flatten
 from lm_trainer.config.imports.read import read_foreign
-from lm_trainer.config.imports.translate import foreign_dialect, translate
+from lm_trainer.config.imports.translate import detect_framework, translate
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
@@ -77,25 +77,27 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_foreign_configuration_becomes_one_of_ours(name: str, tmp_path: Path) -> None:
-    dialect, some, others, lost = CASES[name]
+    dialect, first_settings, other_settings, lost = CASES[name]
     # Its ending would make it a module of these tests.
     file = tmp_path / name.replace("nanogpt.txt", "train.py")
     file.write_text((EXAMPLES / name).read_text())
-    found = translate(file, RunConfig)
-    assert found.dialect == dialect
-    assert {*lost} <= {key for key, _ in found.lost}
-    assert all(reason for _, reason in found.lost)
+    translation = translate(file, RunConfig)
+    assert translation.dialect == dialect
+    assert {*lost} <= {key for key, _ in translation.lost}
+    assert all(reason for _, reason in translation.lost)
     written = tmp_path / "ours.yaml"
-    written.write_text(found.to_yaml(file.name))
+    written.write_text(translation.to_yaml(file.name))
     loaded = load(written, [], RunConfig)
     assert not loaded.notes
-    ours = flatten(loaded.config.model_dump(mode="json"))
-    assert {key: ours[key] for key in (*some, *others)} == {**some, **others}
+    settings = flatten(loaded.config.model_dump(mode="json"))
+    assert {key: settings[key] for key in (*first_settings, *other_settings)} == {**first_settings, **other_settings}
     # Every key of the file is taken over, read by the rule of another, or named with a reason: none is lost in silence.
-    rules = next(each for each in DIALECTS if each.name == dialect).keys
+    rules = next(candidate for candidate in DIALECTS if candidate.name == dialect).keys
     for key in flatten(read_foreign(file)[0]) if dialect != "Levanter" else ():
-        known = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
-        assert any(each in rules for each in known) or key in {each for each, _ in found.lost}, key
+        enclosing_keys = [key.rsplit(".", levels)[0] for levels in range(key.count(".") + 1)]
+        assert any(enclosing_key in rules for enclosing_key in enclosing_keys) or key in {
+            lost_key for lost_key, _ in translation.lost
+        }, key
 
 
 @pytest.mark.parametrize(
@@ -123,14 +125,14 @@ def test_a_decay_beyond_the_last_step_is_named(text: str, is_lost: bool, tmp_pat
     assert ("lr_decay_iters" in lost) == is_lost
 
 
-def _ours(name: str, text: str, tmp_path: Path) -> dict[str, Any]:
+def _translate_settings(name: str, text: str, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / name).write_text(text)
     return flatten(translate(tmp_path / name, RunConfig).data)
 
 
 def test_what_litgpt_assumes_is_written_out(tmp_path: Path) -> None:
     # Its `pretrain` with nothing but a name: Pythia's architecture, torch's AdamW.
-    ours = _ours(
+    settings = _translate_settings(
         "a.yaml", "model_name: EleutherAI/pythia-14m\ntrain: {micro_batch_size: 4}\neval: {max_iters: 5}\n", tmp_path
     )
     expected = {
@@ -141,40 +143,40 @@ def test_what_litgpt_assumes_is_written_out(tmp_path: Path) -> None:
         # 3 trillion tokens in steps of 512 rows of 512.
         **{"trainer.num_train_steps": 3 * 10**12 // 512**2, "trainer.max_eval_batches": 5},
     }
-    assert {key: ours[key] for key in expected} == expected
+    assert {key: settings[key] for key in expected} == expected
     # Its fine-tuning clips nothing, and decays to nothing.
-    ours = _ours(
+    settings = _translate_settings(
         "b.yaml", "checkpoint_dir: checkpoints/a/b\nlora_r: 8\ntrain: {max_steps: 50, min_lr: 6e-5}\n", tmp_path
     )
     expected = {
         **{"trainer.train_batch_size": 16, "optimizer.max_grad_norm": None, "optimizer.min_lr_ratio": 0.0},
         **{"optimizer.warmup": 100, "trainer.num_train_steps": 50, "trainer.seed": 1337},
     }
-    assert {key: ours[key] for key in expected} == expected
+    assert {key: settings[key] for key in expected} == expected
 
 
 def test_axolotl_warms_up_unless_told_otherwise(tmp_path: Path) -> None:
     head = "base_model: a/b\nmicro_batch_size: 1\n"
     for text, warmup in [("", 0.03), ("max_steps: 1000", 30), ("max_steps: 9000", 100), ("warmup_ratio: 0.1", 0.1)]:
-        assert _ours("a.yaml", head + text, tmp_path)["optimizer.warmup"] == warmup
+        assert _translate_settings("a.yaml", head + text, tmp_path)["optimizer.warmup"] == warmup
     (tmp_path / "a.yaml").write_text(head)
     assert any("at most 100" in note for note in translate(tmp_path / "a.yaml", RunConfig).notes)
 
 
 def test_characters_of_nanogpt_are_read_as_text(tmp_path: Path) -> None:
-    ours = _ours("train.py", "dataset = 'shakespeare_char'\nblock_size = 250\n", tmp_path)
-    assert ours["data.train_urls"] == ["data/shakespeare_char/input.txt"]
-    assert (ours["data.tokenizer"], ours["data.num_validation_sequences"]) == ("bytes", 400)
-    assert "data.source.type" not in ours
+    settings = _translate_settings("train.py", "dataset = 'shakespeare_char'\nblock_size = 250\n", tmp_path)
+    assert settings["data.train_urls"] == ["data/shakespeare_char/input.txt"]
+    assert (settings["data.tokenizer"], settings["data.num_validation_sequences"]) == ("bytes", 400)
+    assert "data.source.type" not in settings
     assert "meta.pkl" in dict(translate(tmp_path / "train.py", RunConfig).lost)["dataset"]
 
 
 def test_the_test_data_and_the_rows_of_torchtitan(tmp_path: Path) -> None:
-    ours = _ours("a.toml", "[training]\nlocal_batch_size = 8\ndataset = 'c4_test'\n", tmp_path)
-    assert ours["data.train_urls"] == ["tests/assets/c4_test/*"]
-    assert ours["trainer.train_batch_size"] == 8
-    found = translate(tmp_path / "a.toml", RunConfig)
-    assert "one device" in dict(found.lost)["training.local_batch_size"]
+    settings = _translate_settings("a.toml", "[training]\nlocal_batch_size = 8\ndataset = 'c4_test'\n", tmp_path)
+    assert settings["data.train_urls"] == ["tests/assets/c4_test/*"]
+    assert settings["trainer.train_batch_size"] == 8
+    translation = translate(tmp_path / "a.toml", RunConfig)
+    assert "one device" in dict(translation.lost)["training.local_batch_size"]
 
 
 def test_notes_of_one_reason_are_one_line_and_missing_text_is_told(tmp_path: Path) -> None:
@@ -187,8 +189,8 @@ def test_notes_of_one_reason_are_one_line_and_missing_text_is_told(tmp_path: Pat
 def test_numbers_with_a_power_of_ten_are_numbers(tmp_path: Path) -> None:
     text = "train: {global_batch_size: 4, max_seq_length: 100, max_tokens: 3e9, learning_rate: 2e-5}\n"
     (tmp_path / "a.yaml").write_text(text)
-    ours = flatten(translate(tmp_path / "a.yaml", RunConfig).data)
-    assert (ours["trainer.num_train_steps"], ours["optimizer.learning_rate"]) == (7_500_000, 2e-5)
+    settings = flatten(translate(tmp_path / "a.yaml", RunConfig).data)
+    assert (settings["trainer.num_train_steps"], settings["optimizer.learning_rate"]) == (7_500_000, 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("a.yaml", "x: [1", "cannot be read"),
         ("a.toml", "x = ", "cannot be read"),
@@ -254,9 +256,9 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
         ("a.json", '{"a": ' * 99999 + "1" + "}" * 99999, "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_refused(name: str, text: str, told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_refused(name: str, text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         translate(tmp_path / name, RunConfig)
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(UserError, match="there are nanoGPT, torchtitan, litgpt, axolotl, Levanter"):
@@ -304,22 +306,22 @@ def test_a_file_of_something_else_is_not_taken_for_one_of_these(
         file.write_text(json.dumps(some))
         with pytest.raises(UserError, match=r"--from NAME"):
             translate(file, RunConfig)
-        assert foreign_dialect(file, RunConfig) is None
+        assert detect_framework(file, RunConfig) is None
 
 
 def test_keys_that_are_unknown_in_number_are_named(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("base_model: a/b\nsequence_len: 8\n" + "".join(f"k{i}: 1\n" for i in range(9)))
-    told = (
+    message = (
         r"axolotl has 2 of its 11 keys \(base_model, sequence_len\), and not the others \(k0, .*\.\.\.\), so it may be"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         translate(file, RunConfig)
     assert translate(file, RunConfig, "axolotl").dialect == "axolotl"
 
 
 def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
-    known = {*all_keys(ConfigNode.root(RunConfig), every=True)}
+    our_keys = {*all_keys(ConfigNode.root(RunConfig), all_classes=True)}
     for dialect in DIALECTS:
         named = {rule for rule in dialect.keys.values() if isinstance(rule, str)} | dialect.always.keys()
-        assert named <= known, dialect.name
+        assert named <= our_keys, dialect.name

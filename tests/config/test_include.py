@@ -90,18 +90,18 @@ def test_the_same_file_may_be_included_twice(files: Files) -> None:
 
 def test_a_syntax_error_in_an_included_file_leaves_the_other_problems(files: Files) -> None:
     files.write("a: [1\n", "data.yaml")
-    found = files.problems("data: !include data.yaml\ntrainer: {seed: x}\n")
-    assert found[0] == "1:17: trainer.seed: expected a whole number, got 'x'".replace("1:17", "2:17")
-    assert found[1].startswith("data.yaml:2:1: expected ',' or ']'")
-    assert len(found) == 2
+    problems = files.problems("data: !include data.yaml\ntrainer: {seed: x}\n")
+    assert problems[0] == "1:17: trainer.seed: expected a whole number, got 'x'".replace("1:17", "2:17")
+    assert problems[1].startswith("data.yaml:2:1: expected ',' or ']'")
+    assert len(problems) == 2
 
 
 def test_files_that_include_each_other_many_times_over_are_refused(files: Files) -> None:
     for n in range(8):
         files.write(f"[{', '.join([f'!include f{n + 1}.yaml'] * 9)}]", f"f{n}.yaml")
     files.write("[x]", "f8.yaml")
-    (found,) = files.problems("trainer: {jax_config: {x: !include f0.yaml}}\n")
-    assert found.endswith("more than 200 files are included")
+    (problem,) = files.problems("trainer: {jax_config: {x: !include f0.yaml}}\n")
+    assert problem.endswith("more than 200 files are included")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_files_that_include_each_other_many_times_over_are_refused(files: Files)
 )
 def test_whole_files_are_not_merged(files: Files, text: str, problem: str) -> None:
     files.write("trainer: {seed: 3}", "base.yaml")
-    found = files.problems(text)
-    assert len(found) == 1
-    assert found[0].startswith(problem)
+    problems = files.problems(text)
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)

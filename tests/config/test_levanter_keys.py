@@ -25,7 +25,7 @@ def read(directory: Path, text: str, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("levanter_text", "our_text"),
     [
         ("model: {activation_function: swish}", "model: {activation_function: silu}"),
         ("model: {type: llama, activation_function: gelu_fast}", "model: {type: llama, activation_function: gelu_new}"),
@@ -41,8 +41,8 @@ def read(directory: Path, text: str, *overrides: str) -> RunConfig:
         ("trainer: {quantization: {fp8: true, targets: mlp}}", "trainer: {quantization: {type: fp8, targets: mlp}}"),
     ],
 )
-def test_other_spellings_mean_the_same(theirs: str, ours: str, tmp_path: Path) -> None:
-    assert numeric_identity(read(tmp_path, theirs)) == numeric_identity(read(tmp_path, ours))
+def test_other_spellings_mean_the_same(levanter_text: str, our_text: str, tmp_path: Path) -> None:
+    assert numeric_identity(read(tmp_path, levanter_text)) == numeric_identity(read(tmp_path, our_text))
 
 
 class TestFp8OnTheCommandLine:
@@ -132,8 +132,8 @@ class TestRulesWithoutEffect:
         assert plan.compute_rules["batch"] == BATCH_AXES
         assert not any("model" in over for over in plan.compute_rules.values())
         mesh = build_mesh(plan.mesh_shape, jax.devices()[:1])
-        (said,) = configuration_warnings(trainer, mesh)
-        assert note in said
+        (warning,) = configuration_warnings(trainer, mesh)
+        assert note in warning
 
     def test_over_several_devices_they_have_one(self, tmp_path: Path) -> None:
         trainer = read(tmp_path, "trainer: {tensor_parallel_axes: [mlp], model_axis_size: 2}").trainer
@@ -189,7 +189,7 @@ HUB = "id: org/set, name: en, stream: false"
 
 class TestSourceOnTheCommandLine:
     @pytest.mark.parametrize(
-        ("text", "overrides", "same", "note"),
+        ("text", "overrides", "equivalent", "note"),
         [
             (URLS, ["data.id=org/set"], "id: org/set", "data.train_urls, data.validation_urls"),
             (
@@ -205,14 +205,16 @@ class TestSourceOnTheCommandLine:
         ],
     )
     def test_it_takes_the_place_of_the_files(
-        self, text: str, overrides: list[str], same: str, note: str | None, tmp_path: Path
+        self, text: str, overrides: list[str], equivalent: str, note: str | None, tmp_path: Path
     ) -> None:
         path = tmp_path / "theirs.yaml"
         path.write_text(f"data: {{{text}}}")
         loaded = load(path, overrides, RunConfig)
-        assert loaded.config == read(tmp_path, f"data: {{{same}}}")
-        said = [one for one in loaded.notes if "takes the place of" in one]
-        assert [one.partition(" takes the place of ")[2] for one in said] == ([f"{note} of the file"] if note else [])
+        assert loaded.config == read(tmp_path, f"data: {{{equivalent}}}")
+        notes = [note_text for note_text in loaded.notes if "takes the place of" in note_text]
+        assert [note_text.partition(" takes the place of ")[2] for note_text in notes] == (
+            [f"{note} of the file"] if note else []
+        )
 
     def test_it_holds_for_each_set(self, tmp_path: Path) -> None:
         path = tmp_path / "theirs.yaml"

@@ -28,17 +28,17 @@ def read(directory: Path, section: str, block: dict[str, Any]) -> RunConfig:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section['section']} {section.get('type', '')}")
 def test_every_entry_is_what_the_loader_does(section: dict[str, Any], tmp_path: Path) -> None:
-    at, kind = section["section"], section.get("type")
+    section_name, kind = section["section"], section.get("type")
     empty = {"type": kind} if kind else {}
-    plain = read(tmp_path, at, empty)
-    for key, there in section["keys"].items():
-        entry = levanter_key(at, kind, key, there)
+    plain = read(tmp_path, section_name, empty)
+    for key, levanter_value in section["keys"].items():
+        entry = levanter_key(section_name, kind, key, levanter_value)
         if entry.startswith("refused: "):
             with pytest.raises(ConfigError, match=f"{key}: "):
-                read(tmp_path, at, {**empty, key: 1})
+                read(tmp_path, section_name, {**empty, key: 1})
         else:
-            same = read(tmp_path, at, {**empty, key: there}) == plain
-            assert same == (entry == "same" or entry.startswith("read with a note")), (key, entry)
+            is_same = read(tmp_path, section_name, {**empty, key: levanter_value}) == plain
+            assert is_same == (entry == "same" or entry.startswith("read with a note")), (key, entry)
 
 
 def test_the_page_has_a_row_for_every_key() -> None:

@@ -144,10 +144,10 @@ def test_what_was_found_and_what_is_expected(files: Files, text: str, problem: s
     if problem is None:
         assert files.load(text).config.trainer.crash_on_nan
         return
-    found = files.problems(text)
-    assert len(found) == 1, found
-    assert found[0].startswith(problem), found
-    assert len(found[0]) < 200
+    problems = files.problems(text)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(problem), problems
+    assert len(problems[0]) < 200
 
 
 class TestBlocksWithAType:
@@ -233,7 +233,7 @@ class TestSecrets:
         assert not is_secret_name(name)
 
     def test_a_secret_is_refused_anywhere_and_never_shown(self, files: Files) -> None:
-        found = files.problems(
+        problems = files.problems(
             """
             trainer:
               hf_token: hf_CANARY
@@ -247,11 +247,11 @@ class TestSecrets:
             "trainer.my_token",
             "CANARY",
         )
-        assert len(found) == 6
-        for problem in found:
+        assert len(problems) == 6
+        for problem in problems:
             assert "looks like a secret, and a configuration is saved with the run" in problem
             assert "set it in the environment" in problem
-        assert not any("CANARY" in problem for problem in found)
+        assert not any("CANARY" in problem for problem in problems)
 
     @pytest.mark.parametrize(
         "text", ["rules: {token: data}", "stages: [[0, {token: 0.5}]]", "sets: {token: {every: 3}}"]
@@ -304,7 +304,7 @@ def test_a_user_error_of_a_validator_is_one_of_the_problems(files: Files) -> Non
 
         @field_validator("axis")
         @classmethod
-        def _known(cls, value: str) -> str:
+        def _refuse_axis(cls, value: str) -> str:
             raise UserError(f"no axis {value!r}")
 
     with pytest.raises(ConfigError, match=r"run\.yaml:1:1: no axis 'x'"):

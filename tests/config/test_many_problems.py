@@ -46,8 +46,8 @@ def test_many_unknown_keys_of_a_file(text: Callable[[int], str], in_tmp_path: Pa
 def test_many_unknown_keys_of_a_command_line(in_tmp_path: Path) -> None:
     file = in_tmp_path / "c.yaml"
     file.write_text("{}")
-    given = [f"trainer.seeds_{number}=1" for number in range(300)] + [f"--sede{number}=1" for number in range(300)]
-    problems, seconds = _problems(file, given)
+    overrides = [f"trainer.seeds_{number}=1" for number in range(300)] + [f"--sede{number}=1" for number in range(300)]
+    problems, seconds = _problems(file, overrides)
     assert len(problems) == 600
     assert seconds < 3
 
@@ -56,14 +56,14 @@ def test_the_first_ones_are_answered_with_the_key_that_was_meant(
     in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_for = list[str]()
-    nearest = document.nearest
+    find_similar = document.find_similar
 
     def counted(word: str, options: Sequence[str], *, strict: bool = False) -> list[str]:
         looked_for.append(word)
-        return nearest(word, options, strict=strict)
+        return find_similar(word, options, strict=strict)
 
     for module in (document, explain):
-        monkeypatch.setattr(module, "nearest", counted)
+        monkeypatch.setattr(module, "find_similar", counted)
     file = in_tmp_path / "c.yaml"
     file.write_text("trainer:\n" + "".join(f"  sede{number}: 1\n" for number in range(100)))
     problems, _ = _problems(file)

@@ -162,9 +162,9 @@ class TestTypes:
     ],
 )
 def test_what_is_no_setting(files: Files, arguments: list[str], problem: str) -> None:
-    found = files.problems(FILE, *arguments)
-    assert len(found) == 1, found
-    assert found[0].startswith(problem), found
+    problems = files.problems(FILE, *arguments)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(problem), problems
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_what_is_no_setting(files: Files, arguments: list[str], problem: str) ->
     ],
 )
 def test_a_setting_that_does_not_fit(files: Files, setting: str, problem: str) -> None:
-    found = files.problems(FILE, setting)
-    assert len(found) == 1, found
-    assert found[0].startswith(f"override `{setting}`: {setting.split('=')[0]}: {problem}"), found
+    problems = files.problems(FILE, setting)
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(f"override `{setting}`: {setting.split('=')[0]}: {problem}"), problems
 
 
 def test_an_item_of_what_is_one_block(files: Files) -> None:
@@ -209,8 +209,8 @@ def test_an_item_of_what_is_one_block(files: Files) -> None:
 
 
 def test_problems_of_overrides_come_last_and_all_at_once(files: Files) -> None:
-    found = files.problems("trainer: {seed: x}", "model.num_layers=0", "--nope", "optimizer.lr=3", "trainer.id=")
-    assert [problem.split(":")[0] for problem in found] == [
+    problems = files.problems("trainer: {seed: x}", "model.num_layers=0", "--nope", "optimizer.lr=3", "trainer.id=")
+    assert [problem.split(":")[0] for problem in problems] == [
         "1", "override `model.num_layers=0`", "--nope", "override `optimizer.lr=3`", "override `trainer.id=`",
     ]  # fmt: skip
 

@@ -100,8 +100,15 @@ def test_no_run_makes_a_directory_called_tilde(lmt: Lmt, home: Path, in_tmp_path
     done = lmt("train", "~/base.yaml")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in in_tmp_path.iterdir()] == []
-    for made in ("l/run/run.json", "c/run/1", "boards/run", "copies/run/metrics.jsonl", "cache/train", "hf/run/step-1"):
-        assert (home / made).exists(), made
+    for created in (
+        "l/run/run.json",
+        "c/run/1",
+        "boards/run",
+        "copies/run/metrics.jsonl",
+        "cache/train",
+        "hf/run/step-1",
+    ):
+        assert (home / created).exists(), created
     assert "~/" not in done.stdout
     from_it = lmt("train", "~/base.yaml", "trainer.id=next", "trainer.initialize_from=~/c/run/1", "trainer.log_dir=~/l")
     assert from_it.returncode == 0, from_it.stderr

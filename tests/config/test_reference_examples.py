@@ -46,20 +46,20 @@ def test_it_validates(name: str, written: Written) -> None:
 
 
 def test_what_an_example_says_is_what_is_read(written: Written) -> None:
-    whole = read(written("a whole run"))
-    assert whole.data.train_urls == ["gs://my_bucket/openwebtext-sharded/openwebtext_train.{1..128}-of-128.jsonl.gz"]
-    assert whole.optimizer.learning_rate == 6e-4
-    assert (whole.trainer.mp.param, whole.trainer.mp.compute) == ("float32", "bfloat16")
-    assert whole.trainer.step_plan.microbatches.at(0).rows == 4
-    assert read(written("an included file")).data == whole.data
+    full_run = read(written("a whole run"))
+    assert full_run.data.train_urls == ["gs://my_bucket/openwebtext-sharded/openwebtext_train.{1..128}-of-128.jsonl.gz"]
+    assert full_run.optimizer.learning_rate == 6e-4
+    assert (full_run.trainer.mp.param, full_run.trainer.mp.compute) == ("float32", "bfloat16")
+    assert full_run.trainer.step_plan.microbatches.at(0).rows == 4
+    assert read(written("an included file")).data == full_run.data
     assert read(written("the compilation cache")).trainer.jax_config["jax_persistent_cache_min_compile_time_secs"] == 5
 
     (tracker,) = read(written("a tracker without a type")).trainer.trackers
     assert isinstance(tracker, WandbConfig)
     assert (tracker.project, tracker.entity) == ("my-project", "my-entity")
-    both = read(written("several trackers")).trainer.trackers
-    assert [type(tracker) for tracker in both] == [WandbConfig, TensorboardConfig]
-    assert read(written("several trackers, one without a type")).trainer.trackers == both
+    trackers = read(written("several trackers")).trainer.trackers
+    assert [type(tracker) for tracker in trackers] == [WandbConfig, TensorboardConfig]
+    assert read(written("several trackers, one without a type")).trainer.trackers == trackers
     assert read(written("averaged weights")).trainer.model_averaging == EmaConfig(beta=0.999)
     late = read(written("the other average")).trainer.model_averaging
     assert late == EmaDecaySqrtConfig(beta=0.999, switch_step=100_000, decay_steps=100_000)
@@ -173,7 +173,7 @@ def test_what_is_deprecated_is_refused_with_its_replacement(text: str, key: str,
 
 
 @pytest.mark.parametrize(
-    ("text", "now", "notes"),
+    ("text", "our_text", "notes"),
     [
         (
             "trainer: {wandb: {project: p}}",
@@ -210,13 +210,13 @@ def test_what_is_deprecated_is_refused_with_its_replacement(text: str, key: str,
     ],
 )
 def test_what_means_the_same_or_nothing_is_read_with_a_note(
-    text: str, now: str, notes: list[str], tmp_path: Path
+    text: str, our_text: str, notes: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "theirs.yaml").write_text(text + "\n")
-    (tmp_path / "ours.yaml").write_text(now + "\n")
-    theirs = load(tmp_path / "theirs.yaml", [], RunConfig)
-    assert theirs.config == read(tmp_path / "ours.yaml")
-    assert [note.removeprefix(f"{tmp_path / 'theirs.yaml'}:") for note in theirs.notes] == notes
+    (tmp_path / "ours.yaml").write_text(our_text + "\n")
+    loaded = load(tmp_path / "theirs.yaml", [], RunConfig)
+    assert loaded.config == read(tmp_path / "ours.yaml")
+    assert [note.removeprefix(f"{tmp_path / 'theirs.yaml'}:") for note in loaded.notes] == notes
 
 
 SMALL = {

@@ -44,5 +44,5 @@ def test_mistakes_are_found_at_their_line(in_tmp_path: Path, text: str, problem:
     Path("x.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load(Path("x.yaml"), ["trainer.num_train_steps=100"], RunConfig)
-    (found,) = caught.value.problems
-    assert found.startswith(problem)
+    (reported,) = caught.value.problems
+    assert reported.startswith(problem)

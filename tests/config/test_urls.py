@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm_trainer.config.loader import load
-from lm_trainer.config.value_type import tags, value_type_of_field
+from lm_trainer.config.value_type import type_tags, value_type_of_field
 from lm_trainer.core.config import Config, PathType
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.files import KEYS_WITH_URLS, local_path
@@ -62,10 +62,10 @@ def keys(config: type[Config], path: tuple[str | int, ...] = (), above: tuple[ty
     """Every key below a class, as often as there are kinds of blocks that it can stand in."""
     for name, field in config.model_fields.items():
         yield Key((*path, name), config, {})
-        for value_type in value_type_of_field(field).choices():
+        for value_type in value_type_of_field(field).alternatives_or_self():
             entry = (*path, name) if value_type.kind == "model" else (*path, name, "a")
-            found = parts(value_type.inner) if value_type.kind == "mapping" else value_type.models
-            for model in filter(is_config, found):
+            classes = parts(value_type.inner) if value_type.kind == "mapping" else value_type.models
+            for model in filter(is_config, classes):
                 if model not in above:
                     for key in keys(model, entry, (*above, model)):
                         yield key._replace(
@@ -78,7 +78,7 @@ def is_config(part: Any) -> TypeGuard[type[Config]]:
 
 
 def tag(model: type[Config]) -> str | None:
-    return next(iter(tags(model)), None)
+    return next(iter(type_tags(model)), None)
 
 
 def with_block(blocks: Mapping[str, Any], path: tuple[str | int, ...], block: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def test_a_url_that_does_not_work_is_refused_where_it_is_written(root: Any, key:
         with pytest.raises(ConfigError) as refused:
             load(file, [], root)
         line = next(text for text in refused.value.problems if url in text)
-        at = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if url in text)
+        line_number = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if url in text)
         # A key that takes one path or several names the one that is refused.
-        assert re.match(rf"{file}:{at}:\d+: {re.escape(key.dotted)}(\.0)?: {url} is a URL", line)
+        assert re.match(rf"{file}:{line_number}:\d+: {re.escape(key.dotted)}(\.0)?: {url} is a URL", line)
         assert all(name in line for name in KEYS_WITH_URLS)
     assert [path.name for path in in_tmp_path.iterdir()] == ["c.yaml"]
 

@@ -8,14 +8,14 @@ import pytest
 from yaml.nodes import ScalarNode
 
 from lm_trainer.config.yaml_nodes import MAX_BYTES, read_file
-from lm_trainer.config.yaml_syntax import compose, flow, scalar
+from lm_trainer.config.yaml_syntax import compose, parse_scalar, to_flow_yaml
 from tests.config.samples import Files
 
 
 def value_of(text: str) -> Any:
     node = compose(text)
     assert isinstance(node, ScalarNode)
-    return scalar(node)
+    return parse_scalar(node)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,19 @@ TRICKY = [
 
 @pytest.mark.parametrize("text", TRICKY)
 def test_text_is_written_so_that_it_reads_back_as_the_same_text(text: str) -> None:
-    assert value_of(flow(text)) == text
-    assert "\n" not in flow(text)
+    assert value_of(to_flow_yaml(text)) == text
+    assert "\n" not in to_flow_yaml(text)
 
 
 @pytest.mark.parametrize("value", [1e-5, 6e-4, 1e16, 0.1 + 0.2, 5e-324, -1.0, 10**30, 1e22])
 def test_numbers_are_written_exactly(value: float) -> None:
-    assert value_of(flow(value)) == value
-    assert type(value_of(flow(value))) is type(value)
+    assert value_of(to_flow_yaml(value)) == value
+    assert type(value_of(to_flow_yaml(value))) is type(value)
 
 
 def test_flow_writes_nested_data_on_one_line() -> None:
     value = {"a": [1, "2", None, True], "b": {}, "c": []}
-    assert flow(value) == "{a: [1, '2', null, true], b: {}, c: []}"
+    assert to_flow_yaml(value) == "{a: [1, '2', null, true], b: {}, c: []}"
 
 
 def test_positions_are_those_of_values_and_keys(files: Files) -> None:
@@ -127,9 +127,9 @@ def test_positions_are_those_of_values_and_keys(files: Files) -> None:
     ],
 )
 def test_a_file_that_is_no_configuration(files: Files, text: str, problem: str) -> None:
-    found = files.problems(text)
-    assert len(found) == 1
-    assert found[0].startswith(problem), found
+    problems = files.problems(text)
+    assert len(problems) == 1
+    assert problems[0].startswith(problem), problems
 
 
 def test_values_nested_too_deeply(files: Files) -> None:
@@ -152,9 +152,9 @@ def test_duplicate_keys_name_both_places_and_do_not_hide_other_problems(files: F
 
 @pytest.mark.parametrize("key", ["1", "1.5", "true", "null", "[a]", "{a: b}", "!!str a", "010"])
 def test_keys_must_be_text(files: Files, key: str) -> None:
-    found = files.problems(f"trainer:\n  seed: 1\n  jax_config:\n    ? {key}\n    : 1\n")
-    assert len(found) == 1
-    assert found[0].startswith("4:7: a key must be text, got"), found
+    problems = files.problems(f"trainer:\n  seed: 1\n  jax_config:\n    ? {key}\n    : 1\n")
+    assert len(problems) == 1
+    assert problems[0].startswith("4:7: a key must be text, got"), problems
 
 
 def test_words_that_yaml_1_1_reads_as_booleans_are_keys(files: Files) -> None:
@@ -166,19 +166,19 @@ def test_words_that_yaml_1_1_reads_as_booleans_are_keys(files: Files) -> None:
     ["!!python/object/apply:os.system ['touch broken']", "!!str 1", "!custom x", "! x", "!!binary aGk=", "!!set {a}"],
 )
 def test_explicit_tags_are_refused_and_run_nothing(files: Files, value: str) -> None:
-    found = files.problems(f"trainer:\n  id: {value}\n")
-    assert len(found) == 1
-    assert found[0].startswith("2:7: the tag !"), found
-    assert "is not supported, only !include" in found[0]
+    problems = files.problems(f"trainer:\n  id: {value}\n")
+    assert len(problems) == 1
+    assert problems[0].startswith("2:7: the tag !"), problems
+    assert "is not supported, only !include" in problems[0]
     assert not Path("broken").exists()
 
 
 def test_an_alias_bomb_is_refused_quickly(files: Files) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    found = files.problems("\n".join(lines))
-    assert len(found) == 1
-    assert "more than 50000 values, counting those of aliases" in found[0]
+    problems = files.problems("\n".join(lines))
+    assert len(problems) == 1
+    assert "more than 50000 values, counting those of aliases" in problems[0]
 
 
 @pytest.mark.parametrize("text", ["data: &a\n  train_urls: [*a]\n", "data: &a\n  <<: *a\n"])

@@ -82,7 +82,7 @@ def test_secrets_of_a_command_are_blanked_wherever_it_is_shown(command: str, tmp
     secret = "s3cr3tVALUE"
     config = RunConfig.model_validate({"trainer": {"alerts": {"command": command.format(secret, secret)}}})
     shown = [
-        to_yaml(config, shown=True),
+        to_yaml(config, redact=True),
         str(differences_from_defaults(config)),
         str(without_credentials(config.model_dump(mode="json"))),
     ]
@@ -90,7 +90,7 @@ def test_secrets_of_a_command_are_blanked_wherever_it_is_shown(command: str, tmp
     # It is what runs all the same, and what a launcher hands on.
     assert secret in to_yaml(config)
     file = tmp_path / "c.yaml"
-    file.write_text(to_yaml(config, shown=True))
+    file.write_text(to_yaml(config, redact=True))
     assert load(file, [], RunConfig).config.trainer.alerts.command is not None
 
 

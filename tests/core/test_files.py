@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lm_trainer.core.errors import disk_error
-from lm_trainer.core.files import append_line, make_writable, write_atomically
+from lm_trainer.core.errors import translate_disk_error
+from lm_trainer.core.files import append_line, ensure_writable_directory, write_atomically
 
 
 def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_an_error_of_reading_names_the_file(read: Callable[[Path], object]) -> N
     with pytest.raises(OSError, match="Input/output error") as caught:
         read(Path("/proc/self/mem"))
     assert caught.value.filename is None, "the system does not name it"
-    assert str(disk_error(caught.value)).startswith("/proc/self/mem: Input/output error; ")
+    assert str(translate_disk_error(caught.value)).startswith("/proc/self/mem: Input/output error; ")
 
 
 def test_a_probe_that_was_killed_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +63,10 @@ def test_a_probe_that_was_killed_goes_with_the_next(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
-            make_writable(tmp_path, "a.setting")
+            ensure_writable_directory(tmp_path, "a.setting")
     assert len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in the next process
-    make_writable(tmp_path, "a.setting")
+    ensure_writable_directory(tmp_path, "a.setting")
     assert not list(tmp_path.iterdir())
 
 
@@ -74,4 +74,4 @@ def test_a_probe_that_was_killed_goes_with_the_next(tmp_path: Path, monkeypatch:
     ("code", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.EACCES, "mend the permissions"), (errno.ENOSPC, "room")]
 )
 def test_an_error_of_the_machine_has_a_remedy(code: int, remedy: str) -> None:
-    assert remedy in str(disk_error(OSError(code, os.strerror(code), "a/file")))
+    assert remedy in str(translate_disk_error(OSError(code, os.strerror(code), "a/file")))

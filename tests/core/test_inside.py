@@ -14,16 +14,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import fetch
+from lm_trainer.core.bucket_files import download_objects
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.safe_names import check_name, path_inside
+from lm_trainer.core.safe_names import check_relative_path, path_inside
 from lm_trainer.data.cache.format import RECORD_KEYS, read_record
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import UnusableRow
 from lm_trainer.data.formats.audio import AudioFormat
 from lm_trainer.data.sources.base import Row
-from lm_trainer.data.sources.files import check_listed
+from lm_trainer.data.sources.files import check_listed_url
 from lm_trainer.data.sources.hub import _Repository
 from lm_trainer.data.sources.levanter import LevanterCache
 from lm_trainer.data.tokenizer import load_tokenizer
@@ -67,7 +67,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path, name: Any) -> None:
 @pytest.mark.parametrize("name", ["a", "a/b.c/d", ".hidden", "...", "a..b", "a b", "ä:1", "model-00001-of-00002", "-x"])
 def test_other_names_are_taken(tmp_path: Path, name: str) -> None:
     assert path_inside(tmp_path, name, "the list") == tmp_path / name
-    assert check_name(name, "the list") == name
+    assert check_relative_path(name, "the list") == name
 
 
 def test_links_lead_to_the_directory_or_nowhere(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_no_key_of_a_bucket_leads_out_and_nothing_is_copied_before_all_are_looke
     to = tmp_path / "a" / "to"
     objects = Objects({"config.json": b"{}", name: b"evil", "zz": b"last"})
     with pytest.raises(UserError, match=r"s3://bucket/exp: the name .*; rename or remove it there"):
-        fetch(objects, objects.list(), to)
+        download_objects(objects, objects.list(), to)
     assert not to.exists()
 
 
@@ -119,18 +119,18 @@ def test_a_link_that_was_planted_in_the_target_is_not_written_through(tmp_path: 
     victim.write_text("mine")
     (to / "metrics.jsonl").symlink_to(victim)
     with pytest.raises(UserError, match=r"metrics\.jsonl: is a link to .*victim"):
-        fetch(Objects({"metrics.jsonl": b"theirs"}), ["metrics.jsonl"], to)
+        download_objects(Objects({"metrics.jsonl": b"theirs"}), ["metrics.jsonl"], to)
     assert victim.read_text() == "mine"
 
 
 def test_the_marks_of_folders_that_consoles_make_are_passed_over(tmp_path: Path) -> None:
-    fetch(Objects({"run/": b"", "run/a": b"1"}), ["run/", "run/a"], tmp_path)
+    download_objects(Objects({"run/": b"", "run/a": b"1"}), ["run/", "run/a"], tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == ["run/a"]
 
 
 def test_a_name_that_is_a_file_and_a_directory_is_told_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b: s3://bucket/exp/a/b cannot be written there"):
-        fetch(Objects({"a": b"1", "a/b": b"2"}), ["a", "a/b"], tmp_path)
+        download_objects(Objects({"a": b"1", "a/b": b"2"}), ["a", "a/b"], tmp_path)
 
 
 @pytest.mark.parametrize("files", [["x"], {"x": "1"}, {"x": -1}, "x", {"../x": 1}])
@@ -139,13 +139,13 @@ def test_the_list_of_an_export_is_checked(tmp_path: Path, files: Any) -> None:
 
     def read() -> None:
         listed = exported_files(objects)
-        fetch(objects, listed, tmp_path / "to", listed)
+        download_objects(objects, listed, tmp_path / "to", listed)
 
     with pytest.raises(UserError, match=r"is damaged|may lead out"):
         read()
 
 
-def _adapter(directory: Path) -> None:
+def _open_linked_adapter(directory: Path) -> None:
     base = directory / "base"
     base.mkdir()
     save_file({"x": np.ones((2, 2), np.float32)}, base / "model.safetensors")
@@ -154,7 +154,7 @@ def _adapter(directory: Path) -> None:
     AdaptedWeights(directory, base)
 
 
-def _tokenizer(name: str) -> Callable[[Path], Any]:
+def _open_linked_tokenizer(name: str) -> Callable[[Path], Any]:
     def load(directory: Path) -> None:
         ByteTokenizer().save(directory)
         (directory / name).unlink(missing_ok=True)
@@ -164,23 +164,23 @@ def _tokenizer(name: str) -> Callable[[Path], Any]:
     return load
 
 
-def _config(directory: Path) -> None:
+def _read_linked_config(directory: Path) -> None:
     (directory / "config.json").symlink_to(directory.parent / "outside" / "x")
     read_json(directory / "config.json")
 
 
-def _index(directory: Path) -> None:
+def _open_linked_index(directory: Path) -> None:
     (directory / INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "x.safetensors"}}))
     (directory / "x.safetensors").symlink_to(directory.parent / "outside" / "x")
     Weights(directory)
 
 
 LINKS: dict[str, Callable[[Path], Any]] = {
-    "an adapter": _adapter,
-    "a chat template": _tokenizer("chat_template.jinja"),
-    "settings of a tokenizer": _tokenizer("tokenizer_config.json"),
-    "a configuration": _config,
-    "a shard": _index,
+    "an adapter": _open_linked_adapter,
+    "a chat template": _open_linked_tokenizer("chat_template.jinja"),
+    "settings of a tokenizer": _open_linked_tokenizer("tokenizer_config.json"),
+    "a configuration": _read_linked_config,
+    "a shard": _open_linked_index,
 }
 
 
@@ -230,18 +230,18 @@ def test_a_part_has_no_other_files_than_a_cache_makes(tmp_path: Path) -> None:
      "simplecache::file:///a.wav", "git:///elsewhere:a.wav"],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "where", ["s3://bucket/list.jsonl:3", "hf://datasets/a/b@1/x.parquet:7", "https://h/l.jsonl[2]"]
+    "row_location", ["s3://bucket/list.jsonl:3", "hf://datasets/a/b@1/x.parquet:7", "https://h/l.jsonl[2]"]
 )
-def test_a_list_from_elsewhere_names_no_recording_of_this_machine(where: str, path: str) -> None:
-    row = Row(0, where, "", record={"audio": path, "text": "a"})
+def test_a_list_from_elsewhere_names_no_recording_of_this_machine(row_location: str, path: str) -> None:
+    row = Row(0, row_location, "", record={"audio": path, "text": "a"})
     with pytest.raises(UnusableRow, match="which a list from elsewhere may not"):
         AudioFormat().prepare(row)
 
 
-@pytest.mark.parametrize("where", ["list.jsonl:3", "file:///d/list.jsonl:3"])
-def test_a_list_of_this_machine_may(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("row_location", ["list.jsonl:3", "file:///d/list.jsonl:3"])
+def test_a_list_of_this_machine_may(tmp_path: Path, row_location: str) -> None:
     (tmp_path / "a.wav").write_bytes(b"no sound")
-    row = Row(0, where, "", record={"audio": str(tmp_path / "a.wav"), "text": "a"})
+    row = Row(0, row_location, "", record={"audio": str(tmp_path / "a.wav"), "text": "a"})
     with pytest.raises(UnusableRow) as raised:
         AudioFormat().prepare(row)
     assert "may not" not in str(raised.value)
@@ -254,9 +254,9 @@ def test_files_of_a_data_set_of_the_hub_are_files_of_it(name: str) -> None:
 
 
 def test_a_listed_object_is_no_chain_of_urls() -> None:
-    assert check_listed("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
+    assert check_listed_url("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
     with pytest.raises(UserError, match="chain of URLs"):
-        check_listed("s3://bucket/a::file:///elsewhere/x.jsonl")
+        check_listed_url("s3://bucket/a::file:///elsewhere/x.jsonl")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/..", "gs://bucket/a/../b", "s3://bucket/a\nb"])
@@ -265,7 +265,7 @@ def test_the_url_of_a_bucket_is_no_other_directory_here(url: str) -> None:
         Bucket(url)
 
 
-def _run(directory: Path, **changes: Any) -> Path:
+def _write_run(directory: Path, **changes: Any) -> Path:
     record = {"id": "run", "checkpoints": "c", "identity": {"model": {}, "data": {}}, **changes}
     (directory / "run.json").write_text(json.dumps(record))
     (directory / "env.json").write_text('[{"step": 0}]')
@@ -276,8 +276,8 @@ def _run(directory: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("name", ["../../x", "/elsewhere/x", "a\nb", 7])
 def test_a_record_of_a_run_names_the_run_and_files_of_it(tmp_path: Path, name: Any) -> None:
     with pytest.raises(UserError, match=r"run\.json: the name"):
-        RunRecord.read(_run(tmp_path, id=name))
-    changed = RunRecord.read(_run(tmp_path, changes=[{"step": 5, "config_before": name}]))
+        RunRecord.read(_write_run(tmp_path, id=name))
+    changed = RunRecord.read(_write_run(tmp_path, changes=[{"step": 5, "config_before": name}]))
     with pytest.raises(UserError, match=r"run\.json: the name"):
         changed.config(1)
 
@@ -289,7 +289,7 @@ def test_shards_of_a_cache_of_levanter_are_in_it(tmp_path: Path, name: Any) -> N
     (tmp_path / "train" / "shard_ledger.json").write_text(json.dumps(ledger))
     (shard,) = LevanterCache(path=str(tmp_path)).shards("train")
     with pytest.raises(UserError, match=r"train: the name .*; rename or remove it there"):
-        shard.arrays(np.dtype(np.int32))  # pyright: ignore[reportAttributeAccessIssue]
+        shard.token_arrays(np.dtype(np.int32))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_figures_of_a_report_are_in_its_directory(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ OUTSIDE = {
 and of the user's own files, and the base of an adapter, which its file names as a path."""
 
 
-def joined(source: str) -> set[str]:
+def joined_operands(source: str) -> set[str]:
     """Operands that `/` joins to paths in a module, but for constants."""
     names = {
         ast.unparse(node.right)
@@ -337,12 +337,12 @@ def joined(source: str) -> set[str]:
 
 @pytest.mark.parametrize("source", OUTSIDE)
 def test_names_from_outside_are_joined_in_one_place_alone(source: str) -> None:
-    assert joined(source) == OUTSIDE[source]
+    assert joined_operands(source) == OUTSIDE[source]
 
 
 def test_every_reader_of_a_listing_is_known() -> None:
     """A new module that copies objects, or opens a directory of somebody else, has to be looked at."""
-    readers = {"fetch", "exported_files", "path_inside", "check_name", "check_listed"}
+    readers = {"download_objects", "exported_files", "path_inside", "check_relative_path", "check_listed_url"}
     callers = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "lm_trainer").rglob("*.py")

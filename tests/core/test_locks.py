@@ -63,4 +63,4 @@ def test_others_count_as_running(process: ProcessId) -> None:
 
 @pytest.mark.parametrize("record", [{}, {"host": "a"}, {"host": "a", "pid": "1"}, {"host": 1, "pid": 1}])
 def test_a_record_that_names_no_process(record: dict[str, object]) -> None:
-    assert ProcessId.parsed(record) is None
+    assert ProcessId.from_record(record) is None

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from lm_trainer.core.html_page import write_page
+from lm_trainer.core.html_page import render_page
 
 HOSTILE = "</script><script>alert(1)</script><!-- & \"'"
 
@@ -25,7 +25,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def fill(template: str, **values: Any) -> str:
         (tmp_path / "templates" / "page.html").write_text(template)
-        return write_page("templates", "page.html", **values)
+        return render_page("templates", "page.html", **values)
 
     return fill
 

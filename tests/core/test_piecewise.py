@@ -10,17 +10,17 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, piecewise_int
+from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, to_piecewise
 
 
 def test_each_step_has_the_value_of_its_phase() -> None:
-    sizes = Piecewise.make([(0, 32), (3, 64), (10, 16)])
+    sizes = Piecewise.from_phases([(0, 32), (3, 64), (10, 16)])
     assert [sizes.at(step) for step in range(12)] == [32] * 3 + [64] * 7 + [16] * 2
     assert sizes.at(10**12) == 16
 
 
 def test_rows_before_a_step_are_the_sum_of_the_batches() -> None:
-    schedule = BatchSchedule(Piecewise.make([(0, 32), (3, 64), (10, 16)]))
+    schedule = BatchSchedule(Piecewise.from_phases([(0, 32), (3, 64), (10, 16)]))
     for step in (0, 1, 2, 3, 4, 9, 10, 11, 50):
         assert schedule.rows_before(step) == sum(schedule.at(s) for s in range(step)), step
     assert BatchSchedule.constant(8).rows_before(10**9) == 8 * 10**9
@@ -29,7 +29,7 @@ def test_rows_before_a_step_are_the_sum_of_the_batches() -> None:
 @pytest.mark.parametrize("phases", [[], [(1, 2)], [(0, 1), (0, 2)], [(0, 1), (5, 2), (4, 3)]])
 def test_phases_that_do_not_rise_from_zero_are_refused(phases: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="step"):
-        Piecewise.make(phases)
+        Piecewise.from_phases(phases)
 
 
 class Example(Config):
@@ -46,10 +46,10 @@ class Example(Config):
 )
 def test_a_number_or_a_list_of_starts_and_values(written: Any, values: dict[int, int]) -> None:
     example = Example.model_validate({"size": written})
-    steps = piecewise_int(example.size)
+    steps = to_piecewise(example.size)
     assert {step: steps.at(step) for step in values} == values
     assert example.model_dump(mode="json") == {"size": written}
-    assert piecewise_int(Example().size).at(3) == 512
+    assert to_piecewise(Example().size).at(3) == 512
 
 
 @pytest.mark.parametrize(

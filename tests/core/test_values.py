@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.config.loader import load
-from lm_trainer.core.config import Config, Duration, format_duration, fraction_or_steps, parse_duration
+from lm_trainer.core.config import Config, Duration, format_duration, parse_duration, resolve_steps
 from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.precision import Policy, PrecisionPolicy, format_policy, parse_policy
 from lm_trainer.models import Gpt2Config
@@ -57,17 +57,17 @@ def test_a_bare_number_has_no_unit() -> None:
     ],
 )
 def test_fractions_and_steps(value: float, steps: int) -> None:
-    assert fraction_or_steps(value, 1000) == steps
+    assert resolve_steps(value, 1000) == steps
 
 
 def test_fractions_are_decimal() -> None:
-    assert 0.29 * 100 < 29 == fraction_or_steps(0.29, 100)
+    assert 0.29 * 100 < 29 == resolve_steps(0.29, 100)
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, 2.5])
 def test_neither_fraction_nor_steps(value: float) -> None:
     with pytest.raises(ValueError, match="step"):
-        fraction_or_steps(value, 1000)
+        resolve_steps(value, 1000)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def main(config: Path, out: Path, address: str, count: int, index: int, steps: r
         return range(min(start for start, _, _ in ranges), max(stop for _, stop, _ in ranges))
 
     data = open_data(DataConfig.model_validate_json(config.read_text()), seq_len=SEQ_LEN, seed=3)
-    schedule = BatchSchedule(Piecewise.make(list(BATCH)))
+    schedule = BatchSchedule(Piecewise.from_phases(list(BATCH)))
     arrays: dict[str, np.ndarray] = {"fingerprint": np.frombuffer(data.fingerprint().encode(), np.uint8)}
     batches = data.train(schedule, rows=rows, first_step=steps.start, num_steps=len(steps))
     for step, batch in zip(steps, batches, strict=True):

@@ -105,7 +105,7 @@ def until(condition: Callable[[], object], description: str) -> None:
 def drain(iterator: TrainIterator, batches: list[Batch]) -> None:
     """Takes one batch after another as the training loop does, which asks for missing tokens until there are none."""
     while True:
-        until(lambda: iterator.missing() is None, "it fails or goes on")
+        until(lambda: iterator.missing_tokens() is None, "it fails or goes on")
         batches.append(next(iterator))
 
 
@@ -143,11 +143,14 @@ def test_the_batches_are_those_of_a_finished_cache(
     assert growing
     batches, began_early = [], False
     for _ in range(STEPS):
-        while (missing := iterator.missing()) is not None:
+        while (missing := iterator.missing_tokens()) is not None:
             assert str(missing).startswith("waiting for tokenised data")
             # Turns would add up: all text could be tokenised before the first batch is asked for again. A builder that
             # waits for its turn has at most `AHEAD` parts that are not committed yet.
-            until(lambda: gate.waits or iterator.missing() is None or data.complete, "the build comes to its next part")
+            until(
+                lambda: gate.waits or iterator.missing_tokens() is None or data.complete,
+                "the build comes to its next part",
+            )
             if gate.waits:
                 gate.waits = False
                 gate.release()
@@ -157,7 +160,7 @@ def test_the_batches_are_those_of_a_finished_cache(
             gate.open()
     assert began_early == early, "the first batch comes before the text is all tokenised, or must not"
     until(lambda: data.complete, "the build goes on to its end")
-    assert iterator.missing() is None
+    assert iterator.missing_tokens() is None
     finished = open_data(make_config("finished", **changes), seq_len=SEQ_LEN, seed=7)
     num_rows = sum(train.num_rows for train in finished.train_sets)
     assert len(batches) > 2 * num_rows // BATCH, "the test needs more than two epochs"
@@ -198,10 +201,10 @@ def test_a_held_out_set_is_waited_for(
     data = open_growing(make_config("growing", **changes))
     (pending,) = data.validation().values()
     assert isinstance(pending, PendingEvalSet)
-    assert str(pending.missing()).startswith("waiting for tokenised data")
+    assert str(pending.missing_tokens()).startswith("waiting for tokenised data")
     gate.open()
     batches = list(pending.batches(BATCH, rows=range(BATCH)))
-    assert pending.missing() is None
+    assert pending.missing_tokens() is None
     monkeypatch.undo()
     (evals,) = open_data(make_config("finished", **changes), seq_len=SEQ_LEN, seed=7).validation().values()
     for got, expected in zip(batches, evals.batches(BATCH, rows=range(BATCH)), strict=True):
@@ -231,10 +234,10 @@ def test_a_build_that_fails_ends_the_waiting_with_its_own_words(
 def test_too_little_text_is_refused_once_that_is_known(gate: Gate, make_config: Callable[..., DataConfig]) -> None:
     data = open_data(make_config("cache"), seq_len=1 << 20, seed=0, background=True)
     iterator = data.train(1, rows=range(1), num_steps=1)
-    assert iterator.missing() is not None
+    assert iterator.missing_tokens() is not None
     gate.open()
     with pytest.raises(UserError, match="less than one row of 1048576"):
-        until(lambda: iterator.missing() is None, "it is refused")
+        until(lambda: iterator.missing_tokens() is None, "it is refused")
     data.close()
 
 
@@ -243,7 +246,7 @@ def test_the_end_of_the_data_is_checked_once_it_is_known(gate: Gate, make_config
     iterator = data.train(BATCH, rows=range(BATCH), num_steps=10**6)
     gate.open()
     with pytest.raises(UserError, match="the data end after"):
-        until(lambda: iterator.missing() is None, "it is refused")
+        until(lambda: iterator.missing_tokens() is None, "it is refused")
     data.close()
 
 
@@ -263,7 +266,7 @@ def test_closing_ends_the_build_and_keeps_what_was_built(
     assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "tokenise"]
     assert not (tmp_path / "cache/train/builder.json").exists()
     with pytest.raises(RuntimeError, match="closed"):
-        iterator.missing()
+        iterator.missing_tokens()
     committed = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache/train/parts").glob("*.json")}
     assert committed
     gate.open()
@@ -298,7 +301,7 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
     other = start_builder(corpus, directory, delay=0.2)
     until(lambda: list(directory.glob("parts/*.json")), "the other one has begun")
     build = make_build()
-    ledger = build.look()
+    ledger = build.read_ledger()
     cache = OpenCache(build.store, TokenStream(build.store, ledger, token_dtype(257)), ledger, tuple(build.shards))
     builds = BackgroundBuilds([BackgroundBuild(build, cache)], one_by_one=False)
     builds.start()

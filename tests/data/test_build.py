@@ -146,11 +146,11 @@ def test_two_builders_in_one_process_do_the_work_once(
 
 def test_who_lags_behind_does_not_undo_the_ledger(make_build: MakeBuild) -> None:
     build = make_build()
-    lagging = build.look()
+    lagging = build.read_ledger()
     finished = build.run()
     lagging.advance(build.store, 1)
     lagging.write(build.store)
-    assert build.look() == finished
+    assert build.read_ledger() == finished
 
 
 def test_a_finished_cache_is_only_opened(make_build: MakeBuild) -> None:

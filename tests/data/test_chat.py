@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import ChatFormat, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import all_text
+from lm_trainer.data.sources.base import full_text
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import EOS_ID
-from tests.data.test_formats import encode, opened, with_specials
+from tests.data.test_formats import encode, open_records, with_specials
 
 CHATML = (
     "{% for message in messages %}"
@@ -78,7 +78,7 @@ class TestChat:
         tokenizer.save(tmp_path / "tokenizer")
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
         records = [{"messages": messages}] * 2
-        data = opened(tmp_path, ChatFormat(), *records, tokenizer=str(tmp_path / "tokenizer"))
+        data = open_records(tmp_path, ChatFormat(), *records, tokenizer=str(tmp_path / "tokenizer"))
         batch = next(iter(data.train(5, rows=range(5), num_steps=1)))
         tokens, segments, weights = (np.asarray(x).reshape(-1) for x in (batch.tokens, batch.segments, batch.weights))
         length = len(tokenizer.encode("user assistant ")) + len("SaENSbcEN$")
@@ -141,7 +141,7 @@ class TestChat:
         self.unusable(ChatFormat(chat_template=template), bad["messages"], chatml, reason)
         chatml.save(tmp_path / "tokenizer")
         options = {"tokenizer": str(tmp_path / "tokenizer"), "on_bad_row": "skip", "max_bad_rows": 0.5}
-        data = opened(tmp_path, ChatFormat(chat_template=template), bad, good, **options)
+        data = open_records(tmp_path, ChatFormat(chat_template=template), bad, good, **options)
         assert data.caches["train/train"].ledger.num_documents == 1
 
     def test_messages_nested_as_deeply_as_json_can_be(self, chatml: HfTokenizer) -> None:
@@ -151,7 +151,7 @@ class TestChat:
         messages = [{"role": "assistant", "content": "a", "note": value}]
         shallow = [{"role": "assistant", "content": "a", "note": json.loads("[" * 98 + "]" * 98)}]
         assert encode(ChatFormat(), {"messages": shallow}, chatml).ids is not None
-        assert all_text(Row(0, "", "", record={"messages": json.loads(json.dumps(messages))})) == "assistant\na\ndeep"
+        assert full_text(Row(0, "", "", record={"messages": json.loads(json.dumps(messages))})) == "assistant\na\ndeep"
         self.unusable(ChatFormat(), messages, chatml, "conversation is nested too deeply")
 
     @pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}])

@@ -20,7 +20,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
-from lm_trainer.data.inspect import damaged_parts, remove_parts, status, verify
+from lm_trainer.data.inspect import cache_statuses, find_damaged_parts, remove_parts, verify_cache
 from lm_trainer.data.tokenize.build import BuildOptions
 from tests.data.conftest import contents
 
@@ -54,17 +54,17 @@ def parts(config: DataConfig, tmp_path: Path) -> Path:
     return directory
 
 
-def unsealed(file: Path) -> dict[str, Any]:
+def read_without_checksum(file: Path) -> dict[str, Any]:
     """A JSON file of a cache as earlier versions wrote it, without a checksum."""
     record = json.loads(file.read_text())
     del record["checksum"]
     return record
 
 
-def as_an_earlier_version(parts: Path) -> None:
+def rewrite_as_earlier_version(parts: Path) -> None:
     """Takes the checksums of blocks, and of the record, out of all records."""
     for file in parts.glob("*.json"):
-        record = unsealed(file)
+        record = read_without_checksum(file)
         for blob in record["blobs"].values():
             del blob["blocks"], blob["block_bytes"]
         file.write_text(json.dumps(record))
@@ -93,7 +93,7 @@ def flip(file: Path, byte: int, bits: int = 1) -> None:
 def test_a_flipped_bit_is_named_with_its_part(parts: Path, kind: str, remote: bool, earlier: bool) -> None:
     original = read_all(parts)
     if earlier:
-        as_an_earlier_version(parts)
+        rewrite_as_earlier_version(parts)
     for one, other in zip(read_all(parts, remote=remote), original, strict=True):
         np.testing.assert_array_equal(one, other)
     for file in sorted(parts.glob(f"*.{kind}"))[1:3]:
@@ -136,7 +136,7 @@ def test_parts_that_were_exchanged_do_not_fit_the_ledger(config: DataConfig, par
         second.write_bytes(content)
     with pytest.raises(UserError, match=r"0000[12]\.json does not fit ledger\.json; remove"):
         read_all(parts)
-    wrong = verify(KvStore(str(parts.parent)), Ledger.read(KvStore(str(parts.parent))))
+    wrong = verify_cache(KvStore(str(parts.parent)), Ledger.read(KvStore(str(parts.parent))))
     assert [line.rpartition("/")[2] for line in wrong] == [
         "00000-00001.json does not fit ledger.json",
         "00000-00002.json does not fit ledger.json",
@@ -150,16 +150,16 @@ def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConf
     store = KvStore(str(parts.parent))
     for removed in (2, 0):
         ledger = Ledger.read(store)
-        assert remove_parts(store, ledger, damaged_parts(store, ledger)) == removed
+        assert remove_parts(store, ledger, find_damaged_parts(store, ledger)) == removed
     data = open_data(config, seq_len=64, seed=0)
     assert data.complete
     assert contents(parts.parent) == original
-    assert verify(store, Ledger.read(store)) == []
+    assert verify_cache(store, Ledger.read(store)) == []
 
 
 def test_checksums_that_are_damaged_themselves_are_named(parts: Path) -> None:
     file = parts / "00000-00001.json"
-    record = unsealed(file)
+    record = read_without_checksum(file)
     for broken in ("zz", record["blobs"]["bin"]["blocks"][:8], None, 7):
         record["blobs"]["bin"]["blocks"] = broken
         file.write_text(json.dumps(record))
@@ -177,8 +177,10 @@ def test_a_read_compares_the_blocks_that_it_needs_once(
     parts: Path, remote: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[int] = []
-    compare = BlockSums.compare
-    monkeypatch.setattr(BlockSums, "compare", lambda self, block, x: compared.append(block) or compare(self, block, x))
+    compare = BlockSums.verify_block
+    monkeypatch.setattr(
+        BlockSums, "verify_block", lambda self, block, x: compared.append(block) or compare(self, block, x)
+    )
     store = KvStore(str(parts.parent))
     if remote:
         store.local = None
@@ -233,7 +235,7 @@ def test_a_damaged_claim_of_a_builder_holds_nobody(config: DataConfig, parts: Pa
     (cache / "ledger.json").unlink()
     (cache / "shards/00000.json").unlink()
     (cache / "builder.json").write_bytes(content)
-    assert status(config)[0].builder is None
+    assert cache_statuses(config)[0].builder is None
     assert open_data(config, seq_len=64, seed=0).complete
     assert not (cache / "builder.json").exists()
 
@@ -270,13 +272,13 @@ def test_what_comes_damaged_from_object_storage_at_any_time_is_asked_for_once_mo
     }
     lies, read_ranges = [0], KvStore.read_ranges
 
-    def changed(self: KvStore, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
+    def read_changed(self: KvStore, ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
         for (key, start, _), content in zip(ranges, read_ranges(self, ranges), strict=True):
             lie = key.endswith(f"00000-00001.{kind}") and not start and lies[0] > 0
             lies[0] -= lie
             yield bytes([content[0] ^ 4]) + content[1:] if lie else content
 
-    monkeypatch.setattr(KvStore, "read_ranges", changed)
+    monkeypatch.setattr(KvStore, "read_ranges", read_changed)
     for count in (0, 1):
         lies[0] = count
         np.testing.assert_array_equal(

@@ -12,7 +12,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import Row
-from tests.data.test_sources import COMPRESS, rows_of, texts, zipped, zstd
+from tests.data.test_sources import COMPRESS, rows_of, texts, zip_bytes, zstd
 
 
 def test_a_glob_finds_files_in_every_compression(tmp_path: Path) -> None:
@@ -46,13 +46,13 @@ def test_archives_of_several_files_and_damaged_ones_are_refused(tmp_path: Path) 
     with pytest.raises(UserError, match=r"two\.jsonl\.zip holds 2 files, and only an archive of one is read"):
         rows_of(tmp_path / "two.jsonl.zip")
     # Deflate64, as Windows packs large files.
-    other = bytearray(zipped(lines))
+    other = bytearray(zip_bytes(lines))
     for offset in (8, other.index(b"PK\x01\x02") + 10):
         other[offset] = 9
     (tmp_path / "other.jsonl.zip").write_bytes(other)
     with pytest.raises(UserError, match=r"other\.jsonl\.zip is packed in a way that is not read .*; unpack it"):
         rows_of(tmp_path / "other.jsonl.zip")
-    (tmp_path / "cut.jsonl.zip").write_bytes(zipped(lines)[:-30])
+    (tmp_path / "cut.jsonl.zip").write_bytes(zip_bytes(lines)[:-30])
     with pytest.raises(UserError, match=r"cut\.jsonl\.zip is damaged"):
         rows_of(tmp_path / "cut.jsonl.zip")
 

@@ -21,7 +21,7 @@ from lm_trainer.data.tokenizer.token_bytes import token_texts
 from lm_trainer.data.verbatim import longest_spans
 from tests.conftest import Lmt
 
-SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 150
+SCHEDULE, STEPS = BatchSchedule(Piecewise.from_phases([(0, 3), (4, 6)])), 150
 
 
 class Tokens:
@@ -91,7 +91,7 @@ def mixture(corpus: Path, **settings: object) -> DataConfig:
     )
 
 
-def opened(corpus: Path, **settings: object) -> Data:
+def open_mixture(corpus: Path, **settings: object) -> Data:
     return open_data(mixture(corpus, **settings), seq_len=16, seed=3)
 
 
@@ -105,7 +105,7 @@ def opened(corpus: Path, **settings: object) -> Data:
     ],
 )
 def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: dict[str, object]) -> None:
-    data = opened(corpus, **settings)
+    data = open_mixture(corpus, **settings)
     texts = token_texts(data.tokenizer)
     tracer = Tracer(data, SCHEDULE, STEPS, texts)
     matches = [tracer.trace(name, match) for name, match in find_text(data, "Der Kanarienvogel singt", texts)]
@@ -118,13 +118,13 @@ def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: di
     assert [(occurrence.cache, occurrence.where, occurrence.character) for occurrence in matches] == expected
     assert matches[2].trained_at == ()
     # By brute force: every row of every step, by the runs of tokens that it was made of.
-    order = data.order(SCHEDULE)
+    order = data.train_order(SCHEDULE)
     for occurrence in matches[:2]:
         expected_at = []
         for step in range(STEPS):
             rows = np.arange(SCHEDULE.at(step))
-            for row, origin in enumerate(order.origins(SCHEDULE.rows_before(step) + rows)):
-                spans = origin.set.rows.spans(origin.row) if f"{origin.set.name}/train" == occurrence.cache else []
+            for row, origin in enumerate(order.row_origins(SCHEDULE.rows_before(step) + rows)):
+                spans = origin.set.rows.token_runs(origin.row) if f"{origin.set.name}/train" == occurrence.cache else []
                 if any(
                     start < occurrence.match.stop and start + count > occurrence.match.first for start, count in spans
                 ):
@@ -135,7 +135,7 @@ def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: di
 
 
 def test_a_text_that_is_not_there_and_one_across_documents(corpus: Path) -> None:
-    data = opened(corpus)
+    data = open_mixture(corpus)
     texts = token_texts(data.tokenizer)
     assert list(find_text(data, "Papagei", texts)) == []
     assert list(find_text(data, "Nummer 0.Zeile 1", texts)) == []
@@ -149,7 +149,7 @@ def test_a_terminal_shows_how_far_the_search_is(
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("cli.scan_progress._SECONDS", 0)
     monkeypatch.setattr("lm_trainer.data.find.PIECE", 1000)
-    data = opened(corpus)
+    data = open_mixture(corpus)
     progress = ScanProgress("tokens")
     for _ in find_text(data, "Der Kanarienvogel singt", token_texts(data.tokenizer), progress):
         progress.clear()
@@ -219,12 +219,12 @@ def test_the_command_finds_what_replay_shows(
     monkeypatch.chdir(tmp_path)
     trace = DataTrace("run")
     text = "Erst anderes. Der Kanarienvogel singt"
-    (span,) = trace.spans(trace.tokenizer.encode(text))
+    (span,) = trace.token_runs(trace.tokenizer.encode(text))
     assert (span["text"], span["where"], span["character"]) == (text, f"{corpus}/b.jsonl:31", 0)
     assert span["trained_at"] == next(
         occurrence["trained_at"] for occurrence in output["found"] if occurrence["where"] == span["where"]
     )
-    assert trace.spans(trace.tokenizer.encode("anders ist es hier")) == []
+    assert trace.token_runs(trace.tokenizer.encode("anders ist es hier")) == []
     done = lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
     assert "3 occurrences, of which 1 are listed" in done.stdout
     (tmp_path / "empty.txt").write_text("\n")

@@ -40,7 +40,7 @@ def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocume
     return document
 
 
-def opened(tmp_path: Path, format: Any, *records: dict[str, Any], **options: Any) -> Data:
+def open_records(tmp_path: Path, format: Any, *records: dict[str, Any], **options: Any) -> Data:
     source = InMemory(train=list(records))
     config = {
         "tokenizer": "bytes",
@@ -63,7 +63,7 @@ class TestSupervised:
             {"prompt": "c", "response": "W"},
             {"prompt": "", "response": "V"},
         ]
-        data = opened(tmp_path, SupervisedFormat(separate_with=":"), *records)
+        data = open_records(tmp_path, SupervisedFormat(separate_with=":"), *records)
         stream = "ab:XYZ$c:W$:V$"
         batch = first_rows(data, 1)
         tokens = [EOS_ID if c == "$" else ord(c) for c in stream]
@@ -75,7 +75,7 @@ class TestSupervised:
         assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
 
     def test_prompts_may_be_in_the_loss_too(self, tmp_path: Path) -> None:
-        data = opened(tmp_path, SupervisedFormat(mask_inputs=False), *[{"prompt": "abc", "response": "X"}] * 3)
+        data = open_records(tmp_path, SupervisedFormat(mask_inputs=False), *[{"prompt": "abc", "response": "X"}] * 3)
         assert first_rows(data, 1).weights[0].tolist() == [1, 1, 1, 1, 0, 1, 1, 1]
 
     def test_other_fields(self) -> None:
@@ -96,15 +96,15 @@ class TestSupervised:
     def test_bad_rows_are_named(self, tmp_path: Path, record: dict[str, Any], reason: str) -> None:
         good = {"prompt": "a", "response": "long enough"}
         with pytest.raises(UserError, match=rf"data\.source\.train\[1\]: {reason}"):
-            opened(tmp_path, SupervisedFormat(), good, record)
-        data = opened(tmp_path, SupervisedFormat(), good, record, on_bad_row="skip", max_bad_rows=0.5)
+            open_records(tmp_path, SupervisedFormat(), good, record)
+        data = open_records(tmp_path, SupervisedFormat(), good, record, on_bad_row="skip", max_bad_rows=0.5)
         assert data.caches["train/train"].ledger.num_documents == 1
 
 
 class TestIds:
     def test_are_kept_and_end_documents_where_they_say_so(self, tmp_path: Path) -> None:
         records = [{"input_ids": [1, 2, EOS_ID, 3]}, {"input_ids": [4, EOS_ID]}, {"input_ids": []}, {"input_ids": [5]}]
-        data = opened(tmp_path, IdsFormat(), *records)
+        data = open_records(tmp_path, IdsFormat(), *records)
         assert first_rows(data, 1).tokens[0].tolist() == [1, 2, EOS_ID, 3, EOS_ID, 4, EOS_ID, 5]
         ledger = data.caches["train/train"].ledger
         assert (ledger.num_documents, ledger.empty, ledger.num_tokens) == (4, 1, 9)
@@ -126,23 +126,23 @@ class TestIds:
     )
     def test_bad_rows_are_named(self, tmp_path: Path, ids: Any, reason: str) -> None:
         with pytest.raises(UserError, match=rf"data\.source\.train\[0\]: .*{reason}"):
-            opened(tmp_path, IdsFormat(field="x"), {"x": ids})
+            open_records(tmp_path, IdsFormat(field="x"), {"x": ids})
         records = [{"x": ids}, {"x": [*range(12)]}]
-        data = opened(tmp_path, IdsFormat(field="x"), *records, on_bad_row="skip", max_bad_rows=0.5)
+        data = open_records(tmp_path, IdsFormat(field="x"), *records, on_bad_row="skip", max_bad_rows=0.5)
         assert data.caches["train/train"].ledger.num_tokens == 13
 
 
 class TestCache:
     def test_another_format_over_the_same_directory_is_refused(self, tmp_path: Path) -> None:
         records = [{"prompt": "abc", "response": "some words"}] * 3
-        opened(tmp_path, SupervisedFormat(), *records)
+        open_records(tmp_path, SupervisedFormat(), *records)
         with pytest.raises(UserError, match=r"document\.separate_with: the cache has , now :"):
-            opened(tmp_path, SupervisedFormat(separate_with=":"), *records)
+            open_records(tmp_path, SupervisedFormat(separate_with=":"), *records)
 
     def test_the_mask_is_part_of_the_fingerprint(self, tmp_path: Path) -> None:
         records = [{"prompt": "abc", "response": "some words"}] * 3
-        one = opened(tmp_path / "1", SupervisedFormat(), *records)
-        other = opened(tmp_path / "2", SupervisedFormat(mask_inputs=False), *records)
+        one = open_records(tmp_path / "1", SupervisedFormat(), *records)
+        other = open_records(tmp_path / "2", SupervisedFormat(mask_inputs=False), *records)
         assert one.fingerprint() != other.fingerprint()
         np.testing.assert_array_equal(first_rows(one, 1).tokens, first_rows(other, 1).tokens)
 
@@ -166,9 +166,9 @@ class TestCache:
         records = [{"prompt": "p" * a, "response": "r" * b} for a, b in generator.integers(1, 40, (200, 2)).tolist()]
         options = partial(BuildOptions, part_bytes=(500, 900))
         monkeypatch.setattr("lm_trainer.data.tokenize.plan.BuildOptions", options)
-        local = opened(tmp_path, SupervisedFormat(), *records)
+        local = open_records(tmp_path, SupervisedFormat(), *records)
         assert len(local.caches["train/train"].ledger.parts) > 5
-        remote = opened(tmp_path, SupervisedFormat(), *records)
+        remote = open_records(tmp_path, SupervisedFormat(), *records)
         stream = remote.caches["train/train"].stream
         store = KvStore(str(tmp_path / "cache/train"))
         store.local = None
@@ -181,7 +181,7 @@ class TestCache:
 def test_a_row_with_an_id_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
     with_specials("<image>").save(tmp_path / "tokenizer")
     records = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, EOS_ID + 1, 5]}, {"input_ids": list(range(20))}]
-    data = opened(tmp_path, IdsFormat(), *records, tokenizer=str(tmp_path / "tokenizer"))
+    data = open_records(tmp_path, IdsFormat(), *records, tokenizer=str(tmp_path / "tokenizer"))
     data.limit_ids(EOS_ID + 2)
     rows = data.train_sets[0].rows.read(np.arange(3))
     assert rows.tokens.max() == EOS_ID + 1
@@ -229,8 +229,8 @@ def test_plain_text_under_a_key_of_the_format(tmp_path: Path) -> None:
 
 def test_keys_that_came_later_leave_the_default_cache_where_it_was() -> None:
     chat = {"chat_template": None, "mask_user_turns": True, "messages_field": "messages", "tools_field": None}
-    assert ChatFormat().cached_settings() == {"type": "chat", **chat}
+    assert ChatFormat().settings_for_cache() == {"type": "chat", **chat}
     pair = {"input_field": "prompt", "output_field": "response", "separate_with": "", "mask_inputs": True}
-    assert SupervisedFormat().cached_settings() == {"type": "supervised", **pair}
-    assert ChatFormat(role_field="from").cached_settings()["role_field"] == "from"
-    assert SupervisedFormat(context_field="input").cached_settings()["context_field"] == "input"
+    assert SupervisedFormat().settings_for_cache() == {"type": "supervised", **pair}
+    assert ChatFormat(role_field="from").settings_for_cache()["role_field"] == "from"
+    assert SupervisedFormat(context_field="input").settings_for_cache()["context_field"] == "input"

@@ -19,7 +19,7 @@ from lm_trainer.data.config import DataConfig
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.pipeline import open_data
 
-SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 12
+SCHEDULE, STEPS = BatchSchedule(Piecewise.from_phases([(0, 3), (4, 6)])), 12
 CONFIGS: dict[str, dict[str, Any]] = {
     "shuffled": {},
     "in order, once": {"shuffle": False, "stop_strategy": "first_exhausted"},
@@ -38,7 +38,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def opened(corpus: Path, settings: dict[str, Any]) -> Data:
+def open_corpus(corpus: Path, settings: dict[str, Any]) -> Data:
     several = "train_weights" in settings
     files = {name: [str(corpus / f"{name}.jsonl")] for name in "ab"}
     sets: dict[str, Any] = {"configs": {name: {"train_urls": files[name]} for name in files}}
@@ -49,7 +49,7 @@ def opened(corpus: Path, settings: dict[str, Any]) -> Data:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
-    data = opened(corpus, CONFIGS[name])
+    data = open_corpus(corpus, CONFIGS[name])
     rows = data.train_rows(SCHEDULE)
     assert isinstance(rows, grain.MapDataset)
     batches = [*data.train(SCHEDULE, rows=lambda size: range(size), num_steps=STEPS)]
@@ -62,13 +62,13 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
             assert field.dtype == expected.dtype
             np.testing.assert_array_equal(field, expected)
     # Any row by itself, without those before it, and far beyond the first epoch where the data do not end.
-    end = data.order(SCHEDULE).length
+    end = data.train_order(SCHEDULE).length
     assert len(rows) == (sys.maxsize if end is None else end)
     assert end is None or name == "in order, once"
     far = len(rows) - 1 if end is not None else 10**12
     alone = rows[far]
     assert alone is not None
-    np.testing.assert_array_equal(alone.tokens, data.order(SCHEDULE).read(np.array([far])).tokens[0])
+    np.testing.assert_array_equal(alone.tokens, data.train_order(SCHEDULE).read(np.array([far])).tokens[0])
     hosts = [rows[host::2].to_iter_dataset() for host in range(2)]
     first = [next(iter(host)).tokens for host in hosts]
     np.testing.assert_array_equal(first, batches[0].tokens[:2])
@@ -76,7 +76,7 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
 
 
 def test_a_loader_that_was_saved_elsewhere_is_refused(corpus: Path) -> None:
-    data = opened(corpus, {})
+    data = open_corpus(corpus, {})
     batches = data.train(4, rows=range(4), first_step=7, num_steps=9)
     assert batches.saved_state() == {"next_index": 7}
     next(batches)

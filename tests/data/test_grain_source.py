@@ -101,7 +101,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def opened(tmp_path: Path, factory: str, *, source: dict[str, Any] | None = None, **more: Any) -> Data:
+def open_source(tmp_path: Path, factory: str, *, source: dict[str, Any] | None = None, **more: Any) -> Data:
     section = {"source": {"type": "grain", "factory": factory, **(source or {})}, "tokenizer": "bytes"}
     config = {"cache_dir": str(tmp_path / "cache"), **section, **more}
     return open_data(DataConfig.model_validate(config), seq_len=8, seed=3)
@@ -122,7 +122,7 @@ def assert_equal(actual: list[Batch], expected: list[Batch]) -> None:
     "source", [{}, {"args": {"kind": "iter"}}, {"args": {"key": "text"}}], ids=["map", "iter", "objects"]
 )
 def test_records_are_trained_on_as_a_list_of_them(tmp_path: Path, module: str, source: dict[str, Any]) -> None:
-    data = opened(tmp_path, f"{module}:texts", source={**source, "validation_args": {"count": 5}})
+    data = open_source(tmp_path, f"{module}:texts", source={**source, "validation_args": {"count": 5}})
     listed = {"source": {"type": "memory", "train": [f"document {i} " + "word " * (i % 7) for i in range(40)]}}
     config = {"tokenizer": "bytes", "cache_dir": str(tmp_path / "listed"), **listed}
     assert_equal(batches(data), batches(open_data(DataConfig.model_validate(config), seq_len=8, seed=3)))
@@ -130,18 +130,18 @@ def test_records_are_trained_on_as_a_list_of_them(tmp_path: Path, module: str, s
 
 
 def test_records_of_ids_and_filtered_ones(tmp_path: Path, module: str) -> None:
-    data = opened(tmp_path, f"{module}:ids", format={"type": "ids"}, shuffle=False)
+    data = open_source(tmp_path, f"{module}:ids", format={"type": "ids"}, shuffle=False)
     (batch,) = batches(data, 1)
     stream = np.concatenate([[*range(i + 1), 256] for i in range(10)])
     np.testing.assert_array_equal(batch.tokens.reshape(-1), stream[:32])
-    data = opened(tmp_path, f"{module}:even", cache_dir=str(tmp_path / "even"))
+    data = open_source(tmp_path, f"{module}:even", cache_dir=str(tmp_path / "even"))
     assert data.caches["train/train"].ledger.num_documents == 20
 
 
 @pytest.mark.parametrize("kind", ["map", "iter"])
 def test_rows_are_trained_on_in_their_order(tmp_path: Path, module: str, kind: str) -> None:
     source = {"args": {"kind": kind, "repeat": True}, "elements": "rows"}
-    data = opened(tmp_path, f"{module}:rows", source=source)
+    data = open_source(tmp_path, f"{module}:rows", source=source)
     (note,) = data.notes
     assert ("random access" if kind == "map" else "in sequence") in note
     actual = batches(data, 20)
@@ -156,36 +156,36 @@ def test_rows_are_trained_on_in_their_order(tmp_path: Path, module: str, kind: s
         assert batch.weights.dtype == np.float32
         assert batch.positions[0].tolist() == list(range(8))
     # From any step, and the rows of two processes, which together are those of one.
-    assert_equal(batches(opened(tmp_path, f"{module}:rows", source=source), 20, first=13), actual[13:])
-    reopened = opened(tmp_path, f"{module}:rows", source=source)
+    assert_equal(batches(open_source(tmp_path, f"{module}:rows", source=source), 20, first=13), actual[13:])
+    reopened = open_source(tmp_path, f"{module}:rows", source=source)
     half = batches(reopened, 5, rows=[2, 3])
     np.testing.assert_array_equal(half[4].tokens, actual[4].tokens[2:])
     assert data.fingerprint() == reopened.fingerprint()
     other = {"args": {"kind": kind, "count": 49, "repeat": True}, "elements": "rows"}
-    assert data.fingerprint() != opened(tmp_path, f"{module}:rows", source=other).fingerprint()
+    assert data.fingerprint() != open_source(tmp_path, f"{module}:rows", source=other).fingerprint()
 
 
 def test_rows_have_no_documents(tmp_path: Path, module: str) -> None:
     grain = {"source": {"type": "grain", "factory": f"{module}:rows", "elements": "rows"}}
     with pytest.raises(UserError, match=r"the data are rows that a pipeline of Grain makes .* no documents"):
-        DataConfig.model_validate(grain).need_documents()
+        DataConfig.model_validate(grain).require_documents()
     mixture = {"configs": {"text": {"train_urls": ["a.jsonl"]}, "made": grain}, "train_weights": {"text": 1, "made": 1}}
     with pytest.raises(UserError, match=r"the set made is rows"):
-        DataConfig.model_validate(mixture).need_documents()
+        DataConfig.model_validate(mixture).require_documents()
     with pytest.raises(ValueError, match="exclude leaves out documents, but a pipeline of Grain makes rows"):
         DataConfig.model_validate({**grain, "exclude": "list.jsonl"})
 
 
 def test_rows_in_sequence_go_on_from_a_state(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"args": {"kind": "iter", "repeat": True}, "elements": "rows"}
-    full = batches(opened(tmp_path, f"{module}:rows", source=source), 30)
-    first = opened(tmp_path, f"{module}:rows", source=source).train(4, rows=range(4), num_steps=30)
+    full = batches(open_source(tmp_path, f"{module}:rows", source=source), 30)
+    first = open_source(tmp_path, f"{module}:rows", source=source).train(4, rows=range(4), num_steps=30)
     for _ in range(17):
         next(first)
     state = json.loads(json.dumps(first.saved_state()))
     first.close()
     assert state["next_index"] == 17
-    reopened = opened(tmp_path, f"{module}:rows", source=source)
+    reopened = open_source(tmp_path, f"{module}:rows", source=source)
     remaining = reopened.train(4, rows=range(4), first_step=17, num_steps=13)
     remaining.restore_state(state)
     assert_equal(list(remaining), full[17:])
@@ -196,7 +196,7 @@ def test_rows_in_sequence_go_on_from_a_state(tmp_path: Path, module: str, monkey
 
 
 def test_rows_that_are_tokens_alone_are_cut_into_documents(tmp_path: Path, module: str) -> None:
-    (batch,) = batches(opened(tmp_path, f"{module}:rows", source={"args": {"whole": True}, "elements": "rows"}), 1)
+    (batch,) = batches(open_source(tmp_path, f"{module}:rows", source={"args": {"whole": True}, "elements": "rows"}), 1)
     assert batch.targets[:, -1].tolist() == [256] * 4
     assert batch.weights.min() == 1
 
@@ -226,13 +226,13 @@ def test_a_mixture_of_rows_and_text(tmp_path: Path, module: str) -> None:
 )
 def test_pipelines_that_cannot_be_trusted_are_refused(tmp_path: Path, module: str, function: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        opened(tmp_path, f"{module}:{function}")
+        open_source(tmp_path, f"{module}:{function}")
 
 
 def test_a_length_that_changes_between_attempts_is_refused(tmp_path: Path, module: str) -> None:
-    opened(tmp_path, f"{module}:texts")
+    open_source(tmp_path, f"{module}:texts")
     with pytest.raises(UserError, match=r"was built from something else(.|\n)*'length': 40(.|\n)*'length': 41"):
-        opened(tmp_path, f"{module}:texts", source={"args": {"count": 41}})
+        open_source(tmp_path, f"{module}:texts", source={"args": {"count": 41}})
 
 
 @pytest.mark.parametrize(
@@ -249,27 +249,27 @@ def test_a_length_that_changes_between_attempts_is_refused(tmp_path: Path, modul
 )
 def test_rows_of_a_wrong_shape_are_named(tmp_path: Path, module: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        opened(tmp_path, f"{module}:wrong", source={"args": fields, "elements": "rows"})
+        open_source(tmp_path, f"{module}:wrong", source={"args": fields, "elements": "rows"})
 
 
 def test_keys_that_contradict_one_another(tmp_path: Path, module: str) -> None:
     rows = {"elements": "rows"}
     with pytest.raises(ValidationError, match=r"expected package\.module:function"):
-        opened(tmp_path, "my_module")
+        open_source(tmp_path, "my_module")
     with pytest.raises(UserError, match=r"cannot import no_such_module: .*install it, or name its file"):
-        opened(tmp_path, "no_such_module:rows")
+        open_source(tmp_path, "no_such_module:rows")
     with pytest.raises(UserError, match="there is no file"):
-        opened(tmp_path, "no_such_file.py:rows")
+        open_source(tmp_path, "no_such_file.py:rows")
     with pytest.raises(UserError, match="read in its own order"):
-        opened(tmp_path, f"{module}:rows", source=rows, shuffle=100)
+        open_source(tmp_path, f"{module}:rows", source=rows, shuffle=100)
     with pytest.raises(UserError, match="nothing can be held out"):
-        opened(tmp_path, f"{module}:rows", source=rows, num_validation_sequences=2)
+        open_source(tmp_path, f"{module}:rows", source=rows, num_validation_sequences=2)
     with pytest.raises(UserError, match="repeats its records without end"):
-        opened(tmp_path, f"{module}:rows", source={"args": {"repeat": True}})
+        open_source(tmp_path, f"{module}:rows", source={"args": {"repeat": True}})
     with pytest.raises(UserError, match=r"its elements are rows of tokens; set data\.source\.elements: rows"):
-        opened(tmp_path, f"{module}:rows")
+        open_source(tmp_path, f"{module}:rows")
     with pytest.raises(UserError, match="ended after 50 rows; let it repeat"):
-        batches(opened(tmp_path, f"{module}:rows", source={**rows, "args": {"kind": "iter"}}), 20)
+        batches(open_source(tmp_path, f"{module}:rows", source={**rows, "args": {"kind": "iter"}}), 20)
 
 
 READ = """

@@ -68,7 +68,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(tmp_path: Path,
     file = tmp_path / "config.json"
     file.write_text(config.model_dump_json(exclude_unset=True))
     data = open_data(config, seq_len=host.SEQ_LEN, seed=3)
-    schedule = BatchSchedule(Piecewise.make(list(host.BATCH)))
+    schedule = BatchSchedule(Piecewise.from_phases(list(host.BATCH)))
     expected = list(data.train(schedule, rows=range, num_steps=9))
     data.close()
     for count, steps in ((2, range(4)), (4, range(4, 8)), (1, range(8, 9))):

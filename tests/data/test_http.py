@@ -18,7 +18,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.sources import Row, shards_of_urls
+from lm_trainer.data.sources import Row, list_shards
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
 TEXTS = [f"document {i} of the server" for i in range(40)]
@@ -110,7 +110,7 @@ def test_text_of_a_server(server: Server) -> None:
     (server.root / "c.txt").write_text("one text")
     (server.root / "cut.jsonl").write_bytes(lines)
     urls = [f"{server.url}/{name}" for name in ("{a.jsonl,b.jsonl.gz}", "c.txt")]
-    shards = shards_of_urls("train", urls, "text")
+    shards = list_shards("train", urls, "text")
     assert [row.text for shard in shards for row in shard.rows() if isinstance(row, Row)] == [
         *TEXTS,
         *TEXTS,
@@ -122,17 +122,17 @@ def test_text_of_a_server(server: Server) -> None:
         "version": "yesterday",
     }
     with pytest.raises(UserError, match=r"data\.train_urls: there is no file http://127\.0\.0\.1:\d+/nothing\.jsonl"):
-        shards_of_urls("train", [f"{server.url}/nothing.jsonl"], "text")
+        list_shards("train", [f"{server.url}/nothing.jsonl"], "text")
     with pytest.raises(UserError, match=r"cannot read http://127\.0\.0\.1:\d+/forbidden\.jsonl: 403"):
-        shards_of_urls("train", [f"{server.url}/forbidden.jsonl"], "text")
+        list_shards("train", [f"{server.url}/forbidden.jsonl"], "text")
     with pytest.raises(UserError, match=r"cannot read http://127\.0\.0\.1:\d+/cut\.jsonl: "):
-        list(shards_of_urls("train", [f"{server.url}/cut.jsonl"], "text")[0].rows())
+        list(list_shards("train", [f"{server.url}/cut.jsonl"], "text")[0].rows())
 
 
 def test_the_query_of_a_url_is_no_part_of_the_name(server: Server) -> None:
     pytest.importorskip("aiohttp")
     (server.root / "a.jsonl.gz?signature=1.x").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
-    (shard,) = shards_of_urls("train", [f"{server.url}/a.jsonl.gz?signature=1.x"], "text")
+    (shard,) = list_shards("train", [f"{server.url}/a.jsonl.gz?signature=1.x"], "text")
     assert [row.text for row in shard.rows() if isinstance(row, Row)] == ["packed"]
 
 
@@ -160,7 +160,7 @@ def test_a_server_that_does_not_answer(server: Server) -> None:
     with Server(server.root) as gone:
         url = f"{gone.url}/a.jsonl"
     with pytest.raises(UserError, match=r"cannot read http://127\.0\.0\.1:\d+/a\.jsonl: Cannot connect"):
-        shards_of_urls("train", [url], "text")
+        list_shards("train", [url], "text")
 
 
 @pytest.mark.parametrize("says_so", [True, False])
@@ -172,7 +172,7 @@ def test_a_server_that_knows_no_ranges(server: Server, monkeypatch: pytest.Monke
     if not says_so:
         send = Handler.send_header
         monkeypatch.setattr(Handler, "send_header", lambda self, k, v: None if v == "none" else send(self, k, v))
-    (shard,) = shards_of_urls("train", [f"{server.url}/a.parquet"], "text")
+    (shard,) = list_shards("train", [f"{server.url}/a.parquet"], "text")
     with pytest.raises(UserError, match=r"a\.parquet: its server does not send parts of a file .* download it"):
         list(shard.rows())
 
@@ -183,7 +183,7 @@ def test_the_package_for_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(UserError, match=r"http://host/a\.jsonl needs a package; run: pip install aiohttp"):
-        shards_of_urls("train", ["http://host/a.jsonl"], "text")
+        list_shards("train", ["http://host/a.jsonl"], "text")
 
 
 def test_a_cache_of_a_server_is_read_by_ranges(server: Server) -> None:

@@ -45,14 +45,14 @@ class TestInspect:
         expected = [(i, str(tmp_path / f"{i}.txt"), len(text) + 1, text) for i, text in enumerate(texts)]
         for first in range(len(texts)):
             for count in (1, 2, 9):
-                shown = report.inspect(config, "train", first, count)
+                shown = report.inspect_documents(config, "train", first, count)
                 documents = [(document.number, document.where, document.tokens, document.text) for document in shown]
                 assert documents == expected[first : first + count]
 
     def test_of_a_long_document_only_the_beginning_is_read(self, long: tuple[DataConfig, list[str]]) -> None:
         config, texts = long
         for chars in (1, 100, 5000):
-            (shown,) = report.inspect(config, "train", 2, 1, chars)
+            (shown,) = report.inspect_documents(config, "train", 2, 1, chars)
             assert chars < len(shown.text) < 100 * chars
             assert texts[2].startswith(shown.text)
             assert shown.tokens == shown.in_loss == len(texts[2]) + 1
@@ -73,7 +73,7 @@ class TestDamage:
     @staticmethod
     def look(config: DataConfig, command: str) -> None:
         if command == "inspect":
-            list(report.inspect(config, "train", 3, 2))
+            list(report.inspect_documents(config, "train", 3, 2))
         else:
             list(documents_of_step(open_data(config, seq_len=64, seed=0), SCHEDULE, 3))
 
@@ -87,7 +87,7 @@ class TestDamage:
         part.unlink() if content is None else part.write_bytes(content)
         with pytest.raises(UserError, match=rf"(?i)00000-00000\.{kind}.* remove .*/cache/train to build it again"):
             self.look(config, command)
-        wrong = report.verify(
+        wrong = report.verify_cache(
             KvStore(str(tmp_path / "cache/train")), Ledger.read(KvStore(str(tmp_path / "cache/train")))
         )
         assert f"00000-00000.{kind}" in wrong[0]
@@ -116,10 +116,10 @@ class TestMasks:
 
     def test_are_shown(self, config: DataConfig) -> None:
         open_data(config, seq_len=32, seed=0)
-        (shown,) = report.inspect(config, "train", 3, 1)
+        (shown,) = report.inspect_documents(config, "train", 3, 1)
         assert shown.text == "how much is 3 and 3?⟦it is 6it is 6it is 6it is 6⟧"
         assert shown.in_loss == 4 * len("it is 6") + 1, "the end counts"
-        (beginning,) = report.inspect(config, "train", 3, 1, 1)
+        (beginning,) = report.inspect_documents(config, "train", 3, 1, 1)
         assert shown.text.startswith(beginning.text)
 
     @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -131,7 +131,7 @@ class TestMasks:
         batch = train.rows.read(np.arange(train.num_rows))
         cache = data.caches["train/train"]
         assert len(cache.ledger.parts) > 3
-        statistics = report.stats(cache.store, cache.ledger, seq_len).packing[packing]
+        statistics = report.cache_stats(cache.store, cache.ledger, seq_len).packing[packing]
         last = np.asarray(batch.weights)
         assert 0 < statistics.used < 0.9
         assert statistics.rows in (train.num_rows, train.num_rows - 1)

@@ -218,7 +218,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_hosts(stream: TokenSt
 
 def test_the_batch_size_may_change(stream: TokenStream) -> None:
     """The rows of all steps follow one another, whatever the sizes, on one host as on two."""
-    order, schedule = order_of(stream), BatchSchedule(Piecewise.make([(0, 4), (3, 8), (5, 2)]))
+    order, schedule = order_of(stream), BatchSchedule(Piecewise.from_phases([(0, 4), (3, 8), (5, 2)]))
     halves = [TrainIterator(order, schedule, half, range(1, 7)) for half in (_lower, _upper)]
     full = list(TrainIterator(order, schedule, range, range(1, 7)))
     assert [len(batch.tokens) for batch in full] == [4, 4, 8, 8, 2, 2]

@@ -20,7 +20,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.formats import SupervisedFormat
 from lm_trainer.data.rows.eval_set import EvalSet
-from lm_trainer.data.rows.packing import PackedRows, PackingPlan, best_fit, open_packing_plan, packing_stats
+from lm_trainer.data.rows.packing import PackedRows, PackingPlan, open_packing_plan, pack_best_fit, packing_stats
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache
@@ -68,12 +68,12 @@ def rows_of(plan: PackingPlan) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("seq_len", [16, 100, 512])
 def test_the_plan_is_that_of_trying_every_row(seq_len: int) -> None:
     lengths = random_lengths(300)
-    assert rows_of(best_fit(lengths, seq_len, group=64)) == plan_by_trying_every_row(lengths.tolist(), seq_len, 64)
+    assert rows_of(pack_best_fit(lengths, seq_len, group=64)) == plan_by_trying_every_row(lengths.tolist(), seq_len, 64)
 
 
 def test_every_target_is_in_one_row_and_few_positions_are_wasted() -> None:
     lengths = random_lengths(5_000)
-    plan = best_fit(lengths, 256)
+    plan = pack_best_fit(lengths, 256)
     targets = np.concatenate([np.arange(s + 1, s + 1 + n) for row in rows_of(plan) for s, n in row])
     first_tokens = np.cumsum(lengths) - lengths
     expected = np.setdiff1d(np.arange(lengths.sum()), first_tokens)
@@ -117,7 +117,7 @@ def test_rows_hold_the_documents(build: Build) -> None:
     stream, seq_len = stream_of(build), 4096
     plan = open_packing_plan(open_cache(build, build.run()), seq_len)
     rows = PackedRows(stream, plan, seq_len, EOS)
-    everything = stream.tail(0)
+    everything = stream.read_from(0)
     numbers = np.random.default_rng(0).permutation(rows.num_rows)
     batch = rows.read(numbers)
     assert [str(array.dtype) for array in jax.tree.leaves(batch)] == ["int32", "int32", "float32", "int32", "int32"]
@@ -165,7 +165,7 @@ def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
 def test_packed_documents_have_the_logits_they_have_alone(build: Build) -> None:
     """Attention and positions stay within a document, so that its row changes nothing."""
     stream = stream_of(build)
-    rows = PackedRows(stream, best_fit(random_lengths(40), 64), 64, EOS)
+    rows = PackedRows(stream, pack_best_fit(random_lengths(40), 64), 64, EOS)
     row = max(range(rows.num_rows), key=lambda index: rows.plan.firsts_R[index + 1] - rows.plan.firsts_R[index])
     config = Gpt2Config(seq_len=64, hidden_dim=32, num_layers=2, num_heads=2)
     model = config.build(vocab_size=257, rngs=nnx.Rngs(0))
@@ -219,7 +219,9 @@ class TestAnswers:
         sizes = np.random.default_rng(0).integers((11, 22), (61, 122), (400, 2)).tolist()
         return [{"prompt": self.START + "p" * (a - 1), "response": "r" * b} for a, b in sizes]
 
-    def unseen(self, directory: Path, records: list[dict[str, str]], seq_len: int, **keys: Any) -> float:
+    def share_without_beginning(
+        self, directory: Path, records: list[dict[str, str]], seq_len: int, **keys: Any
+    ) -> float:
         """The share of the tokens in the loss whose row does not have the beginning of their document before them."""
         source = InMemory(train=[*records])
         section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": SupervisedFormat(), **keys}
@@ -238,15 +240,15 @@ class TestAnswers:
     def test_have_their_prompt_in_view(
         self, records: list[dict[str, str]], tmp_path: Path, seq_len: int, truncated: bool
     ) -> None:
-        full = self.unseen(tmp_path, records, seq_len)
+        full = self.share_without_beginning(tmp_path, records, seq_len)
         assert (full > 0) == truncated
         assert full < 0.1
-        assert self.unseen(tmp_path, records, seq_len, packing="concat") > 0.25
+        assert self.share_without_beginning(tmp_path, records, seq_len, packing="concat") > 0.25
 
     HELD_OUT = (("ab", "cde"), ("f", "g" * 9), ("hij", "k"), ("l" * 5, "m" * 12), ("n", "o"))
     """Prompts and answers: documents of 6, 11, 5, 18 and 3 tokens with their ends, the fourth too long for 12."""
 
-    def held_out(self, directory: Path, **keys: Any) -> EvalSet:
+    def open_held_out_set(self, directory: Path, **keys: Any) -> EvalSet:
         source = InMemory(
             train=[{"prompt": "p", "response": "r" * 20}],
             validation=[{"prompt": prompt, "response": response} for prompt, response in self.HELD_OUT],
@@ -256,7 +258,7 @@ class TestAnswers:
         assert isinstance(evals, EvalSet)
         return evals
 
-    def shown(self, held_out: EvalSet, batch_size: int = 2) -> list[tuple[str, str]]:
+    def decode_rows(self, held_out: EvalSet, batch_size: int = 2) -> list[tuple[str, str]]:
         """Inputs and targets of each row that is not padding; ends are `.`, targets that do not count are `_`."""
 
         def text(tokens: np.ndarray, counted: np.ndarray, other: str) -> str:
@@ -271,25 +273,25 @@ class TestAnswers:
 
     def test_that_are_held_out_have_their_prompt_in_view(self, tmp_path: Path) -> None:
         """By hand: each document is in one row, the rest of the long one too; rows are in the order of their first."""
-        full = self.held_out(tmp_path)
+        full = self.open_held_out_set(tmp_path)
         # The answers and their ends: 4 + 10 + 2 + 13 + 2 tokens.
-        assert self.shown(full) == [
+        assert self.decode_rows(full) == [
             ("abcdemmmmm", "_cde.mmmm."),
             ("fgggggggggno", "ggggggggg.o."),
             ("hijk", "__k."),
             ("lllllmmmmmmm", "____mmmmmmmm"),
         ]
-        split = self.held_out(tmp_path, packing="concat")
-        assert self.shown(split) == [
+        split = self.open_held_out_set(tmp_path, packing="concat")
+        assert self.decode_rows(split) == [
             ("abcde.fggggg", "_cde._gggggg"),
             ("gggg.hijk.ll", "ggg.___k.___"),
             ("lllmmmmmmmmm", "__mmmmmmmmmm"),
             ("mmm.no.", "mm._o._"),
         ]
         for held_out, count in ((full, 1), (split, 2)):
-            assert held_out.num_split(np.cumsum([6, 11, 5, 18, 3])) == count
+            assert held_out.count_split_documents(np.cumsum([6, 11, 5, 18, 3])) == count
             self.check_places(held_out)
-        assert self.shown(full.in_order(6)) == self.shown(split.in_order(6))
+        assert self.decode_rows(full.with_stride(6)) == self.decode_rows(split.with_stride(6))
 
     def check_places(self, held_out: EvalSet) -> None:
         """The places of a set's rows are those of its targets, each of which is predicted once."""
@@ -302,7 +304,7 @@ class TestAnswers:
         assert len({*used}) == len(used)
 
     def test_hosts_and_first_batches_of_a_held_out_set_read_its_rows(self, tmp_path: Path) -> None:
-        held_out = self.held_out(tmp_path)
+        held_out = self.open_held_out_set(tmp_path)
         (full,) = held_out.batches(6, rows=range(6))
         parts = [next(held_out.batches(6, rows=rows)) for rows in ([0, 1], [2, 3, 4], [5])]
         for array, *of_hosts in zip(full[:5], *(part[:5] for part in parts), strict=True):
@@ -329,7 +331,7 @@ class TestAnswers:
         config = DataConfig(source=source, num_validation_sequences=rows, **section)
         (held_out,) = open_data(config, seq_len=12, seed=0).validation().values()
         assert isinstance(held_out, EvalSet)
-        assert self.shown(held_out) == expected
+        assert self.decode_rows(held_out) == expected
         self.check_places(held_out)
 
     def test_packing_is_chosen_by_the_format(self) -> None:

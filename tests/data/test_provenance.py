@@ -17,13 +17,13 @@ from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.dataset import OpenCache
 from lm_trainer.data.pipeline import open_data
-from lm_trainer.data.provenance import documents_of_step, passages
+from lm_trainer.data.provenance import documents_of_step, iter_passages
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import Lmt
 from tests.data.conftest import MakeBuild
 
-SCHEDULE = BatchSchedule(Piecewise.make([(0, 3), (4, 6)]))
+SCHEDULE = BatchSchedule(Piecewise.from_phases([(0, 3), (4, 6)]))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_passages_name_document_and_offset(open_set: OpenCache, corpus: Path, do
         for line, text in enumerate(documents[first::3], start=1)
     ]
     total = len(open_set.stream)
-    actual = list(passages(open_set, ByteTokenizer(), 1000, total - 1000))
+    actual = list(iter_passages(open_set, ByteTokenizer(), 1000, total - 1000))
     assert actual[0].offset == 1000
     rebuilt: dict[str, bytes] = {}
     offsets, start = {source: 0 for source, _ in expected}, 1000

@@ -15,7 +15,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.data.sources import BadRow, Row, shards_of_urls
+from lm_trainer.data.sources import BadRow, Row, list_shards
 from lm_trainer.data.sources.in_memory import InMemory
 from tests.conftest import lmt_environment
 from tests.data.test_sources import COMPRESS, rows_of, texts, zstd
@@ -159,7 +159,7 @@ class TestParquet:
 
     def test_several_fields(self, tmp_path: Path) -> None:
         write(tmp_path / "a.parquet", prompt=["p"], ids=[[1, 2]], other=[0])
-        (shard,) = shards_of_urls("train", [str(tmp_path / "a.parquet")], "text", ("prompt", "ids"))
+        (shard,) = list_shards("train", [str(tmp_path / "a.parquet")], "text", ("prompt", "ids"))
         (row,) = shard.rows()
         assert isinstance(row, Row)
         assert (row.text, row.record) == ("", {"prompt": "p", "ids": [1, 2]})
@@ -233,7 +233,7 @@ def test_files_behind_a_url(tmp_path: Path, protocol: str) -> None:
         parquet.write_table(pyarrow.table({"text": ["far", "away"]}), file)
     with fsspec.open(f"{root}/b.jsonl.zst", "wb") as file:
         file.write(zstd(b'{"text": "packed"}\n'))  # pyright: ignore[reportAttributeAccessIssue]
-    shards = shards_of_urls("train", [f"{root}/*.parquet", f"{root}/b.jsonl.zst"], "text")
+    shards = list_shards("train", [f"{root}/*.parquet", f"{root}/b.jsonl.zst"], "text")
     assert texts([row for shard in shards for row in shard.rows()]) == ["far", "away", "packed"]
     assert all(file["version"] for shard in shards for file in shard.identity()["files"]) or protocol == "memory"
 
@@ -250,4 +250,4 @@ def test_the_first_link_of_a_chained_url_names_the_file(tmp_path: Path) -> None:
 def test_fields_of_text_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=r"data\.format reads the fields prompt, but .*a\.txt is text without fields"):
-        shards_of_urls("train", [str(tmp_path / "a.txt")], "text", ("prompt",))
+        list_shards("train", [str(tmp_path / "a.txt")], "text", ("prompt",))

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources import Row, jsonl, shards_of_urls
-from lm_trainer.data.tokenize.shard_reader import AHEAD, work_ahead
+from lm_trainer.data.sources import Row, jsonl, list_shards
+from lm_trainer.data.tokenize.shard_reader import AHEAD, map_with_prefetch
 
 FRAGMENTS = [
     *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"/", b" ", b"\t", b"\r", b"\0", b"\x1f", b"\x7f"),
@@ -45,7 +45,7 @@ def lines(count: int) -> Iterator[bytes]:
 def test_the_fast_decoder_gives_what_the_other_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("orjson")
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines(20_000)))
-    shard = shards_of_urls("train", [str(tmp_path / "a.jsonl")], "text")[0]
+    shard = list_shards("train", [str(tmp_path / "a.jsonl")], "text")[0]
     fast = list(shard.rows())
     monkeypatch.setattr(jsonl, "_fast_decoder", lambda: None)
     plain = list(shard.rows())
@@ -62,7 +62,7 @@ def test_lines_from_blocks_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     content = "\r\n\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
     for name, stored in {"a.jsonl": content, "b.json": content + b"\n", "c.jsonl.gz": gzip.compress(content)}.items():
         (tmp_path / name).write_bytes(stored)
-        rows = list(shards_of_urls("train", [str(tmp_path / name)], "text")[0].rows())
+        rows = list(list_shards("train", [str(tmp_path / name)], "text")[0].rows())
         assert [row.text for row in rows if isinstance(row, Row) and row.number % 2 == 0] == texts
         assert [row.where.rpartition(":")[2] for row in rows] == [str(n) for n in range(1, 12)]
 
@@ -72,7 +72,7 @@ def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
     content = "".join(json.dumps({"text": f"{i} {draw.random()}"}) + "\n" for i in range(150_000)).encode()
     packed = gzip.compress(content, 1)
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    rows = iter(shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
+    rows = iter(list_shards("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
     assert sum(isinstance(next(rows), Row) for _ in range(8000)) == 8000
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
         list(rows)
@@ -87,7 +87,7 @@ def test_the_thread_that_reads_helps_with_the_work_and_the_order_stays() -> None
             helped.set()
         return number * number
 
-    done = work_ahead((number for number in range(20)), work)
+    done = map_with_prefetch((number for number in range(20)), work)
     results = [next(done)]
     # The caller does nothing more meanwhile, so another thread must have read ahead and begun to work.
     assert helped.wait(10)
@@ -105,7 +105,7 @@ def test_items_are_not_made_without_end() -> None:
             produced.append(number)
             yield number
 
-    done = work_ahead(items(), lambda number: number)
+    done = map_with_prefetch(items(), lambda number: number)
     next(done)
     time.sleep(0.2)
     assert len(produced) <= AHEAD + 2
@@ -139,7 +139,7 @@ def test_errors_come_in_their_place_and_the_items_are_closed(stage: str, behind:
 
     results = []
     with pytest.raises(UserError, match="the seventh"):
-        results.extend(slowly(work_ahead(items(), work)))
+        results.extend(slowly(map_with_prefetch(items(), work)))
     assert results == [(number, -number) for number in range(6)]
     assert closed.is_set()
 
@@ -153,7 +153,7 @@ def test_closing_early_closes_the_items() -> None:
         finally:
             closed.set()
 
-    done = work_ahead(items(), lambda number: number)
+    done = map_with_prefetch(items(), lambda number: number)
     assert next(done) == (0, 0)
     done.close()
     assert closed.is_set()

@@ -113,7 +113,7 @@ def test_each_value_of_a_small_permutation_is_as_likely_anywhere() -> None:
 @pytest.mark.parametrize("shuffle", [FullShuffle(), NoShuffle(), ERAS], ids=lambda shuffle: shuffle.type)
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 29, 100])
 def test_every_epoch_holds_each_row_once(shuffle: ShuffleConfig, num_rows: int) -> None:
-    order = shuffle.locate(np.arange(3 * num_rows), num_rows, seed=5)
+    order = shuffle.rows_of_draws(np.arange(3 * num_rows), num_rows, seed=5)
     for epoch in np.split(order, 3):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(num_rows))
 
@@ -121,35 +121,35 @@ def test_every_epoch_holds_each_row_once(shuffle: ShuffleConfig, num_rows: int) 
 @pytest.mark.parametrize("shuffle", [FullShuffle(), ERAS], ids=lambda shuffle: shuffle.type)
 def test_epochs_and_seeds_differ(shuffle: ShuffleConfig) -> None:
     draws = np.arange(200)
-    orders = [shuffle.locate(draws + epoch * 200, 200, seed) for seed in range(3) for epoch in range(3)]
+    orders = [shuffle.rows_of_draws(draws + epoch * 200, 200, seed) for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 9, "no epoch of a seed is an epoch of another"
 
 
 def test_no_shuffle_is_in_order() -> None:
-    assert NoShuffle().locate(np.arange(7), 3, seed=1).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert NoShuffle().rows_of_draws(np.arange(7), 3, seed=1).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_eras_keep_early_windows_early() -> None:
-    order = ERAS.locate(np.arange(60), 60, seed=1)
+    order = ERAS.rows_of_draws(np.arange(60), 60, seed=1)
     for start, stop in ((0, 4), (4, 12), (12, 28), (28, 44), (44, 60)):
         assert sorted(order[start:stop]) == list(range(start, stop))
     assert order.tolist() != sorted(order)
 
 
 def test_eras_do_not_depend_on_what_comes_later() -> None:
-    few, many = ERAS.locate(np.arange(28), 28, seed=1), ERAS.locate(np.arange(28), 1000, seed=1)
+    few, many = ERAS.rows_of_draws(np.arange(28), 28, seed=1), ERAS.rows_of_draws(np.arange(28), 1000, seed=1)
     np.testing.assert_array_equal(few, many)
 
 
 def test_any_part_of_the_order_is_the_same_alone() -> None:
     draws = np.arange(10**12, 10**12 + 64)
-    full = FullShuffle().locate(draws, 1001, seed=3)
-    np.testing.assert_array_equal(full[20:30], FullShuffle().locate(draws[20:30], 1001, seed=3))
+    full = FullShuffle().rows_of_draws(draws, 1001, seed=3)
+    np.testing.assert_array_equal(full[20:30], FullShuffle().rows_of_draws(draws[20:30], 1001, seed=3))
 
 
 def test_a_number_is_a_length_of_eras() -> None:
     shuffle = DataConfig(shuffle=10).shuffle_config
-    order = shuffle.locate(np.arange(50), 25, seed=1)
+    order = shuffle.rows_of_draws(np.arange(50), 25, seed=1)
     for start, stop in ((0, 10), (10, 20), (20, 25), (25, 35), (35, 45), (45, 50)):
         assert sorted(order[start:stop]) == list(range(start % 25, start % 25 + stop - start))
     assert isinstance(DataConfig(shuffle=True).shuffle_config, FullShuffle)
@@ -162,5 +162,5 @@ def test_a_number_is_a_length_of_eras() -> None:
 def test_a_row_is_drawn_where_it_was_located(shuffle: ShuffleConfig, rows: int) -> None:
     for epoch in (0, 1, 7):
         draws = epoch * rows + np.arange(rows)
-        located = shuffle.locate(draws, rows, seed=5)
-        np.testing.assert_array_equal(shuffle.draws(located, epoch, rows, seed=5), draws)
+        located = shuffle.rows_of_draws(draws, rows, seed=5)
+        np.testing.assert_array_equal(shuffle.draws_of_rows(located, epoch, rows, seed=5), draws)

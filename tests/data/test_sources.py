@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.data.sources import BadRow, Row, shards_of_urls
+from lm_trainer.data.sources import BadRow, Row, list_shards
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.files import File, group_files
 from lm_trainer.data.sources.jsonl import JsonLines
@@ -28,7 +28,7 @@ from tests.conftest import lmt_environment
 
 
 def rows_of(*urls: object, text_key: str = "text", start: int = 0) -> list[Row | BadRow]:
-    shards = shards_of_urls("train", [str(url) for url in urls], text_key)
+    shards = list_shards("train", [str(url) for url in urls], text_key)
     assert len(shards) == 1
     return list(shards[0].rows(start))
 
@@ -42,7 +42,7 @@ def zstd(content: bytes) -> bytes:
     return pytest.importorskip("zstandard").compress(content)
 
 
-def zipped(content: bytes) -> bytes:
+def zip_bytes(content: bytes) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("whatever", content)
@@ -57,7 +57,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".lzma": lambda content: lzma.compress(content, lzma.FORMAT_ALONE),
     ".zst": zstd,
     ".zstd": zstd,
-    ".zip": zipped,
+    ".zip": zip_bytes,
 }
 
 
@@ -219,7 +219,7 @@ def test_the_files_that_a_glob_finds_say_how_to_read_them(tmp_path: Path) -> Non
     pattern = rf"{tmp_path}/\* matches files that are read in different ways, .*/a-2\.json and .*/b\.txt"
     with pytest.raises(UserError, match=rf"data\.train_urls: {pattern}; list them apart"):
         rows_of(tmp_path / "*")
-    shards = shards_of_urls("train", [f"{tmp_path}/{{b,a-0}}.*"], "text")
+    shards = list_shards("train", [f"{tmp_path}/{{b,a-0}}.*"], "text")
     assert [row.where.rpartition("/")[2] for shard in shards for row in shard.rows()] == ["b.txt", "a-0.jsonl:1"]
     (tmp_path / "c.dat").write_text("x")
     with pytest.raises(UserError, match=r"cannot tell from its name how to read .*/c\.dat \(known: "):
@@ -261,7 +261,7 @@ def test_a_file_that_exists_is_read_whatever_its_name(
         (row,) = rows_of(url)
         assert texts([row]) == ["this"], url
         assert row.where == f"{file.name if url == file.name else file}:1"
-    (shard,) = shards_of_urls("train", [str(file)], "text")
+    (shard,) = list_shards("train", [str(file)], "text")
     file.unlink()
     with pytest.raises(UserError, match="has disappeared since"):
         list(shard.rows())
@@ -270,7 +270,7 @@ def test_a_file_that_exists_is_read_whatever_its_name(
 def test_a_name_that_says_nothing_needs_a_source_type(tmp_path: Path) -> None:
     (tmp_path / "a.dat").write_text("hello")
     with pytest.raises(UserError, match=r"data\.source\.type"):
-        shards_of_urls("train", [str(tmp_path / "a.dat")], "text")
+        list_shards("train", [str(tmp_path / "a.dat")], "text")
     config = DataConfig.model_validate({"train_urls": str(tmp_path / "a.dat"), "source": {"type": "text"}})
     assert texts(list(config.shards("train")[0].rows())) == ["hello"]
 
@@ -295,7 +295,7 @@ def test_globs_and_braces_work_with_a_source_type_too(tmp_path: Path) -> None:
 )
 def test_a_url_that_cannot_be_opened_is_an_error_for_the_user(url: str) -> None:
     with pytest.raises(UserError, match=r"data\.train_urls"):
-        shards_of_urls("train", [url], "text")
+        list_shards("train", [url], "text")
 
 
 def test_a_url_of_another_file_system() -> None:
@@ -308,7 +308,7 @@ def test_a_url_of_another_file_system() -> None:
 
 def test_the_identity_of_a_shard_changes_with_its_files(tmp_path: Path) -> None:
     def identity() -> dict:
-        return shards_of_urls("train", [str(tmp_path / "a.jsonl")], "text")[0].identity()
+        return list_shards("train", [str(tmp_path / "a.jsonl")], "text")[0].identity()
 
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     original = identity()

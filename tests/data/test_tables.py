@@ -60,7 +60,7 @@ def test_bad_records_of_csv_are_named_and_those_after_them_are_read(tmp_path: Pa
     assert rows[5].where == f"{tmp_path}/a.csv:8"
 
 
-def of(source: CsvFiles, path: Path) -> Shard:
+def only_shard(source: CsvFiles, path: Path) -> Shard:
     (shard,) = source.shards("train", [str(path)])
     return shard
 
@@ -68,8 +68,11 @@ def of(source: CsvFiles, path: Path) -> Shard:
 def test_csv_without_names_or_quotes(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('7;"one\n8;two"\n')
     source = CsvFiles(delimiter=";", columns=["n", "text"], quotes=False)
-    assert texts([*of(source, tmp_path / "a.csv").rows()]) == ['"one', 'two"']
-    assert of(source, tmp_path / "a.csv").identity() != of(CsvFiles(delimiter=";"), tmp_path / "a.csv").identity()
+    assert texts([*only_shard(source, tmp_path / "a.csv").rows()]) == ['"one', 'two"']
+    assert (
+        only_shard(source, tmp_path / "a.csv").identity()
+        != only_shard(CsvFiles(delimiter=";"), tmp_path / "a.csv").identity()
+    )
     (tmp_path / "b.csv").write_text("text,text\na,b\n")
     with pytest.raises(UserError, match=r"does not name the columns, each once; name them in data\.source\.columns"):
         rows_of(tmp_path / "b.csv")

@@ -153,10 +153,10 @@ def test_training_does_not_depend_on_threads_or_the_process(trained: HfTokenizer
 
 
 def test_little_text_gives_fewer_tokens(tmp_path: Path) -> None:
-    from lm_trainer.data.sources import shards_of_urls
+    from lm_trainer.data.sources import list_shards
 
     (tmp_path / "a.txt").write_text("hello hello hello")
-    tokenizer = train_bpe(TrainedBpe(vocab_size=4096), shards_of_urls("train", [str(tmp_path / "a.txt")], "text"))
+    tokenizer = train_bpe(TrainedBpe(vocab_size=4096), list_shards("train", [str(tmp_path / "a.txt")], "text"))
     assert 257 <= tokenizer.vocab_size < 300
     assert tokenizer.decode(tokenizer.encode("hello wörld")) == "hello wörld"
 

@@ -14,7 +14,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.data.sources import Shard, shards_of_urls
+from lm_trainer.data.sources import Shard, list_shards
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.plan import plan_caches
@@ -86,7 +86,7 @@ def test_a_damaged_file_is_not_the_fault_of_the_package(
     slow: HfTokenizer, tmp_path: Path, requested: Any, built_with: str | None
 ) -> None:
     (tmp_path / "a.jsonl.gz").write_text('{"text": "not packed"}\n')
-    damaged = shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")
+    damaged = list_shards("train", [str(tmp_path / "a.jsonl.gz")], "text")
     with pytest.raises(UserError, match=rf"^{tmp_path}/a\.jsonl\.gz is damaged: "):
         choose_backend(slow, requested, [shards("fine"), damaged], built_with)
 

@@ -85,24 +85,24 @@ def test_answers_end_where_those_of_the_harness_do(make_hf_model: MakeHfModel, t
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, **generation}))
         settings: Any = {"until": until, "max_gen_toks": 40, "do_sample": False}
         texts = [f"def f{number}(" for number in range(12)]
-        asked = [Instance("generate_until", {}, (text, settings), 0) for text in texts]
+        instances = [Instance("generate_until", {}, (text, settings), 0) for text in texts]
         read = read_hf(tmp_path)
-        ours = HarnessModel(model, read.tokenizer, settings=read.settings).generate_until(asked)
-        theirs = peer(pretrained=str(tmp_path), batch_size=1, dtype="float32", device="cpu")
-        return ours, theirs.generate_until(asked)
+        our_answers = HarnessModel(model, read.tokenizer, settings=read.settings).generate_until(instances)
+        reference = peer(pretrained=str(tmp_path), batch_size=1, dtype="float32", device="cpu")
+        return our_answers, reference.generate_until(instances)
 
     free, expected = ask([], [256])
     assert free == expected
     # Special tokens and bytes that end texts, by the task and by the model.
-    ours, expected = ask([*SPECIALS[:20], "\x03"], [256])
-    assert ours == expected
-    assert sum(map(len, ours)) < sum(map(len, free)) - 20
-    ours, expected = ask(["\x03"], [256, *range(40, 60), *range(280, 299)])
-    assert ours == expected
-    assert sum(map(len, ours)) < sum(map(len, free)) - 20
-    ours, expected = ask([], [256], repetition_penalty=1.4)
-    assert ours == expected
-    assert ours != free
+    answers, expected = ask([*SPECIALS[:20], "\x03"], [256])
+    assert answers == expected
+    assert sum(map(len, answers)) < sum(map(len, free)) - 20
+    answers, expected = ask(["\x03"], [256, *range(40, 60), *range(280, 299)])
+    assert answers == expected
+    assert sum(map(len, answers)) < sum(map(len, free)) - 20
+    answers, expected = ask([], [256], repetition_penalty=1.4)
+    assert answers == expected
+    assert answers != free
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
         yield [manager.load([name])["tasks"][name] for name in sorted(manager.all_tasks)]
 
 
-def theirs(directory: Path) -> Any:
+def harness_peer(directory: Path) -> Any:
     """The harness's model for transformers, with a tokenizer and no model."""
     transformers = pytest.importorskip("transformers")
     from lm_eval.models.huggingface import HFLM
@@ -149,8 +149,8 @@ def theirs(directory: Path) -> Any:
 
 
 def tokenizer(directory: Path, template: str) -> HfTokenizer:
-    made = with_specials("<|im_start|>", "<|im_end|>", "<bos>", chat_template=template)
-    made.save(directory)
+    saved = with_specials("<|im_start|>", "<|im_end|>", "<bos>", chat_template=template)
+    saved.save(directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<bos>"}))
     return load_tokenizer(directory)
@@ -168,13 +168,13 @@ def requests(task: Any, write: Callable[..., str], examples: int, **options: Any
     "name", ["chatml", *(pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES if name != "chatml")]
 )
 def test_every_kind_of_task_asks_the_same(name: str, tasks: list[Any], tmp_path: Path) -> None:
-    ours, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[name])), theirs(tmp_path)
+    template, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[name])), harness_peer(tmp_path)
     count = 0
     for task in tasks:
         for examples, multiturn, system in ((2, True, "Be brief."), (1, False, None)):
             options: dict[str, Any] = {"fewshot_as_multiturn": multiturn, "system_instruction": system}
             expected = requests(task, peer.apply_chat_template, examples, **options)
-            assert requests(task, ours.write, examples, **options) == expected
+            assert requests(task, template.format_messages, examples, **options) == expected
             count += len(expected)
     assert count > 200
 
@@ -187,44 +187,44 @@ def test_texts_have_the_ids_that_the_harness_gives_them(around: tuple[str, str],
     file = tmp_path / "tokenizer.json"
     content = json.loads(file.read_text())
     ids = {token["content"]: token["id"] for token in content["added_tokens"]}
-    before, after = ([{"SpecialToken": {"id": name, "type_id": 0}}] if name else [] for name in around)
+    prefix, suffix = ([{"SpecialToken": {"id": name, "type_id": 0}}] if name else [] for name in around)
     content["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}, *after],
+        "single": [*prefix, {"Sequence": {"id": "A", "type_id": 0}}, *suffix],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
         "special_tokens": {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in around if name},
     }
     file.write_text(json.dumps(content))
     model: Any = SimpleNamespace(spec=SimpleNamespace(num_positions=64))
-    ours, peer = HarnessModel(model, load_tokenizer(tmp_path)), theirs(tmp_path)
-    assert ours.prefix_token_id == peer.prefix_token_id
-    assert ours.eot_token_id == peer.eot_token_id
+    harness_model, peer = HarnessModel(model, load_tokenizer(tmp_path)), harness_peer(tmp_path)
+    assert harness_model.prefix_token_id == peer.prefix_token_id
+    assert harness_model.eot_token_id == peer.eot_token_id
     texts = ["", "a", "<bos>a", "a<bos>", "<|im_start|>user\n b<|im_end|>", "<|endoftext|>c", " d ", "\n"]
     for text in texts:
         for add in (None, True, False):
-            assert ours.tok_encode(text, add) == peer.tok_encode(text, add), (text, add)
+            assert harness_model.tok_encode(text, add) == peer.tok_encode(text, add), (text, add)
     for context, answer in itertools.product(texts[1:], texts[1:]):
-        assert ours._encode_pair(context, answer) == peer._encode_pair(context, answer), (context, answer)
+        assert harness_model._encode_pair(context, answer) == peer._encode_pair(context, answer), (context, answer)
 
 
 def test_an_answer_that_is_begun_stays_open(tmp_path: Path) -> None:
     template = TaskTemplate(tokenizer(tmp_path, CHATML))
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is "}]
     expected = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nIt is "
-    assert template.write(messages, add_generation_prompt=False) == expected
+    assert template.format_messages(messages, add_generation_prompt=False) == expected
 
 
 def test_what_a_template_does_not_take_is_told(tmp_path: Path) -> None:
     silent = TaskTemplate(tokenizer(tmp_path, "{{ messages[0].content }}"))
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match="leaves the beginning of an answer away, which a task gives: 'b'"):
-        silent.write(begun, add_generation_prompt=False)
+        silent.format_messages(begun, add_generation_prompt=False)
     refusing = TaskTemplate(tokenizer(tmp_path, "{{ raise_exception('never') }}"))
     with pytest.raises(UserError, match="does not take a question: never"):
-        refusing.write(begun, add_generation_prompt=True)
+        refusing.format_messages(begun, add_generation_prompt=True)
     failing = TaskTemplate(tokenizer(tmp_path, "{{ 1 / 0 }}"))
     with pytest.raises(UserError, match="fails at a question: division by zero"):
-        failing.write(begun, add_generation_prompt=True)
+        failing.format_messages(begun, add_generation_prompt=True)
     with pytest.raises(UserError, match="the chat template of the model's tokenizer is wrong"):
         TaskTemplate(tokenizer(tmp_path, "{% if %}"))
 
@@ -234,13 +234,15 @@ def test_draws_are_from_the_tokens_that_transformers_draws_from(tmp_path: Path) 
     from lm_trainer.harness.model import HarnessModel
 
     transformers = pytest.importorskip("transformers")
-    made = tokenizer(tmp_path, CHATML)
+    hf_tokenizer = tokenizer(tmp_path, CHATML)
     model: Any = SimpleNamespace(spec=SimpleNamespace(num_positions=64))
     defaults = transformers.GenerationConfig._get_default_generation_params()
-    plain = HarnessModel(model, made)
+    plain = HarnessModel(model, hf_tokenizer)
     for name in ("top_k", "top_p", "repetition_penalty"):
-        assert plain._setting(name, {}) == defaults[name]
-        own = HarnessModel(model, made, settings=HfSettings({}, {name: 0.5, "num_beams": 4, "min_p": 0.0}))
-        assert own._setting(name, {}) == 0.5
-        assert own._setting(name, {name: 0.25}) == 0.25
-        assert own._not_computed == "num_beams=4"
+        assert plain._generation_setting(name, {}) == defaults[name]
+        configured = HarnessModel(
+            model, hf_tokenizer, settings=HfSettings({}, {name: 0.5, "num_beams": 4, "min_p": 0.0})
+        )
+        assert configured._generation_setting(name, {}) == 0.5
+        assert configured._generation_setting(name, {name: 0.25}) == 0.25
+        assert configured._not_computed == "num_beams=4"

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from lm_trainer.harness.chat import TaskTemplate
-from tests.harness.test_prompts import TEMPLATES, requests, theirs, tokenizer
+from tests.harness.test_prompts import TEMPLATES, harness_peer, requests, tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
 
 _TEXTS = ("doc_to_text", "doc_to_target", "doc_to_choice", "description", "gen_prefix")
-_KEPT = (*_TEXTS, "output_type", "target_delimiter", "fewshot_delimiter", "generation_kwargs")
+_CONFIG_KEYS = (*_TEXTS, "output_type", "target_delimiter", "fewshot_delimiter", "generation_kwargs")
 _KINDS = ("multiple_choice", "generate_until", "loglikelihood", "loglikelihood_rolling")
 
 
@@ -25,17 +25,17 @@ def _configs(files: list[Path]) -> Iterator[dict[str, Any]]:
     """The parts of tasks that make their texts, each once, of those that need no code for it."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    seen: set[str] = set()
+    seen_texts: set[str] = set()
     for file in files:
         try:
             raw = load_yaml(file, resolve_func=False)
         except Exception:  # an include that is no file of the package
             continue
-        config = {key: raw[key] for key in _KEPT if raw.get(key) is not None}
+        config = {key: raw[key] for key in _CONFIG_KEYS if raw.get(key) is not None}
         plain = all(isinstance(config.get(key, ""), str | int | list) for key in _TEXTS)
         text = repr(sorted(config.items(), key=str))
-        if plain and config.get("output_type") in _KINDS and "!function" not in text and text not in seen:
-            seen.add(text)
+        if plain and config.get("output_type") in _KINDS and "!function" not in text and text not in seen_texts:
+            seen_texts.add(text)
             yield config
 
 
@@ -49,11 +49,11 @@ def _documents(config: dict[str, Any]) -> list[dict[str, Any]]:
     names = {name for text in texts for name in meta.find_undeclared_variables(environment.parse(text))}
     # A bare name is that of a field.
     fields = {text for text in texts if re.fullmatch(r"\w+", text)}
-    whole = " ".join(texts)
+    all_text = " ".join(texts)
 
     def value(name: str, number: int) -> Any:
-        if name == config.get("doc_to_choice") or re.search(rf"\b{name}(\[| *\| *length|\.index)", whole):
-            return [f"{name} {number}, {place}" for place in range(6)]
+        if name == config.get("doc_to_choice") or re.search(rf"\b{name}(\[| *\| *length|\.index)", all_text):
+            return [f"{name} {number}, {choice}" for choice in range(6)]
         if name == config.get("doc_to_target") and "doc_to_choice" in config:
             return number % 2
         return f" {name} {number}.\n" if number % 2 else f"{name}: {number}"
@@ -80,7 +80,7 @@ def _compare(files: list[Path], template: str, tmp_path: Path, monkeypatch: pyte
 
     # The harness parses a template again for each document.
     monkeypatch.setattr(templates, "from_string", functools.cache(templates.from_string))
-    ours, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[template])), theirs(tmp_path)
+    task_template, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[template])), harness_peer(tmp_path)
     options: dict[str, Any] = {"fewshot_as_multiturn": True, "system_instruction": "Be brief."}
     counts: dict[str, int] = {}
     for config in _configs(files):
@@ -89,7 +89,7 @@ def _compare(files: list[Path], template: str, tmp_path: Path, monkeypatch: pyte
             expected = requests(task, peer.apply_chat_template, 1, **options)
         except Exception:  # made-up documents do not suit every task
             continue
-        assert requests(task, ours.write, 1, **options) == expected, config
+        assert requests(task, task_template.format_messages, 1, **options) == expected, config
         counts[config["output_type"]] = counts.get(config["output_type"], 0) + bool(expected)
     return counts
 

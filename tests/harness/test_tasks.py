@@ -49,8 +49,8 @@ def directory(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def _flat(values: Any) -> list[Any]:
-    return [x for value in values for x in (_flat(value) if isinstance(value, list | tuple) else [value])]
+def _flatten(values: Any) -> list[Any]:
+    return [x for value in values for x in (_flatten(value) if isinstance(value, list | tuple) else [value])]
 
 
 def _answer_loss(samples: list[Any]) -> tuple[float, float]:
@@ -81,8 +81,8 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
         include_path=str(tasks),
         log_samples=True,
     )
-    asked = Tasks(config)
-    ours = asked.ask(model)
+    harness_tasks = Tasks(config)
+    results = harness_tasks.evaluate_model(model)
     peer: Any = huggingface.HFLM
     simple_evaluate: Any = evaluator.simple_evaluate
     reference = simple_evaluate(
@@ -92,27 +92,28 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=1000,
     )
-    assert [each.name for each in ours] == list(NAMES)
-    for each in ours:
-        theirs = reference["results"][each.name]
-        if each.name == "toy_choice":
-            mean, error = _answer_loss(reference["samples"][each.name])
-            assert each.metrics["answer_bits_per_byte"] == pytest.approx(mean, rel=1e-4)
-            assert each.errors["answer_bits_per_byte"] == pytest.approx(error, rel=1e-4)
-            theirs |= {"answer_bits_per_byte,none": mean, "answer_bits_per_byte_stderr,none": error}
-        assert each.metrics == {name: pytest.approx(theirs[f"{name},none"], rel=1e-4) for name in each.metrics}
-        assert each.errors == {name: pytest.approx(theirs[f"{name}_stderr,none"]) for name in each.errors}
+    assert [result.name for result in results] == list(NAMES)
+    for result in results:
+        expected = reference["results"][result.name]
+        if result.name == "toy_choice":
+            mean, error = _answer_loss(reference["samples"][result.name])
+            assert result.metrics["answer_bits_per_byte"] == pytest.approx(mean, rel=1e-4)
+            assert result.errors["answer_bits_per_byte"] == pytest.approx(error, rel=1e-4)
+            expected |= {"answer_bits_per_byte,none": mean, "answer_bits_per_byte_stderr,none": error}
+        assert result.metrics == {name: pytest.approx(expected[f"{name},none"], rel=1e-4) for name in result.metrics}
+        assert result.errors == {name: pytest.approx(expected[f"{name}_stderr,none"]) for name in result.errors}
         ours_said, theirs_said = (
-            _flat(sample["resps"] for sample in samples) for samples in (each.samples, reference["samples"][each.name])
+            _flatten(sample["resps"] for sample in samples)
+            for samples in (result.samples, reference["samples"][result.name])
         )
         assert len(ours_said) == len(theirs_said)
         for a, b in zip(ours_said, theirs_said, strict=True):
             assert a == (pytest.approx(b, abs=1e-3) if isinstance(b, float) else b)
-    assert ours[0].num_fewshot == 1
-    assert 0 < ours[0].metrics["acc"] < 1
-    assert len({sample["resps"][0][0] for sample in ours[1].samples}) > 1
+    assert results[0].num_fewshot == 1
+    assert 0 < results[0].metrics["acc"] < 1
+    assert len({sample["resps"][0][0] for sample in results[1].samples}) > 1
     # A task that is asked again draws the same examples.
-    assert [each.metrics for each in asked.ask(model)] == [each.metrics for each in ours]
+    assert [result.metrics for result in harness_tasks.evaluate_model(model)] == [result.metrics for result in results]
 
 
 @pytest.mark.slow
@@ -151,16 +152,16 @@ eval_harness_steps: 2
 
 
 def test_mistakes_are_told_in_a_line(lmt: Lmt, directory: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ("--tasks-dir", tasks)
+    tasks_dir = ("--tasks-dir", tasks)
     refused(lmt("eval", directory, "--limit", "3"), "--tasks NAME")
     (tasks / "broken.yaml").write_text(
         json.dumps({"task": "broken", "dataset_path": "json", "dataset_kwargs": {"data_files": "nowhere.jsonl"}})
     )
-    refused(lmt("eval", directory, "--tasks", "broken", *own), "the task broken cannot be read", "nowhere.jsonl")
-    refused(lmt("eval", directory, "--tasks", "toy_choice", "--apply-chat-template", *own), "no chat template")
+    refused(lmt("eval", directory, "--tasks", "broken", *tasks_dir), "the task broken cannot be read", "nowhere.jsonl")
+    refused(lmt("eval", directory, "--tasks", "toy_choice", "--apply-chat-template", *tasks_dir), "no chat template")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    refused(lmt("eval", directory, "--tasks", "toy_choice", *own), 'pip install "lm_trainer[eval]"')
+    refused(lmt("eval", directory, "--tasks", "toy_choice", *tasks_dir), 'pip install "lm_trainer[eval]"')
 
 
 @pytest.mark.slow

@@ -45,9 +45,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # 250 times as many with a 250th of the longest pause: deadlines end the repetition, as they do in a run.
     monkeypatch.setattr(key_values, "_RETRIES", {"max_retries": 250_000, **pauses})
     monkeypatch.setattr(bucket_module, "_FEW_RETRIES", {**bucket_module._FEW_RETRIES, **pauses})
-    key_values._shared_context.cache_clear()
+    key_values._shared_tensorstore_context.cache_clear()
     yield
-    key_values._shared_context.cache_clear()
+    key_values._shared_tensorstore_context.cache_clear()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core import bucket_files
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import fetch, local_copy, put, staging_directory
+from lm_trainer.core.bucket_files import download_objects, local_copy, staging_directory, upload_directory
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub
@@ -44,11 +44,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_large_file_is_written_in_parts_and_read_in_pieces(behind: Bucket, proxy: Proxy, files: Path) -> None:
     pytest.importorskip("s3fs")
-    put(files, behind)
+    upload_directory(files, behind)
     assert sum(method == "PUT" and "partNumber=" in path for method, path in proxy.requests) == 3
     read, sizes = files.parent / "read", {file.name: file.stat().st_size for file in files.iterdir()}
     proxy.requests.clear()
-    fetch(behind, sizes, read, sizes)
+    download_objects(behind, sizes, read, sizes)
     assert sum(method == "GET" and path.endswith("/large") for method, path in proxy.requests) == 3
     assert {file.name: file.read_bytes() for file in read.iterdir()} == {
         file.name: file.read_bytes() for file in files.iterdir()
@@ -59,7 +59,7 @@ def test_a_server_that_refuses_a_part_is_told_in_one_line(behind: Bucket, proxy:
     pytest.importorskip("s3fs")
     proxy.fault = only(refuse(403), "PUT", path="partNumber=")
     with pytest.raises(MachineError, match=r"cannot write large: .*permit \(write, list") as raised:
-        put(files, behind)
+        upload_directory(files, behind)
     assert len(str(raised.value).splitlines()) == 1
     proxy.fault = None
     assert "large" not in behind.list()
@@ -73,7 +73,7 @@ def test_without_the_extra_a_large_file_is_named_before_anything_is_copied(
         file.truncate(5 * 2**30 + 1)  # takes no room on the disk
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match=r"model\.safetensors has 5,368,709,121 bytes.*lm_trainer\[s3\]"):
-        put(tmp_path, behind)
+        upload_directory(tmp_path, behind)
     assert behind.list() == []
 
 

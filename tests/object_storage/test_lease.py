@@ -60,7 +60,7 @@ def test_a_second_process_is_refused_while_the_first_renews(bucket: Bucket) -> N
 def test_of_many_that_take_it_at_once_one_gets_it(bucket: Bucket) -> None:
     leases = [Lease(bucket) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert sorted(pool.map(lambda lease: lease._take(), leases)) == [False] * 7 + [True]
+        assert sorted(pool.map(lambda lease: lease._try_acquire(), leases)) == [False] * 7 + [True]
 
 
 def test_a_machine_that_is_gone_loses_it_when_its_time_is_over(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

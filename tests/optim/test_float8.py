@@ -13,7 +13,7 @@ import optax
 import pytest
 from pydantic import ValidationError
 
-from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
+from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, block_exponents, decode, encode
 from lm_trainer.optim import (
     AdamConfig,
     AnyOptimizer,
@@ -55,7 +55,7 @@ BLOCKS = Blocks(1, 32)
 @functools.partial(jax.jit, static_argnames=("form", "blocks"))
 def coded_and_decoded(x: Any, form: Format, blocks: Blocks, chance: Any) -> tuple[BlockFloats, jax.Array]:
     """The codes of numbers, and the numbers decoded from them."""
-    coded = encode(x, shared_exponents(x, form, blocks), form, blocks, chance)
+    coded = encode(x, block_exponents(x, form, blocks), form, blocks, chance)
     return coded, decode(coded, form, blocks)
 
 

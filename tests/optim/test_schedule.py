@@ -17,7 +17,7 @@ from lm_trainer.core.piecewise import BatchSchedule, Piecewise, TokenSchedule
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.schedule import Schedule, ScheduleName
 
-TOKENS = TokenSchedule(BatchSchedule(Piecewise.make([(0, 32), (40, 64)])), seq_len=128)
+TOKENS = TokenSchedule(BatchSchedule(Piecewise.from_phases([(0, 32), (40, 64)])), seq_len=128)
 TOTAL = 100
 
 
@@ -298,7 +298,7 @@ class TestConstants:
     @staticmethod
     def rate(shape: dict[str, Any], step: int, **fields: Any) -> float:
         settings = {"learning_rate": 0.5, "min_lr_ratio": 0.1, "warmup": 10, "lr_schedule": shape, **fields}
-        tokens = TokenSchedule(BatchSchedule(Piecewise.make([(0, 16)])), 32)
+        tokens = TokenSchedule(BatchSchedule(Piecewise.from_phases([(0, 16)])), 32)
         return AdamConfig.model_validate(settings).schedule(110, tokens)(step)
 
     @pytest.mark.parametrize("step", [10, 37, 60, 110])
@@ -319,7 +319,7 @@ class TestConstants:
 
     @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "inv", "power"])
     def test_a_block_without_constants_is_its_name(self, name: ScheduleName) -> None:
-        tokens = TokenSchedule(BatchSchedule(Piecewise.make([(0, 16)])), 32)
+        tokens = TokenSchedule(BatchSchedule(Piecewise.from_phases([(0, 16)])), 32)
         named = AdamConfig(lr_schedule=name).schedule(110, tokens)
         block = AdamConfig.model_validate({"lr_schedule": {"type": name}}).schedule(110, tokens)
         assert [named(step) for step in range(111)] == [block(step) for step in range(111)]

@@ -17,7 +17,7 @@ from lm_trainer.config.loader import load
 from lm_trainer.config.render import to_yaml
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import ConfigError, UserError
-from lm_trainer.core.tree import named_leaves, nested_from_names
+from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.models import Gpt2Config, hf
 from lm_trainer.nn.lora import is_adapter_param
@@ -53,7 +53,7 @@ def write_base(out: Path, seed: int) -> dict[str, np.ndarray]:
     leaves = hf.param_infos(model, tokenizer.vocab_size)
     params = {name: 0.1 * rng.standard_normal(leaf.shape, np.float32) for name, leaf in leaves.items()}
     write_model(
-        out, model_config=model, params=nested_from_names(params), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size
+        out, model_config=model, params=nest_named_leaves(params), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size
     )
     return params
 

@@ -14,7 +14,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.tree import nested_from_names
+from lm_trainer.core.tree import nest_named_leaves
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.hub import Pushed
 from lm_trainer.export.huggingface import read_hf
@@ -49,7 +49,7 @@ def after(step: int, exported: HfExports) -> None:
     """Exports as the loop does after a step."""
     program: Any = SimpleNamespace(
         weights=lambda state: {"": {}, "ema": state},
-        model=SimpleNamespace(nested=nested_from_names),
+        model=SimpleNamespace(nested=nest_named_leaves),
     )
     metrics: Any = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})
     info: Any = SimpleNamespace(step=step, state=PARAMS, total_tokens=640)

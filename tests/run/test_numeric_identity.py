@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.core.config import Config
-from lm_trainer.core.result_keys import effect_of
+from lm_trainer.core.result_keys import find_result_effect
 from lm_trainer.data import DataConfig
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
 from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -17,7 +17,7 @@ MARKED: list[type[Config]] = [RunConfig, TrainerConfig, DataConfig]
 
 @pytest.mark.parametrize(("config", "key"), [(config, key) for config in MARKED for key in config.model_fields])
 def test_every_key_says_whether_it_decides_numbers(config: type[Config], key: str) -> None:
-    assert effect_of(config, key) is not None, (
+    assert find_result_effect(config, key) is not None, (
         f"{config.__name__}.{key} must be Numeric[...] or Operational[...]: may it change when a run is resumed?"
     )
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from cli.out_of_memory import explained_out_of_memory
-from lm_trainer.core.errors import EXIT_OUT_OF_MEMORY, out_of_memory
+from lm_trainer.core.errors import EXIT_OUT_OF_MEMORY, translate_out_of_memory
 from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import Lmt, RunLmt
 from tests.run.conftest import write_config
@@ -55,13 +55,13 @@ class JaxRuntimeError(RuntimeError):
     ],
 )  # fmt: skip
 def test_each_backend_is_understood(said: str, told: str) -> None:
-    assert str(out_of_memory(JaxRuntimeError(said))) == f"the memory of a device is too small: {told}"
+    assert str(translate_out_of_memory(JaxRuntimeError(said))) == f"the memory of a device is too small: {told}"
 
 
 def test_an_array_that_no_device_holds_is_understood_as_well() -> None:
     said = "Error allocating device buffer: Attempting to allocate 8.00M. That was not possible. There are 6.43M free."
-    assert "Attempting to allocate 8.00M" in str(out_of_memory(ValueError(f"RESOURCE_EXHAUSTED: {said}")))
-    assert out_of_memory(ValueError(said)) is None
+    assert "Attempting to allocate 8.00M" in str(translate_out_of_memory(ValueError(f"RESOURCE_EXHAUSTED: {said}")))
+    assert translate_out_of_memory(ValueError(said)) is None
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ def test_an_array_that_no_device_holds_is_understood_as_well() -> None:
     ],
 )
 def test_what_no_smaller_run_would_mend_is_none_of_memory(said: str) -> None:
-    assert out_of_memory(JaxRuntimeError(said)) is None
+    assert translate_out_of_memory(JaxRuntimeError(said)) is None
 
 
 def test_other_errors_are_none_of_memory() -> None:
-    assert out_of_memory(RuntimeError("out of memory of what happened")) is None
-    assert "Unable to allocate 2 TiB" in str(out_of_memory(MemoryError("Unable to allocate 2 TiB")))
+    assert translate_out_of_memory(RuntimeError("out of memory of what happened")) is None
+    assert "Unable to allocate 2 TiB" in str(translate_out_of_memory(MemoryError("Unable to allocate 2 TiB")))
 
 
 def test_the_state_of_the_run_is_freed_before_its_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

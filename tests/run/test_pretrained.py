@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.tree import nested_from_names
+from lm_trainer.core.tree import nest_named_leaves
 from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, TextModel, read_hf, write_hf
@@ -59,7 +59,7 @@ def write_checkpoint(out: Path, config: DecoderConfig = LLAMA, vocab_size: int =
     rng = np.random.default_rng(0)
     leaves = hf.param_infos(config, vocab_size)
     params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
-    model = TextModel(config, vocab_size, nested_from_names(params), ByteTokenizer(), "base")
+    model = TextModel(config, vocab_size, nest_named_leaves(params), ByteTokenizer(), "base")
     write_hf(out, model, ExportOptions(max_shard_size=20_000))
     return params
 

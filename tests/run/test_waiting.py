@@ -43,7 +43,7 @@ class InTheMaking(Numbered):
     def growing(self) -> bool:
         return self.waits > 0
 
-    def missing(self) -> str | None:
+    def missing_tokens(self) -> str | None:
         self.waits -= 1
         return f"waiting for text ({self.waits} left)" if self.waits else None
 
@@ -54,7 +54,7 @@ class _Batches(Iterator[Batch]):
 
     growing = True
 
-    def missing(self) -> str | None:
+    def missing_tokens(self) -> str | None:
         if self._step == self._data.fails_at:
             raise MachineError("the disk is full: cannot write a part")
         if self._step == self._data.stops_at:

@@ -75,7 +75,7 @@ COMPILED = Unsupported("every step is compiled")
 AUTOMATIC = Unsupported("nothing needs it: a run resumes from its newest checkpoint by itself")
 
 
-def precision(text: object) -> Settings:
+def convert_precision(text: object) -> Settings:
     """Our precision policy for another framework's dtype name; mixed bfloat16 keeps float32 weights."""
     name = str(text).lower().removeprefix("torch.")
     if name in ("bf16-mixed", "bfloat16", "bf16"):

@@ -17,7 +17,7 @@ from lm_trainer.config.imports.base import (
     Settings,
     Unsupported,
     Values,
-    precision,
+    convert_precision,
 )
 
 _VOCABULARY = Unsupported("the tokenizer tells the vocabulary")
@@ -26,17 +26,27 @@ _SIZES: dict[str, Rule] = {
     "n_layer": "model.num_layers",
     "n_embd": "model.hidden_dim",
     "n_head": "model.num_heads",
-    "n_query_groups": lambda value, all: _of("llama", "num_kv_heads", value, all, plain=_model_value(all, "n_head")),
+    "n_query_groups": lambda value, values: _convert_for_family(
+        "llama", "num_kv_heads", value, values, plain=_model_value(values, "n_head")
+    ),
     "intermediate_size": "model.intermediate_dim",
-    "head_size": lambda value, all: _of("llama", "head_dim", value, all, plain=_head_size(all)),
+    "head_size": lambda value, values: _convert_for_family(
+        "llama", "head_dim", value, values, plain=_head_size(values)
+    ),
     "norm_eps": "model.layer_norm_epsilon",
     "bias": "model.use_bias",
-    "mlp_class_name": lambda value, _: _family(value),
-    "norm_class_name": lambda value, all: _fixed(value, {"llama": "RMSNorm", "gpt_neox": "LayerNorm"}, all),
-    "rotary_percentage": lambda value, all: _of("gpt_neox", "rotary_pct", value, all, plain=1.0),
-    "parallel_residual": lambda value, all: _of("gpt_neox", "use_parallel_residual", value, all, plain=False),
+    "mlp_class_name": lambda value, _: _convert_family(value),
+    "norm_class_name": lambda value, values: _check_fixed_by_family(
+        value, {"llama": "RMSNorm", "gpt_neox": "LayerNorm"}, values
+    ),
+    "rotary_percentage": lambda value, values: _convert_for_family("gpt_neox", "rotary_pct", value, values, plain=1.0),
+    "parallel_residual": lambda value, values: _convert_for_family(
+        "gpt_neox", "use_parallel_residual", value, values, plain=False
+    ),
     "rope_base": lambda value, _: {"model.rope": {"type": "default", "theta": float(value)}},
-    "scale_embeddings": lambda value, all: _fixed(value, {"llama": False, "gpt_neox": False}, all),
+    "scale_embeddings": lambda value, values: _check_fixed_by_family(
+        value, {"llama": False, "gpt_neox": False}, values
+    ),
     **dict.fromkeys(("name", "hf_config"), USED),
     **dict.fromkeys(("vocab_size", "padded_vocab_size", "padding_multiple"), _VOCABULARY),
 }
@@ -64,61 +74,61 @@ _NAMED = {
 """Models by litgpt name, as far as litgpt's examples use them."""
 
 
-def _block(values: Values) -> str:
+def _model_block(values: Values) -> str:
     return "model" if any(key.startswith("model.") for key in values) else "model_config"
 
 
-def _tunes(values: Values) -> bool:
+def _is_fine_tuning(values: Values) -> bool:
     """True for a file of a fine-tuning command."""
     return "checkpoint_dir" in values or "lora_r" in values
 
 
 def _model_value(values: Values, key: str) -> Any:
-    return values.get(f"{_block(values)}.{key}")
+    return values.get(f"{_model_block(values)}.{key}")
 
 
 def _head_size(values: Values) -> int:
     return int(_model_value(values, "n_embd")) // int(_model_value(values, "n_head"))
 
 
-def _type(values: Values) -> str | None:
+def _model_type(values: Values) -> str | None:
     return _FAMILIES.get(str(_model_value(values, "mlp_class_name")))
 
 
-def _family(value: str) -> Settings:
+def _convert_family(value: str) -> Settings:
     if value not in _FAMILIES:
         raise NoEqualError(f"{value}; the families are told apart by {', '.join(_FAMILIES)}: see model.type")
     return {"model.type": _FAMILIES[value]}
 
 
-def _of(kind: str, key: str, value: object, values: Values, *, plain: object) -> Settings:
+def _convert_for_family(kind: str, key: str, value: object, values: Values, *, plain: object) -> Settings:
     """A key that exists in our models of type `kind`; in the other type, its value is fixed to `plain`."""
-    if _type(values) == kind:
+    if _model_type(values) == kind:
         return {f"model.{key}": value}
-    return _plain(value, plain, next(family for family in _FAMILIES.values() if family != kind))
+    return _check_fixed_value(value, plain, next(family for family in _FAMILIES.values() if family != kind))
 
 
-def _fixed(value: object, by_type: Mapping[str, object], values: Values) -> Settings:
-    kind = _type(values) or "llama"
-    return _plain(value, by_type[kind], kind)
+def _check_fixed_by_family(value: object, by_type: Mapping[str, object], values: Values) -> Settings:
+    kind = _model_type(values) or "llama"
+    return _check_fixed_value(value, by_type[kind], kind)
 
 
-def _plain(value: object, plain: object, kind: str) -> Settings:
+def _check_fixed_value(value: object, plain: object, kind: str) -> Settings:
     if value != plain:
         raise NoEqualError(f"{value}: a model of type {kind} has {plain}; another family may have it, see model.type")
     return {}
 
 
-def _assumed(values: Values) -> Values:
+def _default_values(values: Values) -> Values:
     """Defaults of litgpt for missing keys; they depend on its command, which is recognised by the keys."""
-    tunes = _tunes(values)
+    tunes = _is_fine_tuning(values)
     defaults: dict[str, object] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:
         defaults.pop("train.max_tokens", None)
     if "train.learning_rate" not in values:
         # PyTorch's defaults, which litgpt uses if a file only names the optimizer.
         defaults |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
-    block = _block(values)
+    block = _model_block(values)
     named = _NAMED.get(str(values.get("model_name")).rpartition("/")[2])
     if any(key.startswith(f"{block}.") for key in values):
         sizes = _ASSUMED_SIZES
@@ -128,7 +138,7 @@ def _assumed(values: Values) -> Values:
         return defaults
     defaults |= {f"{block}.{key}": value for key, value in sizes.items()}
     all_sizes = {**defaults, **values}
-    if f"{block}.intermediate_size" not in all_sizes and _type(all_sizes) == "gpt_neox":
+    if f"{block}.intermediate_size" not in all_sizes and _model_type(all_sizes) == "gpt_neox":
         defaults[f"{block}.intermediate_size"] = 4 * int(all_sizes[f"{block}.n_embd"])
     return defaults
 
@@ -144,35 +154,35 @@ _TUNING = {
 }
 
 
-def _weights(value: object, values: Values) -> Settings:
+def _convert_checkpoint_dir(value: object, values: Values) -> Settings:
     del values
     return {"initialize_from_hf": str(value).removeprefix("checkpoints/"), "use_hf_model_config": True}
 
 
-def _name(value: object, values: Values) -> Settings:
-    if any(key.startswith(f"{_block(values)}.") for key in values) or values.get("checkpoint_dir"):
+def _convert_model_name(value: object, values: Values) -> Settings:
+    if any(key.startswith(f"{_model_block(values)}.") for key in values) or values.get("checkpoint_dir"):
         return {}
     raise NoEqualError(f"the sizes of {value} are not known here; write a model section, or use_hf_model_config")
 
 
-def _sizes(block: str) -> dict[str, Rule]:
+def _size_rules(block: str) -> dict[str, Rule]:
     """Rules for the model keys below `block`."""
     return {f"{block}.{key}": rule for key, rule in _SIZES.items()}
 
 
-def _optimizer(value: object, values: Values) -> Settings:
+def _convert_optimizer(value: object, values: Values) -> Settings:
     del values
     if not str(value).lower().endswith("adamw"):
         raise NoEqualError(f"optimizer {value}; AdamW takes its place")
     return {"optimizer.type": "adam"}
 
 
-def _betas(value: Sequence[float], values: Values) -> Settings:
+def _convert_betas(value: Sequence[float], values: Values) -> Settings:
     del values
     return dict(zip(("optimizer.beta1", "optimizer.beta2"), value, strict=True))
 
 
-def _steps(value: int, values: Values) -> Settings:
+def _convert_max_tokens(value: int, values: Values) -> Settings:
     lengths = ("train.max_seq_length", "model_config.block_size", "model.block_size")
     length = next((values[key] for key in lengths if key in values), None)
     rows = values.get("train.global_batch_size")
@@ -181,13 +191,13 @@ def _steps(value: int, values: Values) -> Settings:
     return {"trainer.num_train_steps": max(1, int(value) // (int(length) * int(rows)))}
 
 
-def _epochs(value: object, values: Values) -> Settings:
+def _refuse_epochs(value: object, values: Values) -> Settings:
     del values
     raise NoEqualError(f"{value} passes; the length is trainer.num_train_steps, and data begin anew by themselves")
 
 
-def _min_lr(value: float, values: Values) -> Settings:
-    if _tunes(values):
+def _convert_min_lr(value: float, values: Values) -> Settings:
+    if _is_fine_tuning(values):
         # litgpt's fine-tuning always decays to zero, regardless of this key.
         return {"optimizer.min_lr_ratio": 0.0}
     if not (rate := values.get("optimizer.init_args.lr") or values.get("train.learning_rate")):
@@ -195,7 +205,7 @@ def _min_lr(value: float, values: Values) -> Settings:
     return {"optimizer.min_lr_ratio": float(value) / float(rate)}
 
 
-def _data(value: object, values: Values) -> Settings:
+def _convert_data(value: object, values: Values) -> Settings:
     kind, path = str(value).rpartition(".")[2], values.get("data.init_args.json_path")
     path = path or values.get("data.init_args.train_data_path")
     if path is None:
@@ -216,27 +226,27 @@ LITGPT = Dialect(
         {"train.micro_batch_size", "train.global_batch_size", "train.lr_warmup_steps", "model_config.n_embd", "lora_r"}
     ),
     {
-        "model_name": _name,
-        **_sizes("model_config"),
-        **_sizes("model"),
+        "model_name": _convert_model_name,
+        **_size_rules("model_config"),
+        **_size_rules("model"),
         "model_config": _ARCHITECTURE,
         "model": _ARCHITECTURE,
         "model.name": USED,
-        "checkpoint_dir": _weights,
-        "initial_checkpoint_dir": _weights,
+        "checkpoint_dir": _convert_checkpoint_dir,
+        "initial_checkpoint_dir": _convert_checkpoint_dir,
         "tokenizer_dir": "data.tokenizer",
-        "precision": lambda value, _: precision(value),
+        "precision": lambda value, _: convert_precision(value),
         "seed": "trainer.seed",
         "train.global_batch_size": "trainer.train_batch_size",
         "train.micro_batch_size": "trainer.per_device_parallelism",
         "train.max_steps": "trainer.num_train_steps",
-        "train.max_tokens": _steps,
-        "train.epochs": _epochs,
+        "train.max_tokens": _convert_max_tokens,
+        "train.epochs": _refuse_epochs,
         "train.max_seq_length": "model.seq_len",
         "train.lr_warmup_steps": "optimizer.warmup",
         "train.lr_warmup_fraction": "optimizer.warmup",
         "train.max_norm": lambda value, _: {"optimizer.max_grad_norm": value or None},
-        "train.min_lr": _min_lr,
+        "train.min_lr": _convert_min_lr,
         "train.tie_embeddings": "model.tie_word_embeddings",
         "train.log_interval": "trainer.steps_per_log",
         "train.save_interval": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
@@ -247,13 +257,13 @@ LITGPT = Dialect(
         "train.weight_decay": "optimizer.weight_decay",
         "train.beta1": "optimizer.beta1",
         "train.beta2": "optimizer.beta2",
-        "optimizer": _optimizer,
-        "optimizer.class_path": _optimizer,
+        "optimizer": _convert_optimizer,
+        "optimizer.class_path": _convert_optimizer,
         "optimizer.init_args.lr": "optimizer.learning_rate",
         "optimizer.init_args.weight_decay": "optimizer.weight_decay",
-        "optimizer.init_args.betas": _betas,
-        "data": _data,
-        "data.class_path": _data,
+        "optimizer.init_args.betas": _convert_betas,
+        "data": _convert_data,
+        "data.class_path": _convert_data,
         "data.init_args.json_path": USED,
         "data.init_args.train_data_path": USED,
         "lora_r": "adapter.rank",
@@ -266,6 +276,6 @@ LITGPT = Dialect(
         "num_nodes": DEVICES,
         "logger_name": Unsupported("TensorBoard is the default; others are trainer.tracker"),
     },
-    _assumed,
+    _default_values,
     {"optimizer.type": "adam"},
 )

@@ -13,18 +13,18 @@ from lm_trainer.config.imports.base import (
     Settings,
     Unsupported,
     Values,
-    precision,
+    convert_precision,
 )
 
 
-def _start(value: object, values: Values) -> Settings:
+def _convert_init_from(value: object, values: Values) -> Settings:
     del values
     if value == "resume":
         raise NoEqualError("a run resumes by itself, by the same command again")
     return {} if value == "scratch" else {"initialize_from_hf": "openai-community/" + str(value)}
 
 
-def _data(value: object, values: Values) -> Settings:
+def _convert_dataset(value: object, values: Values) -> Settings:
     if str(value).endswith("_char"):
         raise NoEqualError(
             "what the numbers in its train.bin mean only its meta.pkl knows, which is not read; input.txt beside them "
@@ -44,34 +44,34 @@ def _data(value: object, values: Values) -> Settings:
     }
 
 
-def _min_lr(value: float, values: Values) -> Settings:
+def _convert_min_lr(value: float, values: Values) -> Settings:
     return {"optimizer.min_lr_ratio": value / values["learning_rate"]}
 
 
-def _decays(value: object, values: Values) -> Settings:
+def _convert_decay_lr(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.lr_schedule": "cosine" if value else "constant"}
 
 
-def _decay_steps(value: object, values: Values) -> Settings:
+def _check_decay_steps(value: object, values: Values) -> Settings:
     if values["decay_lr"] and value != values["max_iters"]:
         raise NoEqualError(f"the learning rate decays to the last step, not to step {value}")
     return {}
 
 
-def _tracker(value: object, values: Values) -> Settings:
+def _convert_tracker(value: object, values: Values) -> Settings:
     if not value:
         return {}
     names = {"project": values.get("wandb_project"), "name": values.get("wandb_run_name")}
     return {"trainer.tracker": {"type": "wandb", **{key: name for key, name in names.items() if name}}}
 
 
-def _dropout(value: object, values: Values) -> Settings:
+def _convert_dropout(value: object, values: Values) -> Settings:
     del values
     return dict.fromkeys(("model.resid_pdrop", "model.attn_pdrop", "model.embed_pdrop"), value) if value else {}
 
 
-def _clip(value: object, values: Values) -> Settings:
+def _convert_grad_clip(value: object, values: Values) -> Settings:
     del values
     return {"optimizer.max_grad_norm": value or None}
 
@@ -87,26 +87,26 @@ NANOGPT = Dialect(
         "n_embd": "model.hidden_dim",
         "block_size": "model.seq_len",
         "bias": "model.use_bias",
-        "dropout": _dropout,
-        "dataset": _data,
-        "init_from": _start,
-        "batch_size": lambda value, all: {"trainer.train_batch_size": value * all["gradient_accumulation_steps"]},
+        "dropout": _convert_dropout,
+        "dataset": _convert_dataset,
+        "init_from": _convert_init_from,
+        "batch_size": lambda value, values: {"trainer.train_batch_size": value * values["gradient_accumulation_steps"]},
         "gradient_accumulation_steps": USED,
         "max_iters": "trainer.num_train_steps",
         "eval_interval": "trainer.steps_per_eval",
         "eval_iters": "trainer.max_eval_batches",
         "log_interval": "trainer.steps_per_log",
         "learning_rate": "optimizer.learning_rate",
-        "min_lr": _min_lr,
-        "decay_lr": _decays,
+        "min_lr": _convert_min_lr,
+        "decay_lr": _convert_decay_lr,
         "warmup_iters": "optimizer.warmup",
-        "lr_decay_iters": _decay_steps,
+        "lr_decay_iters": _check_decay_steps,
         "weight_decay": "optimizer.weight_decay",
         "beta1": "optimizer.beta1",
         "beta2": "optimizer.beta2",
-        "grad_clip": _clip,
-        "dtype": lambda value, _: precision(value),
-        "wandb_log": _tracker,
+        "grad_clip": _convert_grad_clip,
+        "dtype": lambda value, _: convert_precision(value),
+        "wandb_log": _convert_tracker,
         "wandb_project": USED,
         "wandb_run_name": USED,
         "out_dir": OUTPUT_PATHS,

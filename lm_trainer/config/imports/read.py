@@ -46,23 +46,23 @@ def read_foreign(file: Path) -> tuple[dict[str, object], list[str]]:
     skipped: list[str] = []
     try:
         if file.suffix == ".py":
-            data, skipped = _assignments(text)
+            data, skipped = _evaluate_assignments(text)
         elif file.suffix == ".toml":
             data = tomllib.loads(text)
         elif file.suffix == ".json":
             data = json.loads(text)
         else:
-            data = _yaml(text)
+            data = _parse_yaml(text)
     except (ValueError, SyntaxError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{file}: expected a block of keys, found {type(data).__name__}")
-    if _depth(data) > MAX_DEPTH:
+    if _nesting_depth(data) > MAX_DEPTH:
         raise UserError(f"{file}: nested more than {MAX_DEPTH} levels deep; is it a configuration?")
     return data, skipped
 
 
-def _depth(data: object) -> int:
+def _nesting_depth(data: object) -> int:
     """Nesting depth of blocks and lists."""
     values, depth = [data], 0
     while blocks := [value for value in values if isinstance(value, dict | list)]:
@@ -71,7 +71,7 @@ def _depth(data: object) -> int:
     return depth
 
 
-def _yaml(text: str) -> object:
+def _parse_yaml(text: str) -> object:
     check_depth(text)
     loader = _Loader(text)
     try:
@@ -103,7 +103,7 @@ def _check_size(root: yaml.Node) -> None:
             waiting += node.value
 
 
-def _assignments(text: str) -> tuple[dict[str, object], list[str]]:
+def _evaluate_assignments(text: str) -> tuple[dict[str, object], list[str]]:
     """The values assigned in a Python file, if computable from literals and each other, and all other lines."""
     names: dict[str, object] = {}
     skipped = []
@@ -115,17 +115,17 @@ def _assignments(text: str) -> tuple[dict[str, object], list[str]]:
             skipped.append(ast.unparse(statement).splitlines()[0])
             continue
         try:
-            names[target.id] = _value(statement.value, names)
+            names[target.id] = _evaluate_expression(statement.value, names)
         except (ValueError, ArithmeticError, TypeError):
             skipped.append(ast.unparse(statement).splitlines()[0])
     return names, skipped
 
 
-def _value(node: ast.expr, names: dict[str, object]) -> object:
+def _evaluate_expression(node: ast.expr, names: dict[str, object]) -> object:
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.BinOp) and (compute := _OPERATORS.get(type(node.op))):
-        left, right = _value(node.left, names), _value(node.right, names)
+        left, right = _evaluate_expression(node.left, names), _evaluate_expression(node.right, names)
         if not all(isinstance(operand, int | float) for operand in (left, right)):
             raise ValueError("not arithmetic")
         return compute(left, right)

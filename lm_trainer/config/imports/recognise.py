@@ -14,14 +14,14 @@ _SHOWN = 6
 """Maximum keys of each kind in a message."""
 
 
-def rule_for(dialect: Dialect, key: str) -> tuple[str, Rule | None]:
+def find_rule(dialect: Dialect, key: str) -> tuple[str, Rule | None]:
     """The rule for a key, or for the innermost enclosing block with a rule."""
     while key and key not in dialect.keys:
         key = key.rpartition(".")[0]
     return key, dialect.keys.get(key)
 
 
-def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config]) -> Dialect:
+def find_dialect(file: Path, keys: Set[str], name: str | None, root: type[Config]) -> Dialect:
     """Returns the dialect of a file.
 
     Args:
@@ -51,40 +51,41 @@ def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config])
             f"{file}: no key tells whose configuration it is ({names}; nanoGPT's are Python); say it with --from NAME"
         )
     best = max(marked, key=lambda dialect: len(dialect.marks & keys))
-    matched = _supported(best, keys, root)
+    matched = _supported_keys(best, keys, root)
     # A single mark may be a coincidence, unless all other keys match too.
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
     if 2 * len(matched) < len(keys) or (few and len(matched) < len(keys)):
         raise UserError(
-            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_first(matched)}), and not the others "
-            f"({_first(keys - matched)}), so it may be of something else; say whose it is with --from NAME ({names})"
+            f"{file}: {best.name} has {len(matched)} of its {len(keys)} keys ({_format_keys(matched)}), and not "
+            f"the others ({_format_keys(keys - matched)}), so it may be of something else; say whose it is with --from "
+            f"NAME ({names})"
         )
     return best
 
 
-def recognise(file: Path, keys: Set[str], root: type[Config]) -> str | None:
+def recognise_framework(file: Path, keys: Set[str], root: type[Config]) -> str | None:
     """The framework of a file with several of its marks; None if unclear, and for Levanter: its keys need no change."""
     try:
-        dialect = dialect_of(file, keys, None, root)
+        dialect = find_dialect(file, keys, None, root)
     except UserError:
         return None
     return dialect.name if dialect.name != "Levanter" and len(dialect.marks & keys) > 1 else None
 
 
-def _supported(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
+def _supported_keys(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
     """The keys a framework supports."""
     # A dialect with a catch-all rule has our keys.
     if "" in dialect.keys:
         return {key for key in keys if key.split(".")[0] in root.model_fields}
-    return {key for key in keys if rule_for(dialect, key)[1] is not None}
+    return {key for key in keys if find_rule(dialect, key)[1] is not None}
 
 
 def _is_marked(dialect: Dialect, keys: Set[str], candidates: Collection[Dialect], root: type[Config]) -> bool:
     """True if the keys include a mark of the framework, and a key that no other framework has."""
     shared = {key for other in candidates if other is not dialect for key in other.keys}
-    return bool(dialect.marks & keys) and bool(_supported(dialect, keys, root) - shared)
+    return bool(dialect.marks & keys) and bool(_supported_keys(dialect, keys, root) - shared)
 
 
-def _first(keys: Set[str]) -> str:
+def _format_keys(keys: Set[str]) -> str:
     shown = sorted(keys)[:_SHOWN]
     return ", ".join(shown) + (", ..." if len(keys) > _SHOWN else "")

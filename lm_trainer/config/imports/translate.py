@@ -8,17 +8,17 @@ from pathlib import Path
 
 import yaml
 
-from lm_trainer.config.config_node import ConfigNode, complete, value_at
-from lm_trainer.config.document import Document, dotted
+from lm_trainer.config.config_node import ConfigNode, add_missing_types, value_at
+from lm_trainer.config.document import Document, dotted_key
 from lm_trainer.config.explain import Explainer
-from lm_trainer.config.foreign import adopt
+from lm_trainer.config.foreign import rename_foreign_keys
 from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import Blocks, NoEqualError, Rule, Settings, Unsupported, Used, Values, flatten
 from lm_trainer.config.imports.read import read_foreign
-from lm_trainer.config.imports.recognise import dialect_of, recognise, rule_for
+from lm_trainer.config.imports.recognise import find_dialect, find_rule, recognise_framework
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.terminal import one_line
+from lm_trainer.core.terminal import escape_line
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Translation:
         keys: dict[str, list[str]] = {}
         for key, reason in self.lost:
             # Both may quote the foreign file; a line feed would end the comment.
-            keys.setdefault(one_line(reason), []).append(one_line(key))
+            keys.setdefault(escape_line(reason), []).append(escape_line(key))
         return [f"{', '.join(foreign_keys)}: {reason}" for reason, foreign_keys in keys.items()]
 
     def to_yaml(self, source: str) -> str:
         """The configuration as a YAML file, with a list of lost keys at the top."""
-        lines = [f"# From {one_line(source)}, a configuration of {self.dialect}."]
+        lines = [f"# From {escape_line(source)}, a configuration of {self.dialect}."]
         lines += ["# Not taken over:", *(f"#   {note}" for note in self.notes)] if self.lost else []
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
 
@@ -59,7 +59,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     """
     data, skipped = read_foreign(file)
     flattened = flatten(data)
-    dialect = dialect_of(file, set(flattened), name, root)
+    dialect = find_dialect(file, set(flattened), name, root)
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
     # Unset keys have no meaning.
@@ -67,17 +67,17 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     assumed = dialect.defaults(set_values) if callable(dialect.defaults) else dialect.defaults
     values = {**assumed, **set_values}
     for key in values:
-        rule_key, rule = rule_for(dialect, key)
+        rule_key, rule = find_rule(dialect, key)
         if isinstance(rule, Used):
             continue
         try:
-            settings |= _settings(rule, values if rule_key == "" else values[key], values)
+            settings |= _apply_rule(rule, values if rule_key == "" else values[key], values)
         except NoEqualError as error:
             lost.append((key, str(error)))
             settings |= error.settings
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             lost.append((key, f"{values[key]!r} is none of the values that are known for it"))
-    translated, refused = _accepted(_nested(settings), root)
+    translated, refused = _split_lost_keys(_nest_settings(settings), root)
     if not _SOURCES & translated.get("data", {}).keys():
         lost.append(("training data", "none is known here; without data.train_urls a run reads Python's own sources"))
     return Translation(dialect.name, translated, tuple(dict.fromkeys([*lost, *refused])))
@@ -87,22 +87,22 @@ _SOURCES = {"train_urls", "id", "source", "configs"}
 """Keys of `data` that select the training data."""
 
 
-def foreign_settings(key: str) -> list[str]:
+def settings_for_foreign_key(key: str) -> list[str]:
     """Our keys for a key of other frameworks, in the order of the dialects; most keys have none."""
     rules = [dialect.keys.get(key) for dialect in DIALECTS]
     return [*dict.fromkeys(rule for rule in rules if isinstance(rule, str))]
 
 
-def foreign_dialect(file: Path, root: type[Config]) -> str | None:
+def detect_framework(file: Path, root: type[Config]) -> str | None:
     """The framework of a file, by its keys; None if unclear, and for Levanter, whose keys need no change."""
     try:
         keys = set(flatten(read_foreign(file)[0]))
     except UserError:
         return None
-    return recognise(file, keys, root)
+    return recognise_framework(file, keys, root)
 
 
-def _settings(rule: Rule | None, value: object, values: Values) -> Settings:
+def _apply_rule(rule: Rule | None, value: object, values: Values) -> Settings:
     if rule is None:
         raise NoEqualError("no key of ours is known for it")
     if isinstance(rule, Unsupported):
@@ -112,7 +112,7 @@ def _settings(rule: Rule | None, value: object, values: Values) -> Settings:
     return {} if isinstance(rule, Used) else dict(rule(value, values))
 
 
-def _nested(settings: Settings) -> Blocks:
+def _nest_settings(settings: Settings) -> Blocks:
     """Nests dotted keys into blocks, with sections in our usual order."""
     nested: Blocks = {}
     for key, value in settings.items():
@@ -125,30 +125,30 @@ def _nested(settings: Settings) -> Blocks:
     return {key: nested[key] for key in sorted(nested, key=lambda key: order.index(key) if key in order else -1)}
 
 
-def _accepted(data: Blocks, root: type[Config]) -> tuple[Blocks, list[tuple[str, str]]]:
+def _split_lost_keys(data: Blocks, root: type[Config]) -> tuple[Blocks, list[tuple[str, str]]]:
     """Splits the data into our keys, in our spelling, and lost keys with reasons."""
     document = Document()
     node = ConfigNode.root(root)
-    adopt(node, data, (), document)
-    document.data = complete(node, data)
+    rename_foreign_keys(node, data, (), document)
+    document.data = add_missing_types(node, data)
     explainer = Explainer(document, root)
     lost = []
-    for path in list(_unknown(node, data, ())):
-        lost.append((dotted(path), explainer.unknown_key(path).removeprefix("refused: ")))
+    for path in list(_iter_unknown_keys(node, data, ())):
+        lost.append((dotted_key(path), explainer.explain_unknown_key(path).removeprefix("refused: ")))
         del value_at(data, path[:-1])[path[-1]]
     notes = [tuple(note.split(" ", 1)) for note in document.notes if "has no effect" in note]
     return data, [*((key, reason) for key, reason in notes), *lost]
 
 
-def _unknown(node: ConfigNode, data: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+def _iter_unknown_keys(node: ConfigNode, data: object, path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """Yields the paths of unknown keys."""
     if isinstance(data, list):
         for index, item in enumerate(data):
-            yield from _unknown(node.step_or_undeclared(data, index), item, (*path, index))
+            yield from _iter_unknown_keys(node.child_or_undeclared(data, index), item, (*path, index))
     if not isinstance(data, dict) or (model := node.model_for(data)) is None:
         return
     for key, item in data.items():
         if key not in model.model_fields:
             yield (*path, key)
         else:
-            yield from _unknown(node.step_or_undeclared(data, key), item, (*path, key))
+            yield from _iter_unknown_keys(node.child_or_undeclared(data, key), item, (*path, key))

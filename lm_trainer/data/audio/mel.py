@@ -59,25 +59,25 @@ class LogMel:
         # Block by block: windows overlap, and all windows of a long recording would not fit in memory.
         for start in range(0, num_audible, _BLOCK):
             block = slice(start, min(start + _BLOCK, num_audible))
-            spectrum_NK: Any = scipy.fft.rfft(windows_NW[block] * _window())
+            spectrum_NK: Any = scipy.fft.rfft(windows_NW[block] * _hann_window())
             power_KN = np.ascontiguousarray((spectrum_NK.real**2 + spectrum_NK.imag**2).T)
             # Sparse: each channel sums a few frequencies, in the same order with any BLAS library.
-            log_FM[block] = np.log10(np.maximum(_filters(self.num_mels) @ power_KN, _FLOOR)).T
+            log_FM[block] = np.log10(np.maximum(_mel_filters(self.num_mels) @ power_KN, _FLOOR)).T
         return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
 
 
 @lru_cache(maxsize=1)
-def _window() -> np.ndarray:
+def _hann_window() -> np.ndarray:
     """Periodic Hann window, [W]."""
     return np.hanning(_WINDOW + 1)[:-1]
 
 
 @lru_cache(maxsize=8)
-def _filters(num_mels: int) -> scipy.sparse.csr_array:
+def _mel_filters(num_mels: int) -> scipy.sparse.csr_array:
     """Triangular filters [M, K] over the frequencies, all with the same area (Slaney's norm)."""
     import scipy.sparse
 
-    corners = _hertz(np.linspace(0.0, float(_mels(np.array([SAMPLING_RATE / 2]))[0]), num_mels + 2))
+    corners = _mels_to_hertz(np.linspace(0.0, float(_hertz_to_mels(np.array([SAMPLING_RATE / 2]))[0]), num_mels + 2))
     frequencies = np.linspace(0, SAMPLING_RATE / 2, 1 + _WINDOW // 2)
     slopes = corners[:, None] - frequencies[None]
     rising, falling = -slopes[:-2] / np.diff(corners)[:-1, None], slopes[2:] / np.diff(corners)[1:, None]
@@ -85,11 +85,11 @@ def _filters(num_mels: int) -> scipy.sparse.csr_array:
     return scipy.sparse.csr_array(triangles_MK * (2.0 / (corners[2:] - corners[:-2]))[:, None])
 
 
-def _mels(hertz: np.ndarray) -> np.ndarray:
+def _hertz_to_mels(hertz: np.ndarray) -> np.ndarray:
     above = _LINEAR_MELS + np.log(np.maximum(hertz, _LINEAR_HZ) / _LINEAR_HZ) / _LOG_STEP
     return np.where(hertz < _LINEAR_HZ, hertz * _LINEAR_MELS / _LINEAR_HZ, above)
 
 
-def _hertz(mels: np.ndarray) -> np.ndarray:
+def _mels_to_hertz(mels: np.ndarray) -> np.ndarray:
     above = _LINEAR_HZ * np.exp(_LOG_STEP * (np.maximum(mels, _LINEAR_MELS) - _LINEAR_MELS))
     return np.where(mels < _LINEAR_MELS, mels * _LINEAR_HZ / _LINEAR_MELS, above)

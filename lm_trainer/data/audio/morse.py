@@ -19,9 +19,9 @@ _LEAD_SECONDS = 0.05
 """Maximum pause before the first tone."""
 
 
-def units_of(text: str) -> int:
+def num_time_units(text: str) -> int:
     """Returns the length of a text in time units (dot 1, dash 3); letters, digits and single blanks only."""
-    return sum(length for _, length in _runs(text))
+    return sum(length for _, length in _tone_runs(text))
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class MorseVoice:
         """
         unit, pitch, noise = (rng.uniform(*bounds) for bounds in (self.unit_seconds, self.pitch, self.noise))
         lead, loudness, phase = rng.uniform(0, _LEAD_SECONDS), rng.uniform(0.2, 0.9), rng.uniform(0, 2 * np.pi)
-        length = int((lead + units_of(text) * unit) * sampling_rate) + 1
+        length = int((lead + num_time_units(text) * unit) * sampling_rate) + 1
         times = np.arange(length) / sampling_rate
         envelope, start_seconds = np.zeros(length), lead
-        for on, units in _runs(text):
+        for on, units in _tone_runs(text):
             if on:
                 edges = np.minimum(times - start_seconds, start_seconds + units * unit - times) / _EDGE_SECONDS
                 envelope += np.clip(edges, 0, 1)
@@ -59,7 +59,7 @@ class MorseVoice:
         return (loudness * samples / np.abs(samples).max()).astype(np.float32)
 
 
-def _runs(text: str) -> list[tuple[bool, int]]:
+def _tone_runs(text: str) -> list[tuple[bool, int]]:
     """Returns (tone or pause, units) of a text, without the pause at its end."""
     runs: list[tuple[bool, int]] = []
     for word in text.split(" "):

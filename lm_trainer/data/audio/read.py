@@ -54,12 +54,12 @@ class AudioRules:
         try:
             with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
                 _check_length(file.frames / file.samplerate, max_seconds)
-                return self.of_samples(file.read(dtype="float32", always_2d=True), file.samplerate, max_seconds)
+                return self.convert_samples(file.read(dtype="float32", always_2d=True), file.samplerate, max_seconds)
         except (soundfile.SoundFileError, ZeroDivisionError) as error:
             reason = getattr(error, "error_string", str(error)).strip().rstrip(".")
             raise BadAudio(f"the audio cannot be decoded: {reason}") from None
 
-    def of_samples(self, samples: np.ndarray, rate: float, max_seconds: float | None = None) -> np.ndarray:
+    def convert_samples(self, samples: np.ndarray, rate: float, max_seconds: float | None = None) -> np.ndarray:
         """Converts samples [T] or [T, C] to one channel at the output rate; otherwise like `read`."""
         if not samples.size:
             raise BadAudio("the audio holds no samples")
@@ -87,7 +87,7 @@ def _check_length(seconds: float, max_seconds: float | None) -> None:
         raise BadAudio(f"the audio lasts {seconds:.2f} s, longer than a row of {max_seconds:g} s; cut it into pieces")
 
 
-def samples_in(value: Mapping[str, object]) -> tuple[np.ndarray, float] | None:
+def find_samples(value: Mapping[str, object]) -> tuple[np.ndarray, float] | None:
     """Returns the samples and the rate of an object with `array` and `sampling_rate`; None without samples.
 
     Raises:

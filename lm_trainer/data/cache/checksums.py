@@ -27,7 +27,7 @@ class Sliceable(Protocol):
     def __getitem__(self, key: slice, /) -> np.ndarray: ...
 
 
-def checksums(content: bytes | np.ndarray) -> dict[str, int | str]:
+def file_record(content: bytes | np.ndarray) -> dict[str, int | str]:
     """Returns the entry of a file in a commit record: size, checksum, and checksums of its blocks.
 
     Args:
@@ -45,7 +45,7 @@ def checksums(content: bytes | np.ndarray) -> dict[str, int | str]:
 
 def is_intact(content: bytes | np.ndarray, recorded: Mapping[str, object]) -> bool:
     """Compares a full file with every entry of its commit record."""
-    computed = checksums(content)
+    computed = file_record(content)
     return recorded["sha256"] == computed["sha256"] and all(
         recorded.get(key, computed[key]) == computed[key] for key in computed
     )
@@ -55,7 +55,7 @@ class BlockSums:
     """Checksums of the blocks of one file, and the blocks verified so far. Safe to use from several threads.
 
     Args:
-        recorded: from `checksums`; without the last two keys if written by an earlier version.
+        recorded: from `file_record`; without the last two keys if written by an earlier version.
         size: bytes of the file.
 
     Raises:
@@ -76,28 +76,28 @@ class BlockSums:
         # One byte per block: 1 once the block is verified.
         self._compared = bytearray(count)
 
-    def blocks(self, first: int, last: int) -> range:
+    def blocks_in_range(self, first: int, last: int) -> range:
         """Returns the blocks of the bytes [first, last)."""
         return range(first // self._block_bytes, -(-last // self._block_bytes))
 
-    def pending(self, first: int, last: int) -> list[int]:
+    def unverified_blocks(self, first: int, last: int) -> list[int]:
         """Returns the unverified blocks of the bytes [first, last)."""
-        blocks = self.blocks(first, last)
+        blocks = self.blocks_in_range(first, last)
         if self._compared.find(0, blocks.start, blocks.stop) < 0:
             return []
         return [block for block in blocks if not self._compared[block]]
 
     @property
-    def all_compared(self) -> bool:
+    def is_fully_verified(self) -> bool:
         """True once every block is verified."""
         return self._compared.find(0) < 0
 
-    def bytes_of(self, block: int) -> tuple[int, int]:
+    def block_byte_range(self, block: int) -> tuple[int, int]:
         """Returns the bytes [first, last) of a block."""
         first = block * self._block_bytes
         return first, min(first + self._block_bytes, self._size)
 
-    def compare(self, block: int, content: Any) -> bool:
+    def verify_block(self, block: int, content: Any) -> bool:
         """Verifies a block; True if it is intact."""
         recorded = self._sums[block * self._width : (block + 1) * self._width]
         intact = hashlib.sha256(content).digest()[: self._width] == recorded
@@ -123,18 +123,18 @@ class CheckedItems:
         content_F: Sliceable,
         byte_range: Callable[[int, int], tuple[int, int]],
         sums: BlockSums,
-        damaged: Callable[[int], Exception],
+        damage_error: Callable[[int], Exception],
     ):
         self._items, self._content_F, self._byte_range = items, content_F, byte_range
-        self._sums, self._damaged = sums, damaged
+        self._sums, self._damage_error = sums, damage_error
 
-    def fastest(self) -> Sliceable:
+    def fastest_view(self) -> Sliceable:
         """Returns the object that is fastest to slice: the items themselves once all of their blocks are verified."""
-        return self._items if self._sums.all_compared else self
+        return self._items if self._sums.is_fully_verified else self
 
     def __getitem__(self, items: slice) -> np.ndarray:
-        for block in self._sums.pending(*self._byte_range(items.start, items.stop - items.start)):
-            first, last = self._sums.bytes_of(block)
-            if not self._sums.compare(block, self._content_F[first:last]):
-                raise self._damaged(first)
+        for block in self._sums.unverified_blocks(*self._byte_range(items.start, items.stop - items.start)):
+            first, last = self._sums.block_byte_range(block)
+            if not self._sums.verify_block(block, self._content_F[first:last]):
+                raise self._damage_error(first)
         return self._items[items]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from lm_trainer.data.cache.checksums import is_intact
-from lm_trainer.data.cache.format import LEDGER, CommitRecord, damaged, part_key, read_record
+from lm_trainer.data.cache.format import LEDGER, CommitRecord, damage_error, part_key, read_record
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 
@@ -57,7 +57,7 @@ def read_rows(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
     return rows_P + record["rows"][0]
 
 
-def need_record(store: KvStore, ledger: Ledger, part: int) -> CommitRecord:
+def read_required_record(store: KvStore, ledger: Ledger, part: int) -> CommitRecord:
     """Reads the commit record of a part listed in the ledger.
 
     Raises:
@@ -66,13 +66,13 @@ def need_record(store: KvStore, ledger: Ledger, part: int) -> CommitRecord:
     name = ledger.parts[part]
     record = read_record(store, name)
     if record is None:
-        raise damaged(store, part_key(name, "json"), "is missing")
-    if not ledger.fits(part, record):
-        raise damaged(store, part_key(name, "json"), f"does not fit {LEDGER}")
+        raise damage_error(store, part_key(name, "json"), "is missing")
+    if not ledger.matches_record(part, record):
+        raise damage_error(store, part_key(name, "json"), f"does not fit {LEDGER}")
     return record
 
 
-def begin_of(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
+def find_first_piece(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
     """Finds the beginning of the document continued by the first piece of a part.
 
     Returns:
@@ -82,7 +82,7 @@ def begin_of(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
         MachineError: if a file is lost or damaged.
     """
     tokens_before = 0
-    while part and need_record(store, ledger, part)["continues"]:
+    while part and read_required_record(store, ledger, part)["continues"]:
         part -= 1
         pieces_P = read_lengths(store, ledger, part)
         tokens_before += int(pieces_P[-1]) if len(pieces_P) else 0
@@ -97,8 +97,8 @@ def _read_counts(store: KvStore, ledger: Ledger, part: int, kind: str) -> tuple[
     key = part_key(ledger.parts[part], kind)
     content = store.read(key)
     if content is None:
-        raise damaged(store, key, "is missing")
-    record = need_record(store, ledger, part)
+        raise damage_error(store, key, "is missing")
+    record = read_required_record(store, ledger, part)
     if not is_intact(content, record["blobs"][kind]):
-        raise damaged(store, key)
+        raise damage_error(store, key)
     return np.frombuffer(content, "<u4").astype(np.int64), record

@@ -40,7 +40,7 @@ class Exclusion:
         """Hash of the numbers, independent of their files."""
         return hashlib.sha256(self.documents_N.astype("<i8").tobytes()).hexdigest()[:16]
 
-    def check(self, name: str, ledger: Ledger, documents: int) -> None:
+    def check_matches_cache(self, name: str, ledger: Ledger, documents: int) -> None:
         """Makes sure the lists were made for this cache.
 
         Args:
@@ -52,10 +52,10 @@ class Exclusion:
             UserError: if a list was made for other tokens, or names a nonexistent document.
         """
         for file, (num_listed, tokens) in self.made_for.items():
-            if tokens != tokens_hash(ledger):
+            if tokens != hash_tokens(ledger):
                 raise UserError(
                     f"data.exclude: {file} was made for other data than {name}: for {num_listed:,} documents of the "
-                    f"tokens {tokens}, and these are {documents:,} of {tokens_hash(ledger)}; make it again "
+                    f"tokens {tokens}, and these are {documents:,} of {hash_tokens(ledger)}; make it again "
                     "with: lmt data dedup"
                 )
         if len(self.documents_N) and self.documents_N[-1] >= documents:
@@ -65,7 +65,7 @@ class Exclusion:
             )
 
 
-def tokens_hash(ledger: Ledger) -> str:
+def hash_tokens(ledger: Ledger) -> str:
     """Hash of all tokens of a finished cache."""
     return fingerprint(ledger.sha256)
 
@@ -83,7 +83,7 @@ def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Excl
     set_names, numbers = list(sets), dict[str, list[np.ndarray]]()
     made_for: dict[str, dict[str, tuple[int, str]]] = {}
     for file in files:
-        header, excluded = _read(file)
+        header, excluded = _read_list(file)
         if missing := [name for name in header if name not in set_names]:
             raise UserError(
                 f"data.exclude: {file} is for the set {missing[0]}, which is not trained on; there are "
@@ -95,7 +95,7 @@ def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Excl
     return {name: Exclusion(np.unique(np.concatenate(arrays)), made_for[name]) for name, arrays in numbers.items()}
 
 
-def _read(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
+def _read_list(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
     line = 1
     try:
         with local_path(file).open(encoding="utf-8") as lines:
@@ -133,7 +133,7 @@ def write_exclusions(file: Path, ledgers: Mapping[str, Ledger], entries: Iterabl
         UserError: if it cannot be written.
     """
     sets = {
-        name: {"documents": ledger.num_documents, "tokens": tokens_hash(ledger)} for name, ledger in ledgers.items()
+        name: {"documents": ledger.num_documents, "tokens": hash_tokens(ledger)} for name, ledger in ledgers.items()
     }
     draft = file.with_name(f".{file.name}.tmp")
     try:

@@ -23,10 +23,10 @@ class FeatureStream(TokenStream):
         self._shape = shape
         super().__init__(store, ledger, np.dtype("<f4"))
 
-    def _counts(self, ledger: Ledger) -> np.ndarray:
+    def _num_items_per_part(self, ledger: Ledger) -> np.ndarray:
         return np.asarray(ledger.documents, np.int64) * (self._shape[0] * self._shape[1])
 
-    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+    def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Reads the features of some documents: float32 [N, F, M].
 
         Raises:

@@ -42,7 +42,7 @@ class FilteredStream(TokenStream):
         if not ledger.finished:
             return
         lengths_D = document_lengths(self._store, ledger)
-        self._exclusion.check(self._name, ledger, len(lengths_D))
+        self._exclusion.check_matches_cache(self._name, ledger, len(lengths_D))
         retained_D = np.ones(len(lengths_D), bool)
         retained_D[self._exclusion.documents_N] = False
         starts_D = np.cumsum(lengths_D) - lengths_D
@@ -52,7 +52,7 @@ class FilteredStream(TokenStream):
         counts_R = np.bincount(runs_D, lengths_D[retained_D], minlength=int(first_D.sum())).astype(np.int64)
         self.lengths_D = lengths_D[retained_D]
         if self.whole.loss_mask is not None:
-            self.loss_mask = _Selected(self.whole.loss_mask, starts_D[first_D], counts_R)
+            self.loss_mask = _SelectedRuns(self.whole.loss_mask, starts_D[first_D], counts_R)
         self._set_runs(starts_D[first_D], counts_R)
 
     def _set_runs(self, origins_R: np.ndarray, counts_R: np.ndarray) -> None:
@@ -62,10 +62,10 @@ class FilteredStream(TokenStream):
 
     def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, out_starts_N: np.ndarray) -> None:
         """See `TokenStream`."""
-        reads_P, starts_P, counts_P, offsets_P = self.pieces(starts_N, counts_N)
+        reads_P, starts_P, counts_P, offsets_P = self.map_to_full_stream(starts_N, counts_N)
         self.whole.copy(starts_P, counts_P, out, np.asarray(out_starts_N)[reads_P] + offsets_P)
 
-    def pieces(
+    def map_to_full_stream(
         self, starts_N: np.ndarray, counts_N: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Maps runs of tokens to the full stream.
@@ -98,7 +98,7 @@ class FilteredStream(TokenStream):
         return position if position < self._ends[run] else None
 
 
-class _Selected(FilteredStream):
+class _SelectedRuns(FilteredStream):
     """The same runs of another stream of the cache."""
 
     def __init__(self, stream: TokenStream, origins_R: np.ndarray, counts_R: np.ndarray):

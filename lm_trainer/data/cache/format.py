@@ -3,7 +3,7 @@
     manifest.json            everything the cache is made of; its hash is the cache's identity
     parts/SSSSS-PPPPP.bin    token ids, raw little-endian u2 or u4: documents in order, each ended by EOS (absent if
                              the tokens stay in a user's file: then the commit record has their `place`, and the ledger
-                             lists all `places`; see `token_place.py`)
+                             lists all `places`; see `token_location.py`)
     parts/SSSSS-PPPPP.len    u4 per document (or piece of one): its tokens, EOS included
     parts/SSSSS-PPPPP.row    u4 per document: its row in the shard, counted from the part's first row
     parts/SSSSS-PPPPP.msk    the loss mask, if the data format has one: two bits per token, lowest bit first. One marks
@@ -30,7 +30,7 @@ from typing import Any, NotRequired, TypedDict, cast
 import numpy as np
 
 from lm_trainer.core.errors import MachineError
-from lm_trainer.data.cache.kvstore import KvStore, canonical_json, parsed_json
+from lm_trainer.data.cache.kvstore import KvStore, canonical_json, parse_checked_json
 
 FORMAT = 1
 MANIFEST, LEDGER, BUILDER = "manifest.json", "ledger.json", "builder.json"
@@ -70,7 +70,7 @@ def shard_key(shard: int) -> str:
 
 
 class FileRecord(TypedDict):
-    """The entry of one file in a commit record, as returned by `checksums`."""
+    """The entry of one file in a commit record, as returned by `file_record`."""
 
     bytes: int
     sha256: str
@@ -108,11 +108,11 @@ def read_record(store: KvStore, name: str) -> CommitRecord | None:
     content = store.read(key)
     if content is None:
         return None
-    record = parsed(store, key, content)
+    record = parse_json(store, key, content)
     # The kinds become keys and thus paths, so others are rejected.
     if isinstance(record, dict) and record.keys() >= RECORD_KEYS and {*record["blobs"]} <= {*KINDS}:
         return cast(CommitRecord, record)
-    raise damaged(store, key)
+    raise damage_error(store, key)
 
 
 def read_manifest(store: KvStore) -> dict[str, Any] | None:
@@ -124,14 +124,14 @@ def read_manifest(store: KvStore) -> dict[str, Any] | None:
     content = store.read(MANIFEST)
     if content is None:
         return None
-    manifest = parsed(store, MANIFEST, content)
+    manifest = parse_json(store, MANIFEST, content)
     shards = manifest.get("shards") if isinstance(manifest, dict) else None
     if not isinstance(shards, list) or not all(isinstance(x, dict) for x in (manifest.get("tokenizer"), *shards)):
-        raise damaged(store, MANIFEST)
+        raise damage_error(store, MANIFEST)
     return manifest
 
 
-def parts_of_shard(store: KvStore, index: int) -> int | None:
+def read_num_parts(store: KvStore, index: int) -> int | None:
     """Reads the number of parts of a shard that has been read to its end; None for an unfinished shard.
 
     Raises:
@@ -141,25 +141,25 @@ def parts_of_shard(store: KvStore, index: int) -> int | None:
     content = store.read(key)
     if content is None:
         return None
-    record = parsed(store, key, content)
+    record = parse_json(store, key, content)
     if not isinstance(record, dict) or not isinstance(record.get("parts"), int):
-        raise damaged(store, key)
+        raise damage_error(store, key)
     return record["parts"]
 
 
-def parsed(store: KvStore, key: str, content: bytes) -> Any:
+def parse_json(store: KvStore, key: str, content: bytes) -> Any:
     """Parses a JSON file of a cache.
 
     Raises:
         MachineError: if it is damaged.
     """
     try:
-        return parsed_json(content)
+        return parse_checked_json(content)
     except ValueError as error:
-        raise damaged(store, key, f"is damaged ({error})") from None
+        raise damage_error(store, key, f"is damaged ({error})") from None
 
 
-def damaged(store: KvStore, key: str, problem: str = "is damaged") -> MachineError:
+def damage_error(store: KvStore, key: str, problem: str = "is damaged") -> MachineError:
     """Returns the error for a damaged file of a cache."""
     parts = "remove what is damaged with lmt data verify --repair, or " if key.startswith("parts/") else ""
     return MachineError(f"{store.url}/{key} {problem}; {parts}remove {store.url} to build it again")

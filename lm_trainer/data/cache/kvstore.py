@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from lm_trainer.core.bucket import Bucket, explain, is_bucket
+from lm_trainer.core.bucket import Bucket, explain_failed_request, is_bucket
 from lm_trainer.core.checksummed import CHECKSUM, has_valid_checksum, with_checksum
 from lm_trainer.core.config import PathType
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.files import expanded
-from lm_trainer.core.key_values import KeyValues, reason_of
+from lm_trainer.core.files import expand_home
+from lm_trainer.core.key_values import KeyValues, plain_error_text
 
 CachePath = Annotated[str, PathType(schemes=("gs", "s3", "file", "memory", "http", "https"))]
 """A directory, or a URL supported by a TensorStore driver."""
@@ -41,7 +41,7 @@ class KvStore(KeyValues):
         """The directory, if it is on this machine and can be memory-mapped."""
         self._bucket: Bucket | None = None
         if "://" not in url or url.startswith("file://"):
-            self.local = Path(expanded(url.removeprefix("file://"))).absolute()
+            self.local = Path(expand_home(url.removeprefix("file://"))).absolute()
             self.url = str(self.local)
         else:
             self.url = url.rstrip("/")
@@ -77,7 +77,7 @@ class KvStore(KeyValues):
         """
         value = self.read(key)
         try:
-            return None if value is None else parsed_json(value)
+            return None if value is None else parse_checked_json(value)
         except ValueError as error:
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
@@ -85,17 +85,17 @@ class KvStore(KeyValues):
         """Writes an object as canonical JSON with a checksum; otherwise as `write`."""
         return self.write(key, canonical_json(with_checksum(value)), if_generation=if_generation)
 
-    def reason(self, error: Exception, seconds: float) -> str:
+    def failure_reason(self, error: Exception, seconds: float) -> str:
         """Returns the reason a request failed."""
         if self._bucket is not None:
-            return explain(error, self._bucket, seconds)
+            return explain_failed_request(error, self._bucket, seconds)
         if isinstance(error, TimeoutError):
             return f"the server has not answered within {seconds:.0f} s"
-        return reason_of(_text(error))
+        return plain_error_text(_error_text(error))
 
-    def failure(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
+    def request_error(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
         """Returns a `MachineError`, such as for a full disk, or a `UserError` if another directory would work."""
-        text, reason = _text(error), self.reason(error, seconds)
+        text, reason = _error_text(error), self.failure_reason(error, seconds)
         if verb == "open":
             return UserError(f"cannot use {self.url} as a cache directory: {reason}")
         if isinstance(error, NotImplementedError):
@@ -115,12 +115,12 @@ class KvStore(KeyValues):
         return MachineError(f"cannot {verb} {self.url}/{key}: {reason}")
 
 
-def _text(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     # The cause of a failed write is raised while another error is handled.
     return f"{error} {error.__context__ or ''}".strip()
 
 
-def parsed_json(content: bytes) -> Any:
+def parse_checked_json(content: bytes) -> Any:
     """Parses a file written by `KvStore.write_json`; earlier versions wrote no checksum.
 
     Raises:

@@ -11,11 +11,11 @@ from lm_trainer.data.cache.format import (
     LEDGER,
     PART_NAME,
     CommitRecord,
-    damaged,
+    damage_error,
     fingerprint,
-    parsed,
+    parse_json,
     part_name,
-    parts_of_shard,
+    read_num_parts,
     read_record,
     shard_key,
 )
@@ -58,14 +58,14 @@ class Ledger:
             UserError: if it is damaged, or was written by another version.
         """
         content = store.read(LEDGER)
-        return cls() if content is None else cls.parsed(store, content)
+        return cls() if content is None else cls.from_bytes(store, content)
 
     @classmethod
-    def parsed(cls, store: KvStore, content: bytes) -> Self:
+    def from_bytes(cls, store: KvStore, content: bytes) -> Self:
         """Parses the file's content; otherwise like `read`."""
-        fields = parsed(store, LEDGER, content)
+        fields = parse_json(store, LEDGER, content)
         if not isinstance(fields, dict) or "format" not in fields:
-            raise damaged(store, LEDGER)
+            raise damage_error(store, LEDGER)
         if fields["format"] != FORMAT:
             raise UserError(
                 f"{store.url} has the format {fields['format']}, this version reads {FORMAT}; "
@@ -74,7 +74,7 @@ class Ledger:
         try:
             ledger = cls(**fields)
         except TypeError:
-            raise damaged(store, LEDGER) from None
+            raise damage_error(store, LEDGER) from None
         lists = [
             ledger.parts,
             ledger.tokens,
@@ -85,7 +85,7 @@ class Ledger:
         # The names become keys and thus paths.
         named = all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in ledger.parts)
         if len({len(column) for column in lists}) != 1 or not named:
-            raise damaged(store, LEDGER)
+            raise damage_error(store, LEDGER)
         return ledger
 
     def advance(self, store: KvStore, num_shards: int) -> bool:
@@ -95,42 +95,42 @@ class Ledger:
             name = part_name(*self.next)
             record = read_record(store, name)
             if record is not None:
-                self._append(name, record)
+                self._append_part(name, record)
                 self.next[1] += 1
                 continue
             # Shards are built concurrently, but the next shard begins only after a complete one: the order of the
             # stream must not depend on the speed of the workers.
-            count = parts_of_shard(store, self.next[0])
+            count = read_num_parts(store, self.next[0])
             if count is None:
                 break
             if count == self.next[1]:
                 self.next = [self.next[0] + 1, 0]
             # The part may have been committed in the meantime.
             elif count < self.next[1] or read_record(store, name) is None:
-                raise damaged(store, shard_key(self.next[0]), f"says {count} parts, and there are {self.next[1]}")
+                raise damage_error(store, shard_key(self.next[0]), f"says {count} parts, and there are {self.next[1]}")
         return self.next != previous
 
-    def _append(self, name: str, record: CommitRecord) -> None:
+    def _append_part(self, name: str, record: CommitRecord) -> None:
         self.parts.append(name)
         self.tokens.append(record["tokens"])
         self.documents.append(record["documents"])
         self.text_bytes.append(record["text_bytes"])
         if "place" in record:
-            self.places.append(_token_place(record))
-        self.sha256.append(_digest(record))
+            self.places.append(_token_location_fields(record))
+        self.sha256.append(_hash_part(record))
         self.marks = "msk" in record["blobs"]
         self.rows += record["rows"][1] - record["rows"][0]
         self.empty += record["empty"]
         self.bad += record["bad"]
         self.bad_examples = (self.bad_examples + record["bad_examples"])[:5]
 
-    def fits(self, part: int, record: CommitRecord) -> bool:
+    def matches_record(self, part: int, record: CommitRecord) -> bool:
         """True if the commit record matches part number `part` of the ledger."""
         try:
             counts = [record["tokens"], record["documents"]] == [self.tokens[part], self.documents[part]]
-            places = not self.places or _token_place(record) == self.places[part]
+            places = not self.places or _token_location_fields(record) == self.places[part]
             has_hashes = all(isinstance(record["blobs"][kind]["sha256"], str) for kind in ("len", "row"))
-            return counts and places and has_hashes and _digest(record) == self.sha256[part]
+            return counts and places and has_hashes and _hash_part(record) == self.sha256[part]
         except (KeyError, TypeError, AttributeError):
             return False
 
@@ -138,13 +138,13 @@ class Ledger:
         """Writes the ledger unless the stored one is at least as far: of two concurrent builders, one may be behind."""
         while True:
             content, generation = store.read_versioned(LEDGER)
-            if content is not None and self._progress <= Ledger.parsed(store, content)._progress:
+            if content is not None and self._progress <= Ledger.from_bytes(store, content)._progress:
                 return
             # Refused if another builder wrote in the meantime; then its ledger is compared.
-            if store.write_json(LEDGER, self._content(), if_generation=generation):
+            if store.write_json(LEDGER, self._to_json(), if_generation=generation):
                 return
 
-    def _content(self) -> dict[str, object]:
+    def _to_json(self) -> dict[str, object]:
         content = asdict(self)
         # Omitted if the parts hold their own tokens, the usual case.
         return content if self.places else {key: value for key, value in content.items() if key != "places"}
@@ -173,12 +173,12 @@ class Ledger:
         return sum(self.documents)
 
 
-def _token_place(record: CommitRecord) -> list[object]:
+def _token_location_fields(record: CommitRecord) -> list[object]:
     """Returns the fields of a commit record's `TokenLocation`."""
     return [record["place"][name] for name in TokenLocation._fields]
 
 
-def _digest(record: CommitRecord) -> str:
+def _hash_part(record: CommitRecord) -> str:
     """Hashes a commit record's token file, combined with its mask and feature files."""
     blobs = record["blobs"]
     tokens = (record["place"] if "place" in record else blobs["bin"])["sha256"]

@@ -69,7 +69,7 @@ class LossMaskStream(TokenStream):
     def _decode(self, content: bytes, start: int, count: int) -> np.ndarray:
         return unpack_loss_mask(np.frombuffer(content, np.uint8), start, count)
 
-    def _items(self, content_F: np.ndarray) -> Sliceable:
+    def _view_items(self, content_F: np.ndarray) -> Sliceable:
         return _PackedMask(content_F)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.key_values import reason_of
+from lm_trainer.core.key_values import plain_error_text
 from lm_trainer.data.cache.checksums import Sliceable
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ class TokenLocation(NamedTuple):
         """
         try:
             if self.kind != "raw":
-                return _Slices(_open_array(self.path, self.kind), self.first)
+                return _TokenSlices(_open_array(self.path, self.kind), self.first)
             dtype = np.dtype(self.dtype)
             offset = self.header + self.first * dtype.itemsize
             if Path(self.path).stat().st_size >= offset + count * dtype.itemsize:
                 # A plain array: slices of a memmap object are ten times as slow.
                 return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))
         except (OSError, ValueError) as error:
-            raise MachineError(f"cannot read the tokens in {self.path}: {reason_of(error)}") from None
+            raise MachineError(f"cannot read the tokens in {self.path}: {plain_error_text(error)}") from None
         raise MachineError(f"{self.path} was cut short since it was indexed; put it back, or build the cache again")
 
     def byte_range(self, start: int, count: int) -> tuple[int, int]:
@@ -55,12 +55,12 @@ class TokenLocation(NamedTuple):
         size = np.dtype(self.dtype).itemsize
         return start * size, (start + count) * size
 
-    def bytes_of(self, ids: Sliceable) -> Sliceable:
+    def view_bytes(self, ids: Sliceable) -> Sliceable:
         """Returns the result of `open` as an array that is sliced by bytes, at multiples of the id size."""
-        return ids.view(np.uint8) if isinstance(ids, np.ndarray) else _Bytes(ids, np.dtype(self.dtype).itemsize)
+        return ids.view(np.uint8) if isinstance(ids, np.ndarray) else _ByteView(ids, np.dtype(self.dtype).itemsize)
 
 
-class _Slices:
+class _TokenSlices:
     """A TensorStore array, sliced into NumPy arrays and indexed relative to `first`."""
 
     def __init__(self, array: ts.TensorStore, first: int):
@@ -70,10 +70,10 @@ class _Slices:
         try:
             return self._array[self._first + tokens.start : self._first + tokens.stop].read().result()
         except (ValueError, OSError) as error:
-            raise MachineError(f"cannot read the tokens in {self._array.spec()}: {reason_of(error)}") from None
+            raise MachineError(f"cannot read the tokens in {self._array.spec()}: {plain_error_text(error)}") from None
 
 
-class _Bytes:
+class _ByteView:
     """The bytes of another array's items."""
 
     def __init__(self, items: Sliceable, itemsize: int):
@@ -85,7 +85,7 @@ class _Bytes:
 
 
 @lru_cache(maxsize=1)
-def _context() -> ts.Context:
+def _tensorstore_context() -> ts.Context:
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -95,7 +95,7 @@ def _open_array(path: str, kind: str) -> ts.TensorStore:
     import tensorstore as ts
 
     spec = {"driver": kind, "kvstore": {"driver": "file", "path": f"{path}/"}}
-    return ts.open(spec, open=True, read=True, context=_context()).result()
+    return ts.open(spec, open=True, read=True, context=_tensorstore_context()).result()
 
 
 def open_array(path: str, kind: str) -> ts.TensorStore:
@@ -107,4 +107,4 @@ def open_array(path: str, kind: str) -> ts.TensorStore:
     try:
         return _open_array(path, kind)
     except (ValueError, OSError) as error:
-        raise MachineError(f"cannot read {path}: {reason_of(error)}") from None
+        raise MachineError(f"cannot read {path}: {plain_error_text(error)}") from None

@@ -17,8 +17,8 @@ import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.cache.checksums import BlockSums, CheckedItems, Sliceable
-from lm_trainer.data.cache.documents import need_record, read_lengths, read_rows
-from lm_trainer.data.cache.format import damaged, part_key
+from lm_trainer.data.cache.documents import read_lengths, read_required_record, read_rows
+from lm_trainer.data.cache.format import damage_error, part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_location import TokenLocation
@@ -60,7 +60,7 @@ class TokenStream:
         # The mask first: a reader of a new token also reads its mask value.
         if self.loss_mask is not None:
             self.loss_mask.extend(ledger)
-        counts = self._counts(ledger)
+        counts = self._num_items_per_part(ledger)
         ends = np.cumsum(counts)
         self._ledger, self._names, self._starts = ledger, ledger.parts, ends - counts
         # Masks are always in the cache.
@@ -68,7 +68,7 @@ class TokenStream:
         # Updated last: readers use the ends to find the length of the stream, without a lock.
         self._ends = ends
 
-    def _counts(self, ledger: Ledger) -> np.ndarray:
+    def _num_items_per_part(self, ledger: Ledger) -> np.ndarray:
         """The items of each part, int64."""
         return np.asarray(ledger.tokens, np.int64)
 
@@ -111,7 +111,7 @@ class TokenStream:
             MachineError: if a part is missing, truncated or damaged.
             UserError: for an id without a model embedding.
         """
-        pieces = self._pieces(starts_N, counts_N, out_starts_N)
+        pieces = self._split_runs(starts_N, counts_N, out_starts_N)
         if self._store.local is None and not self._places:
             self._copy_remote(pieces, out)
         else:
@@ -124,7 +124,7 @@ class TokenStream:
         # One lookup per part instead of one per piece. Beyond the limit of open files the maps cannot all be held, so
         # each piece looks up its own.
         few = len(parts) <= MAX_OPEN_PARTS
-        map_of = {part: self._map(part).fastest() for part in parts}.__getitem__ if few else self._map
+        map_of = {part: self._open_map(part).fastest_view() for part in parts}.__getitem__ if few else self._open_map
         for position, part, offset, count in pieces:
             out[position : position + count] = map_of(part)[offset : offset + count]
 
@@ -142,14 +142,14 @@ class TokenStream:
                 "of it"
             )
 
-    def tail(self, start: int) -> np.ndarray:
+    def read_from(self, start: int) -> np.ndarray:
         """Reads all tokens from `start` to the end: int32."""
         tokens = np.empty(len(self) - start, np.int32)
         if len(tokens):
             self.copy(np.array([start]), np.array([len(tokens)]), tokens, np.array([0]))
         return tokens
 
-    def _pieces(
+    def _split_runs(
         self, starts_N: np.ndarray, counts_N: np.ndarray, out_starts_N: np.ndarray
     ) -> list[tuple[int, int, int, int]]:
         """Returns (position, part, offset in the part, count) for each run; a run that crosses parts has several."""
@@ -181,28 +181,28 @@ class TokenStream:
         del start, count
         return np.frombuffer(content, self._dtype)
 
-    def _items(self, content_F: np.ndarray) -> Sliceable:
+    def _view_items(self, content_F: np.ndarray) -> Sliceable:
         """Views the bytes of a file as an array with one item per token."""
         return content_F.view(self._dtype)
 
     def _block_sums(self, part: int) -> BlockSums:
         """Returns the checksums of a part, which stay in memory so each block is verified once."""
         if part not in self._sums:
-            record, name = need_record(self._store, self._ledger, part), self._names[part]
+            record, name = read_required_record(self._store, self._ledger, part), self._names[part]
             recorded = record["place"] if self._places else record["blobs"][self._kind]
             try:
-                self._sums[part] = BlockSums(recorded, self._bytes_of(part))
+                self._sums[part] = BlockSums(recorded, self._file_bytes(part))
             except (ValueError, KeyError, TypeError):
-                raise damaged(self._store, part_key(name, "json")) from None
+                raise damage_error(self._store, part_key(name, "json")) from None
         return self._sums[part]
 
-    def _bytes_of(self, part: int) -> int:
+    def _file_bytes(self, part: int) -> int:
         count = int(self._ends[part] - self._starts[part])
         if self._places:
             return count * np.dtype(TokenLocation(*self._places[part]).dtype).itemsize
         return self._byte_range(0, count)[1]
 
-    def _damaged(self, part: int, first: int) -> MachineError:
+    def _damage_error(self, part: int, first: int) -> MachineError:
         """Returns the error for a damaged block of a part that begins at byte `first`."""
         if self._places:
             path = TokenLocation(*self._places[part]).path
@@ -211,9 +211,9 @@ class TokenStream:
                 "it again"
             )
         problem = f"has changed since it was written, near byte {first}"
-        return damaged(self._store, part_key(self._names[part], self._kind), problem)
+        return damage_error(self._store, part_key(self._names[part], self._kind), problem)
 
-    def _map(self, part: int) -> CheckedItems:
+    def _open_map(self, part: int) -> CheckedItems:
         """Returns the memory map of a part, opened on demand; beyond the limit, closes the least recently used one."""
         with self._lock:
             if part in self._maps:
@@ -225,19 +225,19 @@ class TokenStream:
             return tokens
 
     def _open(self, part: int) -> CheckedItems:
-        sums, failed = self._block_sums(part), partial(self._damaged, part)
+        sums, failed = self._block_sums(part), partial(self._damage_error, part)
         if self._places:
             position, count = TokenLocation(*self._places[part]), int(self._ends[part] - self._starts[part])
             items = position.open(count)
-            return CheckedItems(items, position.bytes_of(items), position.byte_range, sums, failed)
+            return CheckedItems(items, position.block_byte_range(items), position.byte_range, sums, failed)
         content_F = self._map_file(part)
-        return CheckedItems(self._items(content_F), content_F, self._byte_range, sums, failed)
+        return CheckedItems(self._view_items(content_F), content_F, self._byte_range, sums, failed)
 
     def _map_file(self, part: int) -> np.ndarray:
         """Maps the bytes of a part's file, uint8 [F]."""
         assert self._store.local is not None
         path = self._store.local / part_key(self._names[part], self._kind)
-        written = self._bytes_of(part)
+        written = self._file_bytes(part)
         try:
             size = path.stat().st_size
             if size == written:
@@ -256,34 +256,40 @@ class TokenStream:
             with ThreadPoolExecutor(_MAX_REQUESTS) as pool:
                 list(pool.map(self._block_sums, sorted(unknown)))
         # Every fetch is verified: intact data may arrive damaged the next time.
-        for group in _groups(pieces, lambda piece: self._block_bytes(piece[1], *self._byte_range(*piece[2:]))):
+        for group in _group_by_bytes(
+            pieces, lambda piece: self._num_block_bytes(piece[1], *self._byte_range(*piece[2:]))
+        ):
             ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in group]
-            for (position, _, offset, count), content in zip(group, self._fetch_compared(ranges), strict=True):
+            for (position, _, offset, count), content in zip(group, self._fetch_verified(ranges), strict=True):
                 out[position : position + count] = self._decode(content, offset, count)
 
-    def _block_bytes(self, part: int, first: int, last: int) -> int:
-        blocks = self._sums[part].blocks(first, last)
-        return self._sums[part].bytes_of(blocks[-1])[1] - self._sums[part].bytes_of(blocks[0])[0] if blocks else 0
+    def _num_block_bytes(self, part: int, first: int, last: int) -> int:
+        blocks = self._sums[part].blocks_in_range(first, last)
+        return (
+            self._sums[part].block_byte_range(blocks[-1])[1] - self._sums[part].block_byte_range(blocks[0])[0]
+            if blocks
+            else 0
+        )
 
-    def _fetch_compared(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
+    def _fetch_verified(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
         """Fetches the bytes of each (part, first byte, last byte) from verified blocks."""
         # A part of an earlier version has a single checksum, so verifying each fetch would need the full file: it is
         # verified once.
         blocks: dict[tuple[int, int], tuple[int, int]] = {}
         for part, first, last in ranges:
             sums = self._sums[part]
-            needed = sums.pending(first, last) if sums.one_sum else sums.blocks(first, last)
-            blocks |= {(part, block): sums.bytes_of(block) for block in needed}
+            needed = sums.unverified_blocks(first, last) if sums.one_sum else sums.blocks_in_range(first, last)
+            blocks |= {(part, block): sums.block_byte_range(block) for block in needed}
         contents = self._fetch_blocks(blocks)
         compared_once = self._fetch([piece for piece in ranges if self._sums[piece[0]].one_sum])
         return [
-            next(compared_once) if self._sums[part].one_sum else self._slice(contents, part, first, last)
+            next(compared_once) if self._sums[part].one_sum else self._join_blocks(contents, part, first, last)
             for part, first, last in ranges
         ]
 
-    def _slice(self, contents: Mapping[tuple[int, int], bytes], part: int, first: int, last: int) -> bytes:
-        blocks = self._sums[part].blocks(first, last)
-        begin = self._sums[part].bytes_of(blocks.start)[0]
+    def _join_blocks(self, contents: Mapping[tuple[int, int], bytes], part: int, first: int, last: int) -> bytes:
+        blocks = self._sums[part].blocks_in_range(first, last)
+        begin = self._sums[part].block_byte_range(blocks.start)[0]
         return b"".join(contents[part, block] for block in blocks)[first - begin : last - begin]
 
     def _fetch_blocks(self, blocks: Mapping[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], bytes]:
@@ -295,11 +301,11 @@ class TokenStream:
             contents |= {
                 (part, block): content
                 for (part, block), content in zip(missing, fetched, strict=True)
-                if self._sums[part].compare(block, content)
+                if self._sums[part].verify_block(block, content)
             }
         for part, block in blocks:
             if (part, block) not in contents:
-                raise self._damaged(part, blocks[part, block][0])
+                raise self._damage_error(part, blocks[part, block][0])
         return contents
 
     def _fetch(self, ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
@@ -312,7 +318,7 @@ class TokenStream:
             yield content
 
 
-def _groups(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+def _group_by_bytes(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Groups items so each list has at most about `_FETCH_BYTES` bytes."""
     group: list[Item] = []
     size = 0

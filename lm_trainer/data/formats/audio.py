@@ -15,13 +15,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.data.audio.augment import SpecAugment
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
-from lm_trainer.data.audio.read import AudioRules, BadAudio, samples_in
+from lm_trainer.data.audio.read import AudioRules, BadAudio, find_samples
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import json_type, replace_surrogates
+from lm_trainer.data.sources.base import json_type_name, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
 START_TOKEN, NO_TIMESTAMPS_TOKEN = "<|startoftranscript|>", "<|notimestamps|>"
@@ -84,7 +84,7 @@ class AudioFormat(FormatConfig):
     adds_bos: ClassVar[bool] = False
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _check_settings_fit(self) -> Self:
         names = self.fields()
         if len(set(names)) < len(names):
             raise ValueError(f"audio_key, text_key and language_key name one field twice ({', '.join(names)})")
@@ -110,12 +110,12 @@ class AudioFormat(FormatConfig):
     def fields(self) -> tuple[str, ...]:
         return (self.audio_key, self.text_key, *([] if self.language_key is None else [self.language_key]))
 
-    def cached_settings(self) -> dict[str, object]:
+    def settings_for_cache(self) -> dict[str, object]:
         return self.model_dump(mode="json", exclude={"spec_augment"})
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         # Includes the prompt ids, so that a missing token is reported before any recording is read.
-        return {**self.cached_settings(), "prompt_ids": self.prompt_ids(tokenizer, self.language)}
+        return {**self.settings_for_cache(), "prompt_ids": self.prompt_ids(tokenizer, self.language)}
 
     def prompt_ids(self, tokenizer: Tokenizer, language: str | None) -> list[int]:
         """Returns the prompt tokens before the text of a row.
@@ -125,7 +125,7 @@ class AudioFormat(FormatConfig):
         """
         assert isinstance(tokenizer, HfTokenizer)
         special_ids = tokenizer.special_tokens()
-        names = self.prompt or self._names(special_ids, language)
+        names = self.prompt or self._prompt_names(special_ids, language)
         if not names:
             return [tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id]
         for name in names:
@@ -135,7 +135,7 @@ class AudioFormat(FormatConfig):
                 )
         return [special_ids[name] for name in names]
 
-    def _names(self, special_ids: Mapping[str, int], language: str | None) -> list[str]:
+    def _prompt_names(self, special_ids: Mapping[str, int], language: str | None) -> list[str]:
         names = [f"<|{name}|>" for name in (language, self.task) if name is not None]
         if not names and START_TOKEN not in special_ids:
             return []
@@ -148,9 +148,9 @@ class AudioFormat(FormatConfig):
             return PreparedRow(None, 0)
         for field in self.fields()[1:]:
             if not isinstance(record[field], str):
-                raise UnusableRow(f"the field {field!r} is {json_type(record[field])}, not a string")
+                raise UnusableRow(f"the field {field!r} is {json_type_name(record[field])}, not a string")
         text = replace_surrogates(record[self.text_key])
-        samples_T = self._samples(record[self.audio_key], row.where)
+        samples_T = self._read_samples(record[self.audio_key], row.where)
         if text and not self.allow_silence and not samples_T.any():
             raise UnusableRow("the recording is silent from beginning to end, and yet there is a text")
         language = record[self.language_key] if self.language_key else self.language
@@ -165,31 +165,32 @@ class AudioFormat(FormatConfig):
         Raises:
             UnusableRow: if the recording can no longer be read.
         """
-        return self.log_mel(self._samples((row.record or {})[self.audio_key], row.where))
+        return self.log_mel(self._read_samples((row.record or {})[self.audio_key], row.where))
 
-    def _samples(self, value: object, row_location: str) -> np.ndarray:
+    def _read_samples(self, value: object, row_location: str) -> np.ndarray:
         rules = AudioRules(self.resample, self.mix_channels)
         try:
             if isinstance(value, Mapping):
-                if (samples := samples_in(value)) is not None:
-                    return self._checked(rules.of_samples(*samples, self.seconds))
+                if (samples := find_samples(value)) is not None:
+                    return self._trim_samples(rules.convert_samples(*samples, self.seconds))
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
-                return self._checked(rules.read(value, self.seconds))
+                return self._trim_samples(rules.read(value, self.seconds))
             if not isinstance(value, str):
                 raise UnusableRow(
-                    f"the field {self.audio_key!r} is {json_type(value)}, neither a path nor the bytes of a recording"
+                    f"the field {self.audio_key!r} is {json_type_name(value)}, neither a path nor the bytes of a "
+                    "recording"
                 )
             import fsspec
 
             with fsspec.open(_recording_path(value, row_location), "rb") as file:
-                return self._checked(rules.read(file.read(), self.seconds))  # pyright: ignore[reportAttributeAccessIssue]
+                return self._trim_samples(rules.read(file.read(), self.seconds))  # pyright: ignore[reportAttributeAccessIssue]
         except BadAudio as error:
             raise UnusableRow(str(error)) from None
         except (OSError, ValueError) as error:
             raise UnusableRow(f"the recording {value} cannot be read: {error}") from None
 
-    def _checked(self, samples_T: np.ndarray) -> np.ndarray:
+    def _trim_samples(self, samples_T: np.ndarray) -> np.ndarray:
         # Resampling rounds up: a recording of exactly the maximum length may have one extra sample.
         return samples_T[: self.log_mel.num_samples]
 
@@ -224,11 +225,11 @@ def _recording_path(path: str, row_location: str) -> str:
     """
     origin, scheme = (text.partition("://")[0] if "://" in text else "" for text in (row_location, path))
     if origin not in ("", "file") and (
-        scheme not in ("", "http", "https", origin) or "::" in path or os.path.isabs(expanded(path))
+        scheme not in ("", "http", "https", origin) or "::" in path or os.path.isabs(expand_home(path))
     ):
         raise UnusableRow(f"it names the recording {path}, which a list from elsewhere may not: only what is there too")
-    if "://" in path or os.path.isabs(expanded(path)):
-        return expanded(path)
+    if "://" in path or os.path.isabs(expand_home(path)):
+        return expand_home(path)
     listing, colon, number = row_location.rpartition(":")
     if colon and number.isdigit():
         folder, slash, _ = listing.rpartition("/")

@@ -69,7 +69,7 @@ class FormatConfig(Config):
         """True if the cache stores features with the tokens."""
         return False
 
-    def cached_settings(self) -> dict[str, object]:
+    def settings_for_cache(self) -> dict[str, object]:
         """Returns the settings that determine the bytes of a cache."""
         return self.model_dump(exclude=set(self.later_keys - self.changed_fields))
 

@@ -19,7 +19,7 @@ from lm_trainer.core.files import local_path
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import json_type, replace_surrogates
+from lm_trainer.data.sources.base import json_type_name, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
 _CONTENT_KEYS = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
@@ -63,7 +63,7 @@ class ChatFormat(FormatConfig):
     later_keys: ClassVar[frozenset[str]] = frozenset({"role_field", "content_field", "roles"})
 
     @model_validator(mode="after")
-    def _two_fields(self) -> Self:
+    def _check_fields_differ(self) -> Self:
         if self.messages_field == self.tools_field:
             raise ValueError(f"messages_field and tools_field are both {self.tools_field!r}; name two fields")
         return self
@@ -73,21 +73,23 @@ class ChatFormat(FormatConfig):
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, object] | None:
         unused = {"tools_field", *self.later_keys} - self.changed_fields
-        return {**self.model_dump(exclude=unused), "chat_template": self._template(tokenizer).source}
+        return {**self.model_dump(exclude=unused), "chat_template": self._compile_template(tokenizer).source}
 
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.messages_field]
         if not isinstance(value, list):
-            raise UnusableRow(f"the field {self.messages_field!r} is {json_type(value)}, not a list of messages")
+            raise UnusableRow(f"the field {self.messages_field!r} is {json_type_name(value)}, not a list of messages")
         locations = [f"message {i} of {self.messages_field!r}" for i in range(len(value))]
-        messages = [_checked(self._renamed(item), location) for item, location in zip(value, locations, strict=True)]
+        messages = [
+            _check_message(self._rename_fields(item), location) for item, location in zip(value, locations, strict=True)
+        ]
         if self.mask_user_turns and not _has_answer(messages):
             raise UnusableRow("the assistant says nothing in this conversation")
         counts = [0, 0]
-        conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
+        conversation = [_replace_surrogates_deep(part, counts) for part in (messages, self._read_tools(row))]
         return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
 
-    def _renamed(self, message: object) -> object:
+    def _rename_fields(self, message: object) -> object:
         """Returns the message with the field names and role names expected by templates."""
         if not {"role_field", "content_field", "roles"} & self.changed_fields or not isinstance(message, dict):
             return message
@@ -97,7 +99,7 @@ class ChatFormat(FormatConfig):
         role = message.get("role")
         return {**message, "role": roles.get(role, role)} if isinstance(role, str) else message
 
-    def _tools(self, row: Row) -> list[Message] | None:
+    def _read_tools(self, row: Row) -> list[Message] | None:
         tools = None if self.tools_field is None else (row.record or {})[self.tools_field]
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise UnusableRow(
@@ -106,7 +108,7 @@ class ChatFormat(FormatConfig):
         return tools
 
     def encode(self, values: Sequence[list[Any]], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
-        template = self._template(tokenizer)
+        template = self._compile_template(tokenizer)
         return [self._encode(template, conversation, tokenizer) for conversation in values]
 
     def _encode(
@@ -120,19 +122,19 @@ class ChatFormat(FormatConfig):
         ids, spans = tokenize_rendered(rendered, tokenizer)
         in_loss_T = np.ones(len(ids), bool)
         if self.mask_user_turns:
-            in_loss_T = _overlaps(spans, rendered.answers)
+            in_loss_T = _mark_answer_tokens(spans, rendered.answers)
             if not in_loss_T.any():
                 return UnusableRow("the assistant says nothing in this conversation")
         return EncodedDocument(ids, in_loss_T)
 
-    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+    def _compile_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         assert isinstance(tokenizer, HfTokenizer)
         source = self.chat_template
         if source is None:
             source = tokenizer.chat_template
         # A text with a Jinja tag is a template, any other text is a path.
         elif not re.search(r"\{[%{]", source):
-            source = _read(source)
+            source = _read_template_file(source)
         if source is None:
             raise UserError("data.format.chat_template: the tokenizer has no chat template; name one")
         if self.mask_user_turns and not re.search(r"\{%-?\s*generation\s*-?%\}", source):
@@ -140,7 +142,7 @@ class ChatFormat(FormatConfig):
                 "data.format.chat_template: the template does not mark what the assistant says; put {% generation %} "
                 "before and {% endgeneration %} after it, or set mask_user_turns: false"
             )
-        return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+        return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
 def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
@@ -152,23 +154,25 @@ def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
     source = tokenizer.chat_template
     if source is None:
         raise UserError("the model's tokenizer has no chat template")
-    return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+    return _cached_chat_template(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
 # Cached, since every batch needs the template and compiling takes longer than rendering a conversation.
 @lru_cache(maxsize=8)
-def _compile(source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]) -> ChatTemplate:
+def _cached_chat_template(
+    source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]
+) -> ChatTemplate:
     return ChatTemplate(source, dict(variables), special)
 
 
-def _read(path: str) -> str:
+def _read_template_file(path: str) -> str:
     try:
         return local_path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.format.chat_template: {path} is no template, and cannot be read: {error}") from None
 
 
-def _checked(message: object, location: str) -> Message:
+def _check_message(message: object, location: str) -> Message:
     """Checks a message and joins its content to one text if it is a list of texts.
 
     A template would render the list as such.
@@ -184,17 +188,17 @@ def _checked(message: object, location: str) -> Message:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
     if isinstance(content, list):
-        return {**message, "content": "".join(_text_of(item, location) for item in content)}
+        return {**message, "content": "".join(_content_item_text(item, location) for item in content)}
     if content is None:
         kind = "null" if "content" in message else "missing"
         raise UnusableRow(f"the content of {location} is {kind}, which it may only be beside tool_calls")
-    raise UnusableRow(f"the content of {location} is {json_type(content)}, not a string")
+    raise UnusableRow(f"the content of {location} is {json_type_name(content)}, not a string")
 
 
-def _text_of(item: object, location: str) -> str:
+def _content_item_text(item: object, location: str) -> str:
     if not isinstance(item, dict):
         raise UnusableRow(
-            f"the content of {location} is a list with {json_type(item)} in it; it may hold objects of type text"
+            f"the content of {location} is a list with {json_type_name(item)} in it; it may hold objects of type text"
         )
     if item.get("type") != "text":
         raise UnusableRow(
@@ -202,7 +206,7 @@ def _text_of(item: object, location: str) -> str:
         )
     if not isinstance(text := item.get("text"), str):
         raise UnusableRow(
-            f"the content of {location} is a list with an item whose text is {json_type(text)}, not a string"
+            f"the content of {location} is a list with an item whose text is {json_type_name(text)}, not a string"
         )
     return text
 
@@ -213,7 +217,7 @@ def _has_answer(messages: list[Message]) -> bool:
     return not answers or any(message.get(key) for message in answers for key in _CONTENT_KEYS)
 
 
-def _cleaned(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> object:
+def _replace_surrogates_deep(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> object:
     """Copies a value without lone surrogates; adds the bytes of text and the number of replacements to `counts`.
 
     Raises:
@@ -229,8 +233,8 @@ def _cleaned(value: object, counts: list[int], levels: int = _MAX_DEPTH) -> obje
     if not levels:
         raise UnusableRow(f"the conversation is nested too deeply, in more than {_MAX_DEPTH} levels")
     if isinstance(value, dict):
-        return {key: _cleaned(item, counts, levels - 1) for key, item in value.items()}
-    return [_cleaned(item, counts, levels - 1) for item in value]
+        return {key: _replace_surrogates_deep(item, counts, levels - 1) for key, item in value.items()}
+    return [_replace_surrogates_deep(item, counts, levels - 1) for item in value]
 
 
 def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
@@ -243,7 +247,7 @@ def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[
         return tokenizer.encode_template(rendered.text)
     ids: list[int] = []
     spans = [np.zeros((0, 2), np.int64)]
-    for start, piece, special in rendered.pieces(tokenizer.special_tokens()):
+    for start, piece, special in rendered.split_at_special_tokens(tokenizer.special_tokens()):
         if special is not None:
             ids.append(special)
             spans.append(np.array([[start, start + len(piece)]]))
@@ -254,7 +258,7 @@ def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[
     return ids, np.concatenate(spans)
 
 
-def _overlaps(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
+def _mark_answer_tokens(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
     """Returns bool [T]: True for tokens with at least one character in an answer, like transformers."""
     found_T = np.zeros(len(spans_T2), bool)
     for start, end in answers:

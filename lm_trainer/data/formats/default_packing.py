@@ -10,7 +10,7 @@ from lm_trainer.data.formats.base import FormatConfig
 Packing = Literal["concat", "best_fit"]
 
 
-def default_packing(formats: Mapping[str, FormatConfig]) -> Packing | dict[str, Packing]:
+def choose_default_packing(formats: Mapping[str, FormatConfig]) -> Packing | dict[str, Packing]:
     """Returns the default packing for some sets; a mapping by set name if the sets differ.
 
     A prompt and its answer stay in one row, since the model could not learn from an answer without its prompt. For text

@@ -9,7 +9,7 @@ import numpy as np
 
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import json_type
+from lm_trainer.data.sources.base import json_type_name
 from lm_trainer.data.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ class IdsFormat(FormatConfig):
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.field]
         if not isinstance(value, list):
-            raise UnusableRow(f"the field {self.field!r} is {json_type(value)}, not a list of token ids")
+            raise UnusableRow(f"the field {self.field!r} is {json_type_name(value)}, not a list of token ids")
         try:
             ids = np.asarray(value) if value else np.zeros(0, np.int64)
         except ValueError:  # lists of several lengths
@@ -45,9 +45,9 @@ class IdsFormat(FormatConfig):
         return PreparedRow(ids, 2 * len(ids))
 
     def encode(self, values: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
-        return [self._check(ids, tokenizer.vocab_size) for ids in values]
+        return [self._check_ids(ids, tokenizer.vocab_size) for ids in values]
 
-    def _check(self, ids: np.ndarray, vocab_size: int) -> EncodedDocument | UnusableRow:
+    def _check_ids(self, ids: np.ndarray, vocab_size: int) -> EncodedDocument | UnusableRow:
         # An id outside the vocabulary would silently read the wrong row of the embedding.
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, TokenIds, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import json_type, replace_surrogates
+from lm_trainer.data.sources.base import json_type_name, replace_surrogates
 from lm_trainer.data.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ class SupervisedFormat(FormatConfig):
     later_keys: ClassVar[frozenset[str]] = frozenset({"context_field", "separate_context"})
 
     @model_validator(mode="after")
-    def _two_fields(self) -> Self:
+    def _check_fields_differ(self) -> Self:
         if self.input_field == self.output_field:
             raise ValueError(f"input_field and output_field are both {self.input_field!r}; name two fields")
         if self.context_field in (self.input_field, self.output_field):
@@ -61,7 +61,7 @@ class SupervisedFormat(FormatConfig):
         values = [record[field] or "" if field == self.context_field else record[field] for field in self.fields()]
         for field, value in zip(self.fields(), values, strict=True):
             if not isinstance(value, str):
-                raise UnusableRow(f"the field {field!r} is {json_type(value)}, not a string")
+                raise UnusableRow(f"the field {field!r} is {json_type_name(value)}, not a string")
         prompt, answer, *context = map(replace_surrogates, values)
         # An empty row is skipped like an empty text, but a prompt without an answer is an error.
         if not answer:
@@ -77,9 +77,9 @@ class SupervisedFormat(FormatConfig):
     def encode(self, values: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         prompts = tokenizer.encode_batch([prompt for prompt, _ in values])
         answers = tokenizer.encode_batch([answer for _, answer in values])
-        return [self._join(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        return [self._join_prompt_and_answer(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def _join(self, prompt: TokenIds, answer: TokenIds) -> EncodedDocument:
+    def _join_prompt_and_answer(self, prompt: TokenIds, answer: TokenIds) -> EncodedDocument:
         mask_T = np.ones(len(prompt) + len(answer), bool)
         if self.mask_inputs:
             mask_T[: len(prompt)] = False

@@ -34,7 +34,7 @@ class Rendered:
     quoted: list[tuple[int, int]]
     """Characters [start, end) where the text of a message contains the name of a special token."""
 
-    def pieces(self, special: Mapping[str, int]) -> Iterator[tuple[int, str, int | None]]:
+    def split_at_special_tokens(self, special: Mapping[str, int]) -> Iterator[tuple[int, str, int | None]]:
         """Splits the text at special tokens written by the template: (start, piece, id of a special token or None)."""
         # Longer names first, since a name may be a prefix of another.
         names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
@@ -61,7 +61,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special: Sequence[str]):
-        jinja2 = jinja()
+        jinja2 = import_jinja()
         self.source, self._variables = source, dict(variables)
         self._special = sorted(special, key=len, reverse=True)
         try:
@@ -86,8 +86,8 @@ class ChatTemplate:
         """
         try:
             text = self._template.render(
-                messages=self._quote(messages),
-                tools=self._quote(tools),
+                messages=self._mark_special_tokens(messages),
+                tools=self._mark_special_tokens(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
@@ -97,14 +97,14 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             reason = str(error) or type(error).__name__
             raise UnusableRow(f"the chat template does not take this conversation: {reason}") from None
-        return self._resolve(text)
+        return self._remove_markers(text)
 
-    def _quote(self, value: object) -> object:
+    def _mark_special_tokens(self, value: object) -> object:
         """Replaces special tokens in messages by markers, to distinguish them from special tokens of the template."""
         if isinstance(value, dict):
-            return {key: self._quote(item) for key, item in value.items()}
+            return {key: self._mark_special_tokens(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._quote(item) for item in value]
+            return [self._mark_special_tokens(item) for item in value]
         if not isinstance(value, str):
             return value
         if any(mark in value for mark in (_OPEN, _CLOSE, _QUOTE)):
@@ -114,7 +114,7 @@ class ChatTemplate:
             value = value.replace(name, f"{_QUOTE}{chr(_FIRST + index)}")
         return value
 
-    def _resolve(self, text: str) -> Rendered:
+    def _remove_markers(self, text: str) -> Rendered:
         """Removes the markers from a text and records their positions."""
         out: list[str] = []
         length, start = 0, 0
@@ -137,7 +137,7 @@ class ChatTemplate:
         return Rendered("".join(out), answers, quoted)
 
 
-def jinja() -> ModuleType:
+def import_jinja() -> ModuleType:
     """Returns the package jinja2, imported only when a template is used."""
     import jinja2
     import jinja2.ext
@@ -160,7 +160,7 @@ def template_environment(
         answer: text to insert before and after every `{% generation %}` block.
         finalize: Jinja option; transforms every value before it is rendered.
     """
-    jinja2 = jinja()
+    jinja2 = import_jinja()
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %} ... {% endgeneration %}`: surrounds the enclosed text with `answer`."""
@@ -195,5 +195,5 @@ def template_environment(
 def _refuse_null(value: object) -> object:
     # Jinja would render `None`, and the model would learn to write it.
     if value is None:
-        raise jinja().TemplateError("it would write out a null as the word None")
+        raise import_jinja().TemplateError("it would write out a null as the word None")
     return value

@@ -26,7 +26,7 @@ from lm_trainer.data.tokenize.open_cache import OpenCache
 class Features(Protocol):
     """Features by document number."""
 
-    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+    def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Returns float32 [N, F, M]."""
         ...
 
@@ -43,12 +43,12 @@ class _ComputedFeatures:
     cache: OpenCache
     format: AudioFormat
 
-    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+    def read_documents(self, documents_N: np.ndarray) -> np.ndarray:
         """Returns float32 [N, F, M]; raises `UserError` for a recording that is no longer readable."""
-        return np.stack([self._of_document(int(document)) for document in documents_N])
+        return np.stack([self._compute_document(int(document)) for document in documents_N])
 
-    def _of_document(self, document: int) -> np.ndarray:
-        location, row = row_of(self.cache, document)
+    def _compute_document(self, document: int) -> np.ndarray:
+        location, row = read_source_row(self.cache, document)
         if row is None or isinstance(row, BadRow):
             raise UserError(f"{location}: the recording was there when it was tokenised, and is no more")
         try:
@@ -57,7 +57,7 @@ class _ComputedFeatures:
             raise UserError(f"{location}: {error}") from None
 
 
-def row_of(cache: OpenCache, document: int) -> tuple[str, Row | BadRow | None]:
+def read_source_row(cache: OpenCache, document: int) -> tuple[str, Row | BadRow | None]:
     """Returns the location and the source row of a document."""
     ledger = cache.ledger
     ends = np.cumsum(ledger.documents)
@@ -108,18 +108,18 @@ class AudioRows:
         batch = make_batch(tokens_BT, available_B, self.eos_id, mask_BT)
         features_BFM = np.zeros((len(rows_B), *self.features_shape), np.float32)
         if len(valid):
-            features_BFM[valid] = self.features.of_documents(documents_N)
+            features_BFM[valid] = self.features.read_documents(documents_N)
         return batch._replace(features=features_BFM)
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def token_runs(self, row: int) -> list[tuple[int, int]]:
         document = self.documents_R[row]
         return [(int(self.starts_D[document]), int(self.lengths_D[document]))]
 
-    def rows_with(self, start: int, stop: int) -> np.ndarray:
+    def rows_containing(self, start: int, stop: int) -> np.ndarray:
         starts_R = self.starts_D[self.documents_R]
         return np.flatnonzero((starts_R < stop) & (starts_R + self.lengths_D[self.documents_R] > start))
 
-    def part(self, first: int, stop: int | None = None) -> AudioRows:
+    def slice_rows(self, first: int, stop: int | None = None) -> AudioRows:
         """The rows [first, stop)."""
         return replace(self, documents_R=self.documents_R[first:stop])
 
@@ -144,7 +144,7 @@ def open_audio_rows(
     # The last token is only a target.
     long_D = np.flatnonzero(lengths_D - 1 > seq_len)
     if len(long_D) and (max_bad is None or len(long_D) > max_bad * len(lengths_D)):
-        location, tokens = row_of(cache, int(long_D[0]))[0], int(lengths_D[long_D[0]]) - 1
+        location, tokens = read_source_row(cache, int(long_D[0]))[0], int(lengths_D[long_D[0]]) - 1
         allowed = "" if max_bad is None else f", more than data.max_bad_rows ({max_bad:g}) allows"
         raise UserError(
             f"{title}: {len(long_D)} of {len(lengths_D)} texts are longer than model.seq_len ({seq_len}){allowed}; the "
@@ -194,7 +194,7 @@ class SpeechSet(EvalSet):
         starts_B[valid] = self.audio_rows.starts_D[self.audio_rows.documents_R[rows_B[valid]]]
         return starts_B[:, None] + np.arange(self.seq_len)
 
-    def num_split(self, ends_D: np.ndarray) -> int:
+    def count_split_documents(self, ends_D: np.ndarray) -> int:
         """See `EvalSet`."""
         del ends_D
         return 0

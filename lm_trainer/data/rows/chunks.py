@@ -35,7 +35,7 @@ class Chunks:
     first_token: int = 0
     """The first token of chunk 0."""
 
-    def starts(self, rows_B: np.ndarray) -> np.ndarray:
+    def chunk_starts(self, rows_B: np.ndarray) -> np.ndarray:
         """The first token of each chunk, int64 [B]."""
         return self.first_token + np.asarray(rows_B, np.int64) * (self.stride or self.seq_len)
 
@@ -46,10 +46,10 @@ class Chunks:
     def read(self, rows_B: np.ndarray) -> Batch:
         return read_mixed([(np.arange(len(rows_B)), self, rows_B)])
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def token_runs(self, row: int) -> list[tuple[int, int]]:
         return [(row * self.seq_len, self.seq_len)]
 
-    def rows_with(self, start: int, stop: int) -> np.ndarray:
+    def rows_containing(self, start: int, stop: int) -> np.ndarray:
         return np.arange(start // self.seq_len, min(-(-stop // self.seq_len), self.num_rows), dtype=np.int64)
 
 
@@ -71,7 +71,7 @@ def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
     mask_BT = np.empty_like(tokens_BT) if masked else None
     available_B = np.empty(rows, np.int64)
     for indices, chunks, numbers in parts:
-        stream, starts_N = chunks.stream, chunks.starts(numbers)
+        stream, starts_N = chunks.stream, chunks.chunk_starts(numbers)
         available_B[indices] = np.maximum(len(stream) - starts_N, 0)
         _read_runs(stream, starts_N, tokens_BT, indices, fill=eos_id)
         if mask_BT is not None and stream.loss_mask is not None:

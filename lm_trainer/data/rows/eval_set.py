@@ -16,7 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.tokenizer import HfTokenizer
-from lm_trainer.data.tokenizer.token_bytes import token_bytes
+from lm_trainer.data.tokenizer.token_bytes import count_token_bytes
 
 _BLOCK_TOKENS = 1 << 22
 """Tokens counted per read."""
@@ -72,13 +72,13 @@ class EvalSet:
         """
         if not self.is_text:
             return None
-        counts_V = token_bytes(self.tokenizer).astype(np.float64)
+        counts_V = count_token_bytes(self.tokenizer).astype(np.float64)
         if not self.text_bytes:
             return counts_V
-        decoded_bytes = sum(float(counts_V[tokens].sum()) for tokens in self._tokens())
+        decoded_bytes = sum(float(counts_V[tokens].sum()) for tokens in self._iter_tokens())
         return counts_V * (self.text_bytes / decoded_bytes) if decoded_bytes else counts_V
 
-    def _tokens(self) -> Iterator[np.ndarray]:
+    def _iter_tokens(self) -> Iterator[np.ndarray]:
         for start in range(0, len(self.stream), _BLOCK_TOKENS):
             yield self.stream.read(np.array([start]), min(_BLOCK_TOKENS, len(self.stream) - start))[0]
 
@@ -87,7 +87,7 @@ class EvalSet:
         starts_B = self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
         return starts_B[:, None] + np.arange(self.seq_len)
 
-    def num_split(self, ends_D: np.ndarray) -> int:
+    def count_split_documents(self, ends_D: np.ndarray) -> int:
         """Counts the documents with tokens predicted in several rows.
 
         Args:
@@ -100,7 +100,7 @@ class EvalSet:
         first_D, last_D = (np.maximum(inputs_D - self.seq_len, -1) // stride + 1 for inputs_D in (starts_D, ends_D - 2))
         return int(np.count_nonzero(first_D < last_D))
 
-    def in_order(self, stride: int) -> EvalSet:
+    def with_stride(self, stride: int) -> EvalSet:
         """Returns the set in overlapping rows: each begins `stride` tokens after the previous one."""
         return replace(self, stride=stride)
 

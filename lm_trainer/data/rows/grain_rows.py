@@ -17,7 +17,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.rows.chunks import make_batch
-from lm_trainer.data.sources.grain_pipeline import GrainPipeline, length_of
+from lm_trainer.data.sources.grain_pipeline import GrainPipeline, num_elements
 
 _SNAPSHOTS = 64
 """Retained states of an iterator: more than the number of batches read ahead."""
@@ -35,21 +35,21 @@ class GrainRows:
 
     def __init__(self, source: GrainPipeline, seq_len: int, vocab_size: int, eos_id: int):
         self.source, self.seq_len, self._vocab_size, self._eos_id = source, seq_len, vocab_size, eos_id
-        self._dataset = source.dataset()
+        self._dataset = source.make_dataset()
         self._random = isinstance(self._dataset, grain.MapDataset)
         if source.worker_processes and not self._random:
             raise UserError(
                 "data.source.worker_processes reads a MapDataset; end your IterDataset in mp_prefetch(...) yourself"
             )
-        self._sequence = None if self._random else _Sequence(self._dataset, source.factory)
-        self._check(0, self._get([0])[0])
+        self._sequence = None if self._random else _SequentialReader(self._dataset, source.factory)
+        self._check_element(0, self._read_elements([0])[0])
 
     def __reduce__(self) -> tuple[type[GrainRows], tuple[GrainPipeline, int, int, int]]:
         return type(self), (self.source, self.seq_len, self._vocab_size, self._eos_id)
 
     @property
     def num_rows(self) -> int:
-        length = length_of(self._dataset)
+        length = num_elements(self._dataset)
         return sys.maxsize if length is None else length
 
     @property
@@ -74,17 +74,20 @@ class GrainRows:
             UserError: if an element is not a valid row, or the pipeline ends early.
         """
         numbers = [int(row) for row in rows_B]
-        rows = [self._check(number, element) for number, element in zip(numbers, self._get(numbers), strict=True)]
+        rows = [
+            self._check_element(number, element)
+            for number, element in zip(numbers, self._read_elements(numbers), strict=True)
+        ]
         if all(set(row) == {"tokens"} for row in rows):
             tokens_BT = np.stack([row["tokens"] for row in rows])
             return make_batch(tokens_BT, np.full(len(rows), self.seq_len + 1), self._eos_id)
-        return Batch(*(np.stack([self._field(row, name) for row in rows]) for name in _TYPES))
+        return Batch(*(np.stack([self._check_field(row, name) for row in rows]) for name in _TYPES))
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def token_runs(self, row: int) -> list[tuple[int, int]]:
         del row
         return []
 
-    def rows_with(self, start: int, stop: int) -> np.ndarray:
+    def rows_containing(self, start: int, stop: int) -> np.ndarray:
         del start, stop
         return np.zeros(0, np.int64)
 
@@ -101,9 +104,9 @@ class GrainRows:
         if self._sequence is not None:
             self._sequence.restore(state)
 
-    def _get(self, numbers: Sequence[int]) -> list[object]:
+    def _read_elements(self, numbers: Sequence[int]) -> list[object]:
         if self._sequence is not None:
-            return self._sequence.get(numbers)
+            return self._sequence.read_elements(numbers)
         elements = []
         for number in numbers:
             try:
@@ -113,7 +116,7 @@ class GrainRows:
                 raise UserError(f"{label} failed: {type(error).__name__}: {error}") from error
         return elements
 
-    def _check(self, number: int, element: object) -> dict[str, np.ndarray]:
+    def _check_element(self, number: int, element: object) -> dict[str, np.ndarray]:
         """Returns the fields of an element, converted to their dtypes."""
         label = f"{self.source.factory}[{number}]"
         if isinstance(element, Batch):
@@ -143,7 +146,7 @@ class GrainRows:
                 )
         return {name: value.astype(_TYPES[name]) for name, value in row.items()}
 
-    def _field(self, row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    def _check_field(self, row: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         if name in row:
             return row[name]
         if "targets" not in row:
@@ -166,7 +169,7 @@ _DEFAULTS: dict[str, Callable[[int], np.ndarray]] = {
 }
 
 
-class _Sequence:
+class _SequentialReader:
     """Elements of an `IterDataset` by number; the numbers mostly increase from one request to the next.
 
     Threads that read ahead request batches concurrently, so skipped elements are buffered for a while.
@@ -178,14 +181,14 @@ class _Sequence:
         self._buffer: dict[int, object] = {}
         self._snapshots: dict[int, Any] = {}
 
-    def get(self, numbers: Sequence[int]) -> list[object]:
+    def read_elements(self, numbers: Sequence[int]) -> list[object]:
         with self._lock:
             if any(number < self._next and number not in self._buffer for number in numbers):
                 self._iterator, self._next, self._buffer = iter(self._dataset), 0, {}
-            self._snapshot()
+            self._save_state()
             last = max(numbers)
             while self._next <= last:
-                self._buffer[self._next] = self._advance()
+                self._buffer[self._next] = self._next_element()
                 self._next += 1
             elements = [self._buffer[number] for number in numbers]
             # Covers several batches: no thread is further behind.
@@ -193,7 +196,7 @@ class _Sequence:
             self._buffer = {number: element for number, element in self._buffer.items() if number >= oldest}
             return elements
 
-    def _advance(self) -> object:
+    def _next_element(self) -> object:
         try:
             return next(self._iterator)
         except StopIteration:
@@ -204,7 +207,7 @@ class _Sequence:
             element_name = f"{self._factory}[{self._next}]"
             raise UserError(f"{element_name} failed: {type(error).__name__}: {error}") from error
 
-    def _snapshot(self) -> None:
+    def _save_state(self) -> None:
         try:
             state = self._iterator.get_state()
             json.dumps(state)

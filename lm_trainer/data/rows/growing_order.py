@@ -24,7 +24,7 @@ class GrowingOrder:
     """The order of training over sets, some of which may still be growing.
 
     Args:
-        look: returns the order as far as it is final now.
+        current_order: returns the order as far as it is final now.
         caches: by set name.
         need_all: True if every set must be complete before the first row, since the sets' ends decide the length.
         closed: ends all waiting once it is set.
@@ -32,13 +32,13 @@ class GrowingOrder:
 
     def __init__(
         self,
-        look: Callable[[], TrainOrder],
+        current_order: Callable[[], TrainOrder],
         caches: Mapping[str, OpenCache],
         *,
         need_all: bool = False,
         closed: threading.Event,
     ):
-        self._look, self._caches, self._need_all, self._closed = look, caches, need_all, closed
+        self._current_order, self._caches, self._need_all, self._closed = current_order, caches, need_all, closed
         # Stored between calls, and refreshed only when needed. It may be behind the caches, but is never wrong: a final
         # row never changes.
         self._order: TrainOrder | None = None
@@ -48,28 +48,28 @@ class GrowingOrder:
         """True if any set was still growing at the last look."""
         return self._order is None or not all(train.final for train in self._order.sets)
 
-    def missing(self, positions_N: np.ndarray) -> MissingTokens | None:
+    def missing_tokens(self, positions_N: np.ndarray) -> MissingTokens | None:
         """Returns the missing tokens needed before the rows at these positions are final; None if they are.
 
         Raises:
             UserError: if they will never come because their build failed.
         """
         if self._order is None or self._order.blocking_set(positions_N, need_all=self._need_all):
-            self._order = self._look()
+            self._order = self._current_order()
         if (blocking := self._order.blocking_set(positions_N, need_all=self._need_all)) is None:
             return None
         train, rows = blocking
         cache, seq_len = self._caches[train.name], train.rows.seq_len
-        cache.check()
-        return cache.missing(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)
+        cache.raise_if_failed()
+        return cache.missing_tokens(None if rows is None else rows * seq_len, have=train.num_rows * seq_len)
 
     def read(self, positions_N: np.ndarray) -> Batch:
         """Returns the rows at some positions, once they are final.
 
         Raises:
-            UserError: as for `missing`.
+            UserError: as for `missing_tokens`.
         """
-        while self.missing(positions_N) is not None:
+        while self.missing_tokens(positions_N) is not None:
             # Waits in one of Grain's threads, which neither `close` nor the end of the interpreter could interrupt.
             if self._closed.wait(POLL_SECONDS) or interpreter_ending.is_set():
                 raise RuntimeError("the iterator of batches has been closed")

@@ -35,11 +35,11 @@ class Rows(Protocol):
         """Reads some of the rows, each number in [0, num_rows)."""
         ...
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def token_runs(self, row: int) -> list[tuple[int, int]]:
         """Returns (start in the stream, number of inputs) of each run of tokens in a row."""
         ...
 
-    def rows_with(self, start: int, stop: int) -> np.ndarray:
+    def rows_containing(self, start: int, stop: int) -> np.ndarray:
         """Returns the rows with any of the inputs [start, stop) of the stream: int64, increasing."""
         ...
 
@@ -61,16 +61,16 @@ class TrainSet:
 
     def read(self, draws_N: np.ndarray, positions_N: np.ndarray) -> Batch:
         """Reads the rows of some draws, given their positions in the run."""
-        batch = self.rows.read(self.locate(draws_N))
+        batch = self.rows.read(self.rows_of_draws(draws_N))
         return batch if self.augment is None else self.augment(batch, positions_N)
 
-    def locate(self, draws_N: np.ndarray) -> np.ndarray:
+    def rows_of_draws(self, draws_N: np.ndarray) -> np.ndarray:
         """Returns the row of each draw: int64 [N]."""
-        return self.shuffle.locate(draws_N, self.num_rows, self.seed)
+        return self.shuffle.rows_of_draws(draws_N, self.num_rows, self.seed)
 
-    def draws(self, rows_N: np.ndarray, epoch: int) -> np.ndarray:
+    def draws_of_rows(self, rows_N: np.ndarray, epoch: int) -> np.ndarray:
         """Returns the draw of each row in an epoch: int64 [N]."""
-        return self.shuffle.draws(rows_N, epoch, self.num_rows, self.seed)
+        return self.shuffle.draws_of_rows(rows_N, epoch, self.num_rows, self.seed)
 
 
 class RowOrigin(NamedTuple):
@@ -97,12 +97,12 @@ class TrainOrder:
 
     def read(self, positions_B: np.ndarray) -> Batch:
         """Reads the rows at some positions."""
-        parts = list(self._by_set(positions_B))
+        parts = list(self._group_by_set(positions_B))
         if len(parts) == 1:
             return parts[0][1].read(parts[0][2], positions_B)
         # Chunks of several streams are read into a single block, which saves a copy of every field.
         chunks = [
-            (indices, train.rows, train.locate(draws))
+            (indices, train.rows, train.rows_of_draws(draws))
             for indices, train, draws in parts
             if isinstance(train.rows, Chunks)
         ]
@@ -128,29 +128,29 @@ class TrainOrder:
         growing = [train for train in self.sets if not train.final]
         if growing and need_all:
             return growing[0], None
-        for _, train, draws_N in self._by_set(positions_N) if growing else ():
+        for _, train, draws_N in self._group_by_set(positions_N) if growing else ():
             # Later positions have later draws, which need at least as many rows, so the last draw decides.
-            rows = None if train.final else train.shuffle.rows_needed(int(draws_N.max()))
+            rows = None if train.final else train.shuffle.num_rows_needed(int(draws_N.max()))
             if not train.final and (rows is None or rows > train.num_rows):
                 return train, rows
         return None
 
-    def next_rows(self, position: int) -> Iterator[tuple[str, Rows, int]]:
+    def upcoming_rows(self, position: int) -> Iterator[tuple[str, Rows, int]]:
         """Yields (name, rows, the first row at or after a position) for every set with a row soon."""
-        for indices, train, draws_N in self._by_set(position + np.arange(_LOOKAHEAD)):
+        for indices, train, draws_N in self._group_by_set(position + np.arange(_LOOKAHEAD)):
             if len(indices):
-                yield train.name, train.rows, int(train.locate(draws_N[:1])[0])
+                yield train.name, train.rows, int(train.rows_of_draws(draws_N[:1])[0])
 
-    def origins(self, positions_N: np.ndarray) -> list[RowOrigin]:
+    def row_origins(self, positions_N: np.ndarray) -> list[RowOrigin]:
         """Returns the origins of the rows at some positions, in their order."""
         origins: dict[int, RowOrigin] = {}
-        for indices, train, draws in self._by_set(positions_N):
-            epochs, rows = draws // train.num_rows, train.locate(draws)
+        for indices, train, draws in self._group_by_set(positions_N):
+            epochs, rows = draws // train.num_rows, train.rows_of_draws(draws)
             for index, row, epoch in zip(indices.tolist(), rows.tolist(), epochs.tolist(), strict=True):
                 origins[index] = RowOrigin(train, row, epoch)
         return [origins[index] for index in range(len(positions_N))]
 
-    def positions(self, index: int, rows_N: np.ndarray, stop: int) -> Iterator[tuple[int, int, int]]:
+    def find_positions(self, index: int, rows_N: np.ndarray, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yields (position, row, epoch) for every occurrence of one set's rows before `stop`, epoch by epoch.
 
         Args:
@@ -160,24 +160,24 @@ class TrainOrder:
         """
         train = self.sets[index]
         for epoch in itertools.count():
-            begin = self._position(index, epoch * train.num_rows)
+            begin = self._position_of_draw(index, epoch * train.num_rows)
             if begin is None or begin >= stop:
                 return
-            for row, draw in zip(rows_N.tolist(), train.draws(rows_N, epoch).tolist(), strict=True):
-                position = self._position(index, draw)
+            for row, draw in zip(rows_N.tolist(), train.draws_of_rows(rows_N, epoch).tolist(), strict=True):
+                position = self._position_of_draw(index, draw)
                 if position is not None and position < stop:
                     yield position, row, epoch
 
-    def _position(self, index: int, draw: int) -> int | None:
-        return draw if len(self.sets) == 1 else self.mixture.position(index, draw)
+    def _position_of_draw(self, index: int, draw: int) -> int | None:
+        return draw if len(self.sets) == 1 else self.mixture.position_of_draw(index, draw)
 
-    def _by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
+    def _group_by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
         """Yields (indices into `positions_N`, set, draws of the set) for each set among the positions."""
         # With a single set, the draw is the position.
         if len(self.sets) == 1:
             yield np.arange(len(positions_N)), self.sets[0], positions_N
             return
-        sets_N, draws_N = self.mixture.locate(positions_N)
+        sets_N, draws_N = self.mixture.locate_draws(positions_N)
         for index in np.unique(sets_N).tolist():
             indices = np.flatnonzero(sets_N == index)
             yield indices, self.sets[index], draws_N[indices]

@@ -32,7 +32,7 @@ class PackedSet(EvalSet):
         return self.plan.num_rows
 
     @cached_property
-    def _packed(self) -> PackedRows:
+    def _packed_rows(self) -> PackedRows:
         return PackedRows(self.stream, self.plan, self.seq_len, self.eos_id)
 
     @cached_property
@@ -46,18 +46,18 @@ class PackedSet(EvalSet):
 
     def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
         """See `EvalSet`."""
-        places_BS = self._packed.places(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
+        places_BS = self._packed_rows.stream_positions(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         places_BS[rows_B >= self.num_rows] = len(self.stream)
         return places_BS
 
-    def num_split(self, ends_D: np.ndarray) -> int:
+    def count_split_documents(self, ends_D: np.ndarray) -> int:
         """See `EvalSet`."""
         return int(np.count_nonzero(np.diff(ends_D, prepend=self.first_token) - 1 > self.seq_len))
 
-    def in_order(self, stride: int) -> EvalSet:
+    def with_stride(self, stride: int) -> EvalSet:
         """See `EvalSet`: overlapping rows do not need full documents."""
         common = {field.name: getattr(self, field.name) for field in fields(EvalSet)}
-        return EvalSet(**common).in_order(stride)
+        return EvalSet(**common).with_stride(stride)
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """See `EvalSet`."""
@@ -68,7 +68,7 @@ class PackedSet(EvalSet):
 
     def _read(self, rows_B: np.ndarray) -> Batch:
         # Rows past the end repeat the last row and become padding.
-        batch = self._packed.read(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
+        batch = self._packed_rows.read(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
         if self.first_token:
             batch.weights[self.stream_positions(rows_B) + 1 < self.first_token] = 0
         past_B = rows_B >= self.num_rows

@@ -23,7 +23,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import fingerprint
-from lm_trainer.data.cache.kvstore import KvStore, parsed_json
+from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
@@ -61,7 +61,7 @@ class PackingPlan(NamedTuple):
         return cls(starts.view("<i8"), lengths.view("<i4"), firsts.view("<i8"))
 
 
-def best_fit(
+def pack_best_fit(
     lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP, first: int = 0
 ) -> PackingPlan:
     """Packs documents without splitting any that fit: best fit, longest first, within groups of documents.
@@ -90,14 +90,14 @@ def best_fit(
         starts_D = starts_D[selected]
         lengths_D = np.minimum(lengths_D[selected], stop - starts_D)
     groups = [
-        _pack(starts_D[first : first + group], lengths_D[first : first + group] - 1, seq_len)
+        _pack_group(starts_D[first : first + group], lengths_D[first : first + group] - 1, seq_len)
         for first in range(0, len(lengths_D), group)
     ]
     starts, lengths, counts = (np.concatenate([np.zeros(0, np.int64), *arrays]) for arrays in zip(*groups, strict=True))
     return PackingPlan(starts, lengths.astype(np.int32), np.concatenate([[0], np.cumsum(counts)]))
 
 
-def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pack_group(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the starts and lengths of the pieces in row order, and the number of pieces of each row.
 
     Rows of one full piece come first, then packed rows in the order they were opened.
@@ -132,11 +132,11 @@ def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.
     )
 
 
-def _stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
+def _read_stored_plan(store: KvStore, key: str) -> dict[str, Any] | None:
     """Reads the counts of a stored plan; None if it is missing or damaged, and has to be recomputed."""
     content = store.read(key)
     try:
-        figures = None if content is None else parsed_json(content)
+        figures = None if content is None else parse_checked_json(content)
     except ValueError:
         return None
     return figures if isinstance(figures, dict) and {"pieces", "rows"} <= figures.keys() else None
@@ -148,15 +148,15 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
     Args:
         cache: the tokens.
         seq_len: of the rows.
-        stop: as for `best_fit`.
-        first: as for `best_fit`.
+        stop: as for `pack_best_fit`.
+        first: as for `pack_best_fit`.
     """
     store = cache.store
     # The key includes all inputs of the plan, so the plan never has to be checked against the tokens.
     excluded = [] if cache.exclusion is None else [cache.exclusion.digest]
     parts = [{"first": first}] if first else []
     key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded, *parts])}"
-    record = _stored_plan(store, f"{key}.json")
+    record = _read_stored_plan(store, f"{key}.json")
     if record is not None:
         if store.local is not None:
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
@@ -166,7 +166,7 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
         if content is not None and _sha256(content) == record.get("sha256"):
             return PackingPlan.from_bytes(content, record["pieces"], record["rows"])
     # In this process: a million documents take a second of CPU, once for all runs.
-    plan = best_fit(cache.document_lengths(), seq_len, stop, first=first)
+    plan = pack_best_fit(cache.document_lengths(), seq_len, stop, first=first)
     content = plan.to_bytes()
     # If the cache is read-only for this user, the plan is recomputed at the next start.
     with contextlib.suppress(UserError):
@@ -215,7 +215,7 @@ class PackedRows:
 
         tokens, targets, positions, segments = block = np.empty((4, size), np.int32)
         block[:2] = self.eos_id
-        self._copy(starts_P, lengths_P, offsets_P, tokens, targets)
+        self._read_pieces(starts_P, lengths_P, offsets_P, tokens, targets)
         # Every row ends with a run of padding, which may be empty.
         row_ends_B = np.cumsum(counts_B)
         runs_N = np.insert(lengths_P, row_ends_B, seq_len - filled_B)
@@ -232,24 +232,24 @@ class PackedRows:
         shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
         return Batch(*shaped)
 
-    def places(self, rows_B: np.ndarray) -> np.ndarray:
+    def stream_positions(self, rows_B: np.ndarray) -> np.ndarray:
         """Position of each input in the stream, int64 [B, S]; padding is at the stream's end."""
         places_BS = np.full((len(rows_B), self.seq_len), len(self.stream), np.int64)
         for places_S, row in zip(places_BS, rows_B.tolist(), strict=True):
-            runs = [np.arange(start, start + length) for start, length in self.spans(row)]
+            runs = [np.arange(start, start + length) for start, length in self.token_runs(row)]
             places_S[: sum(map(len, runs))] = np.concatenate(runs)
         return places_BS
 
-    def spans(self, row: int) -> list[tuple[int, int]]:
+    def token_runs(self, row: int) -> list[tuple[int, int]]:
         pieces = slice(int(self.plan.firsts_R[row]), int(self.plan.firsts_R[row + 1]))
         return list(zip(self.plan.starts_P[pieces].tolist(), self.plan.lengths_P[pieces].tolist(), strict=True))
 
-    def rows_with(self, start: int, stop: int) -> np.ndarray:
+    def rows_containing(self, start: int, stop: int) -> np.ndarray:
         starts_P = self.plan.starts_P
         pieces = np.flatnonzero((starts_P < stop) & (starts_P + self.plan.lengths_P > start))
         return np.unique(np.searchsorted(self.plan.firsts_R, pieces, side="right") - 1)
 
-    def _copy(
+    def _read_pieces(
         self,
         starts_P: np.ndarray,
         lengths_P: np.ndarray,
@@ -296,7 +296,7 @@ def packing_stats(
     # The last token of a document is the target of the previous position, so it may be in the next row.
     crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
     num_positions = chunks * seq_len
-    plan = best_fit(lengths_D, seq_len)
+    plan = pack_best_fit(lengths_D, seq_len)
     return {
         "concat": PackingStats(
             chunks,

@@ -24,7 +24,7 @@ from lm_trainer.data.rows.growing_order import POLL_SECONDS
 from lm_trainer.data.rows.order import Rows, TrainSet
 from lm_trainer.data.rows.packed_set import PackedSet
 from lm_trainer.data.rows.packing import PackedRows, open_packing_plan
-from lm_trainer.data.shuffle import NoShuffle, seed_of
+from lm_trainer.data.shuffle import NoShuffle, derive_seed
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenize.open_cache import MissingTokens, OpenCache
@@ -47,12 +47,12 @@ class RowBuilder:
             UserError: if the full text is shorter than a row.
         """
         if self.config.sets[name].gives_rows:
-            return self._ready_set(name)
+            return self._grain_train_set(name)
         # Read first: a cache that finishes in the meantime counts as growing, never the other way around.
         config, final = self.config, cache.finished
         chunks = Chunks(cache.stream, self.seq_len, self.tokenizer.eos_id)
-        held_out = config.of_set(config.num_validation_sequences, name)
-        seed, format = self.seed_of(name), config.sets[name].format
+        held_out = config.value_for_set(config.num_validation_sequences, name)
+        seed, format = self.seed_for_set(name), config.sets[name].format
         if not final:
             # A packing plan depends on all documents, so no packed row is final before the end; the same holds for
             # audio.
@@ -84,24 +84,24 @@ class RowBuilder:
                 f"data.num_validation_sequences holds {held_out} rows out, but there are {audio_rows.num_rows}; "
                 "lower it"
             )
-        rows, seed = audio_rows.part(0, audio_rows.num_rows - held_out), self.seed_of(name)
+        rows, seed = audio_rows.slice_rows(0, audio_rows.num_rows - held_out), self.seed_for_set(name)
         augment = None if format.spec_augment is None else FeatureMasks(format.spec_augment, seed)
         return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
 
-    def _ready_set(self, name: str) -> TrainSet:
+    def _grain_train_set(self, name: str) -> TrainSet:
         """Returns a set of rows made by a Grain pipeline, in the pipeline's order."""
         config, source = self.config, self.config.sets[name].source
         assert isinstance(source, GrainPipeline)
-        if config.of_set(config.num_validation_sequences, name) is not None:
+        if config.value_for_set(config.num_validation_sequences, name) is not None:
             raise UserError("data.num_validation_sequences: nothing can be held out of the rows of a pipeline of Grain")
         if not config.configs and "shuffle" in config.changed_fields and config.shuffle is not False:
             raise UserError("data.shuffle: the rows of a pipeline of Grain are read in its own order; remove the key")
         rows = GrainRows(source, self.seq_len, self.tokenizer.vocab_size, self.tokenizer.eos_id)
-        return TrainSet(name, rows, rows.num_rows, NoShuffle(), self.seed_of(name))
+        return TrainSet(name, rows, rows.num_rows, NoShuffle(), self.seed_for_set(name))
 
-    def seed_of(self, name: str) -> int:
+    def seed_for_set(self, name: str) -> int:
         """Returns the seed of one set's order."""
-        return seed_of(self.seed, name) if self.config.configs else self.seed
+        return derive_seed(self.seed, name) if self.config.configs else self.seed
 
     def _first_held_out_token(self, name: str, chunks: Chunks, held_out: int | None) -> int | None:
         """Returns the index in the stream of the first held-out token; None without held-out rows."""
@@ -131,15 +131,17 @@ class RowBuilder:
         for name in config.sets:
             title = name if config.configs else "validation"
             cache, train = caches.get(f"{name}/validation"), caches.get(f"{name}/train")
-            held_out = config.of_set(config.num_validation_sequences, name)
+            held_out = config.value_for_set(config.num_validation_sequences, name)
             if cache is not None and train is not None and held_out is not None:
                 raise UserError(f"{title} has validation text of its own; remove data.num_validation_sequences for it")
             if cache is not None:
-                yield from self._built_or_pending(name, title, cache, partial(self._full_set, name, title, cache))
+                yield from self._open_or_defer(name, title, cache, partial(self._full_eval_set, name, title, cache))
             elif held_out is not None and train is not None:
-                yield from self._built_or_pending(name, title, train, partial(self._tail, name, title, train, held_out))
+                yield from self._open_or_defer(
+                    name, title, train, partial(self._tail_eval_set, name, title, train, held_out)
+                )
 
-    def _built_or_pending(
+    def _open_or_defer(
         self, name: str, title: str, cache: OpenCache, make: Callable[[], EvalSet]
     ) -> Iterator[EvalSet | PendingEvalSet]:
         if not cache.finished:
@@ -147,10 +149,10 @@ class RowBuilder:
         elif (eval_set := make()).num_tokens:
             yield eval_set
 
-    def _full_set(self, name: str, title: str, cache: OpenCache) -> EvalSet:
+    def _full_eval_set(self, name: str, title: str, cache: OpenCache) -> EvalSet:
         return self._eval_set(name, title, cache, cache.ledger.num_documents, 0)
 
-    def _tail(self, name: str, title: str, train: OpenCache, held_out: int) -> EvalSet:
+    def _tail_eval_set(self, name: str, title: str, train: OpenCache, held_out: int) -> EvalSet:
         """Returns the last rows of a training text."""
         format = self.config.sets[name].format
         if isinstance(format, AudioFormat):
@@ -158,7 +160,11 @@ class RowBuilder:
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
         # The ledger counts only full parts, so the documents of these rows are counted from their tokens.
         mask = train.stream.loss_mask
-        ends_T = train.stream.tail(first) == self.tokenizer.eos_id if mask is None else mask.tail(first) & DOCUMENT_END
+        ends_T = (
+            train.stream.read_from(first) == self.tokenizer.eos_id
+            if mask is None
+            else mask.read_from(first) & DOCUMENT_END
+        )
         documents = int(np.count_nonzero(ends_T))
         return self._eval_set(name, title, train, documents, first)
 
@@ -168,7 +174,7 @@ class RowBuilder:
         config = self.config.sets[name]
         if isinstance(config.format, AudioFormat):
             audio_rows = self._audio_rows(name, cache, config.format)
-            audio_rows = audio_rows.part(0 if last_rows is None else audio_rows.num_rows - last_rows)
+            audio_rows = audio_rows.slice_rows(0 if last_rows is None else audio_rows.num_rows - last_rows)
             tags = tuple(config.tags)
             return SpeechSet(
                 title, cache.stream, self.seq_len, self.tokenizer, audio_rows.num_rows, tags=tags, audio_rows=audio_rows
@@ -205,7 +211,7 @@ class PendingEvalSet:
     tags: tuple[str, ...] = ()
     growing = True
 
-    def missing(self) -> MissingTokens | None:
+    def missing_tokens(self) -> MissingTokens | None:
         """Returns the missing tokens; None if the set is complete.
 
         Raises:
@@ -213,21 +219,21 @@ class PendingEvalSet:
         """
         if self.cache.finished:
             return None
-        self.cache.check()
-        return self.cache.missing(None)
+        self.cache.raise_if_failed()
+        return self.cache.missing_tokens(None)
 
     @property
     def token_bytes(self) -> np.ndarray | None:
         """See `EvalSet`; waits until the set is complete."""
-        return self.complete().token_bytes
+        return self.wait_until_complete().token_bytes
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """Waits until the set is complete, and returns its batches; see `EvalSet.batches`."""
-        return self.complete().batches(batch_size, rows=rows, max_batches=max_batches)
+        return self.wait_until_complete().batches(batch_size, rows=rows, max_batches=max_batches)
 
-    def complete(self) -> EvalSet:
+    def wait_until_complete(self) -> EvalSet:
         """Waits until the set is complete, and returns it."""
-        while self.missing() is not None:
+        while self.missing_tokens() is not None:
             time.sleep(POLL_SECONDS)
         self._complete_set = self._complete_set or self.make()
         return self._complete_set

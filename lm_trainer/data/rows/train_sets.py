@@ -31,7 +31,7 @@ class TrainSets:
         # Final sets are cached, because a packing plan takes long to compute.
         self._final: dict[str, TrainSet] = {}
 
-    def current(self) -> list[TrainSet]:
+    def current_sets(self) -> list[TrainSet]:
         """Returns the sets in configuration order.
 
         Raises:
@@ -59,8 +59,8 @@ class TrainSets:
             return "data.packing: best_fit"
         if config.features_shape is not None:
             return "data.format: audio"
-        unlimited = any(config.of_set(config.max_train_batches, name) is None for name in config.trained)
-        return "data.shuffle: true" if unlimited and config.shuffle_config.rows_needed(0) is None else None
+        unlimited = any(config.value_for_set(config.max_train_batches, name) is None for name in config.trained)
+        return "data.shuffle: true" if unlimited and config.shuffle_config.num_rows_needed(0) is None else None
 
     @property
     def needs_all(self) -> bool:
@@ -70,11 +70,11 @@ class TrainSets:
             return True
         return config.stop_strategy != "restart" or config.packed
 
-    def order(self, schedule: BatchSchedule) -> TrainOrder:
+    def train_order(self, schedule: BatchSchedule) -> TrainOrder:
         """Returns the rows of a run with these batch sizes by position, as far as they are final."""
         sets = []
-        for train in self.current():
-            batches = self._config.of_set(self._config.max_train_batches, train.name)
+        for train in self.current_sets():
+            batches = self._config.value_for_set(self._config.max_train_batches, train.name)
             # Without a limit, one row more than exist: a growing set never reaches it, so it does not become final.
             max_rows = train.num_rows + 1 if batches is None else batches * schedule.at(0)
             reached = train.num_rows >= max_rows
@@ -82,16 +82,16 @@ class TrainSets:
         # Weights change at steps, but the mixture counts rows.
         mixture = Mixture([(schedule.rows_before(step), shares) for step, shares in self._config.stages])
         final = all(train.final for train in sets)
-        return TrainOrder(sets, mixture, self._length(sets, mixture) if final else None)
+        return TrainOrder(sets, mixture, self._order_length(sets, mixture) if final else None)
 
-    def checked_order(self, schedule: BatchSchedule, steps: range) -> TrainOrder:
+    def order_for_steps(self, schedule: BatchSchedule, steps: range) -> TrainOrder:
         """Returns the order; a final order must be long enough for these steps.
 
         Raises:
             UserError: if the data end earlier by `data.stop_strategy`.
         """
-        order = self.order(schedule)
-        max_steps = full_steps(order, schedule)
+        order = self.train_order(schedule)
+        max_steps = num_full_steps(order, schedule)
         if max_steps is not None and steps.stop > max_steps:
             raise UserError(
                 f"the data end after {max_steps} steps, by data.stop_strategy: {self._config.stop_strategy}, but "
@@ -100,21 +100,21 @@ class TrainSets:
             )
         return order
 
-    def _length(self, sets: Sequence[TrainSet], mixture: Mixture) -> int | None:
+    def _order_length(self, sets: Sequence[TrainSet], mixture: Mixture) -> int | None:
         config = self._config
         if config.stop_strategy == "restart":
             return None
-        draws = [train.num_rows * (config.of_set(config.epochs, train.name) or 1) for train in sets]
+        draws = [train.num_rows * (config.value_for_set(config.epochs, train.name) or 1) for train in sets]
         if config.stop_strategy == "first_exhausted":
             # The first position that would draw from an exhausted set.
-            ends = [mixture.position(index, count) for index, count in enumerate(draws)]
+            ends = [mixture.position_of_draw(index, count) for index, count in enumerate(draws)]
             return min((end for end in ends if end is not None), default=sys.maxsize)
         # The position after the last set's last draw; if the weights never exhaust a set, the data are endless.
-        last_positions = [mixture.position(index, count - 1) for index, count in enumerate(draws)]
+        last_positions = [mixture.position_of_draw(index, count - 1) for index, count in enumerate(draws)]
         return None if None in last_positions else max(last + 1 for last in last_positions if last is not None)
 
 
-def full_steps(order: TrainOrder, schedule: BatchSchedule) -> int | None:
+def num_full_steps(order: TrainOrder, schedule: BatchSchedule) -> int | None:
     """Returns the number of full batches until the order ends; None if it is endless or not final."""
     if order.length is None:
         return None

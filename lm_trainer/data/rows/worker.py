@@ -15,7 +15,7 @@ _BUFFER_SIZE = 2
 _POLL_SECONDS = 1.0
 
 
-def in_processes(dataset: grain.IterDataset, processes: int) -> grain.IterDataset:
+def read_in_processes(dataset: grain.IterDataset, processes: int) -> grain.IterDataset:
     """Returns an `IterDataset` with elements made by worker processes, in the same order."""
     from absl import flags
 
@@ -56,9 +56,9 @@ class EndWithParent:
         del index, count
         # Skipped in the parent itself, where Grain calls it for a dataset without workers.
         if os.getpid() != self._parent:
-            threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self._exit_with_parent, daemon=True).start()
 
-    def _watch(self) -> None:
+    def _exit_with_parent(self) -> None:
         while os.getppid() == self._parent:
             time.sleep(_POLL_SECONDS)
         os._exit(1)

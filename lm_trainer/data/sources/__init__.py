@@ -13,7 +13,7 @@ from lm_trainer.data.sources.array_record import ArrayRecordFiles
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.audio_files import AudioFiles
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split, refuse_archive
-from lm_trainer.data.sources.compression import UNPACKED, suffix
+from lm_trainer.data.sources.compression import UNPACKED, file_suffix
 from lm_trainer.data.sources.csv_files import CsvFiles
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.files import File
@@ -58,7 +58,7 @@ SOURCES: tuple[type[SourceConfig], ...] = get_args(get_args(AnySource)[0])
 _FILE_SOURCES = [source for source in SOURCES if issubclass(source, FileSource)]
 
 
-def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...] = ()) -> list[Shard]:
+def list_shards(split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...] = ()) -> list[Shard]:
     """Lists the shards of files in order; every file is read by the source for its suffix.
 
     Raises:
@@ -66,7 +66,7 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
             and a mixture of token files and text files.
     """
     matches = [
-        (_source_of(name, files, split), file)
+        (_find_source(name, files, split), file)
         for name, files in match_files(urls, f"data.{split}_urls")
         for file in files
     ]
@@ -87,7 +87,7 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
     return shards
 
 
-def checked_shards(
+def list_source_shards(
     source: SourceConfig, split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...]
 ) -> list[Shard]:
     """Lists the shards of a source, and checks that it can provide the requested fields.
@@ -107,9 +107,9 @@ def _check_fields(source: type[SourceConfig], source_name: str, fields: tuple[st
         )
 
 
-def _source_of(name: str, files: Sequence[File], split: Split) -> type[FileSource]:
+def _find_source(name: str, files: Sequence[File], split: Split) -> type[FileSource]:
     """Returns the source for the files of one path, URL or glob."""
-    sources = {_source_of_file(file, split): file for file in files}
+    sources = {_find_source_of_file(file, split): file for file in files}
     if len(sources) > 1:
         first, second, *_ = sources.values()
         raise UserError(
@@ -119,8 +119,8 @@ def _source_of(name: str, files: Sequence[File], split: Split) -> type[FileSourc
     return next(iter(sources))
 
 
-def _source_of_file(file: File, split: Split) -> type[FileSource]:
-    ending = suffix(file.url)
+def _find_source_of_file(file: File, split: Split) -> type[FileSource]:
+    ending = file_suffix(file.url)
     for source in _FILE_SOURCES:
         if ending in source.suffixes:
             return source
@@ -141,6 +141,6 @@ __all__ = [
     "Shard",
     "SourceConfig",
     "Split",
-    "checked_shards",
-    "shards_of_urls",
+    "list_shards",
+    "list_source_shards",
 ]

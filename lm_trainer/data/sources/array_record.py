@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
-from lm_trainer.data.sources.files import File, damaged, group_files
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, make_bad_row, read_record
+from lm_trainer.data.sources.files import File, damage_error, group_files
 
 if TYPE_CHECKING:
     from array_record.python.array_record_module import ArrayRecordReader
@@ -41,33 +41,35 @@ class ArrayRecordShard(FileShard):
 
     content: Literal["json", "text"] = field(kw_only=True)
 
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         return {"type": "array_record", "content": self.content}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         file_start = 0
         for file in self.files:
-            reader, count = _open(file)
+            reader, count = _open_reader(file)
             for first in range(max(start - file_start, 0), count, _BLOCK_RECORDS):
-                for index, content in enumerate(_read(file, reader, first, count), first):
-                    row = self._row(content)
+                for index, content in enumerate(_read_records(file, reader, first, count), first):
+                    row = self._to_row(content)
                     yield row._replace(number=file_start + index, where=f"{file.name}:{index + 1}")
             file_start += count
 
-    def _row(self, content: bytes) -> Row | BadRow:
+    def _to_row(self, content: bytes) -> Row | BadRow:
         try:
             text = content.decode("utf-8")
-            return Row(0, "", text) if self.content == "text" else self._record(json.loads(text))
+            return Row(0, "", text) if self.content == "text" else self._read_record(json.loads(text))
         except UnicodeDecodeError as error:
-            return bad_row(f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}")
+            return make_bad_row(
+                f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}"
+            )
         except (ValueError, RecursionError) as error:
-            return bad_row(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
+            return make_bad_row(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
 
-    def _record(self, value: object) -> Row | BadRow:
+    def _read_record(self, value: object) -> Row | BadRow:
         return read_record(value, self.text_key, self.fields)
 
 
-def _open(file: File) -> tuple[ArrayRecordReader, int]:
+def _open_reader(file: File) -> tuple[ArrayRecordReader, int]:
     """Opens a file and counts its records."""
     try:
         from array_record.python.array_record_module import ArrayRecordReader
@@ -84,8 +86,8 @@ def _open(file: File) -> tuple[ArrayRecordReader, int]:
         raise UserError(f"{file.url} is truncated or damaged, or no ArrayRecord file: {error}") from None
 
 
-def _read(file: File, reader: ArrayRecordReader, first: int, count: int) -> list[bytes]:
+def _read_records(file: File, reader: ArrayRecordReader, first: int, count: int) -> list[bytes]:
     try:
         return reader.read(first, min(first + _BLOCK_RECORDS, count))
     except (RuntimeError, ValueError, OSError, IndexError) as error:
-        raise damaged(file, error) from None
+        raise damage_error(file, error) from None

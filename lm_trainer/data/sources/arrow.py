@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.arrow_rows import arrow_error, batch_rows, check_columns
+from lm_trainer.data.sources.arrow_rows import check_columns, iter_batch_rows, translate_arrow_error
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, group_files, open_seekable
 
@@ -31,7 +31,7 @@ class ArrowFiles(FileSource):
 class ArrowShard(FileShard):
     """Some files, in order; a row is a row of the table."""
 
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         return {"type": "arrow"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
@@ -39,24 +39,24 @@ class ArrowShard(FileShard):
         for file in self.files:
             file_start = number
             with open_seekable(file) as stream:
-                for batch in _batches(file, stream, self.read_fields):
+                for batch in _iter_batches(file, stream, self.read_fields):
                     # Skip earlier rows without decoding them.
                     if skipped := min(max(start - number, 0), batch.num_rows):
                         batch, number = batch.slice(skipped), number + skipped
-                    yield from batch_rows(self, file, batch, number, file_start)
+                    yield from iter_batch_rows(self, file, batch, number, file_start)
                     number += batch.num_rows
 
 
-def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
+def _iter_batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
     """Yields small record batches; decodes only the requested columns."""
     import pyarrow
 
     try:
-        schema = _open(stream, None).schema
+        schema = _open_arrow(stream, None).schema
         check_columns(file, schema, columns)
         # For a nested field, read its full column.
         roots = {column if column in schema.names else column.partition(".")[0] for column in columns}
-        reader = _open(stream, sorted(schema.get_field_index(root) for root in roots))
+        reader = _open_arrow(stream, sorted(schema.get_field_index(root) for root in roots))
         indexed = hasattr(reader, "get_batch")
         for batch in (reader.get_batch(i) for i in range(reader.num_record_batches)) if indexed else reader:
             for first in range(0, batch.num_rows, _BATCH_ROWS):
@@ -64,10 +64,10 @@ def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{file.url} is truncated or damaged, or no Arrow file: {error}") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise arrow_error(file, error) from None
+        raise translate_arrow_error(file, error) from None
 
 
-def _open(
+def _open_arrow(
     stream: IO[bytes], columns: list[int] | None
 ) -> pyarrow.RecordBatchFileReader | pyarrow.RecordBatchStreamReader:
     """Opens an Arrow file, or an Arrow stream if the file magic is missing, for some columns; None means all."""

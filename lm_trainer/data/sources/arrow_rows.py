@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad_row, read_record
-from lm_trainer.data.sources.files import File, damaged
+from lm_trainer.data.sources.base import BadRow, FileShard, Row, make_bad_row, read_record
+from lm_trainer.data.sources.files import File, damage_error
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def batch_rows(
+def iter_batch_rows(
     shard: FileShard, file: File, batch: pyarrow.RecordBatch, number: int, file_start: int
 ) -> Iterator[Row | BadRow]:
     """Yields the rows of a record batch.
@@ -26,7 +26,7 @@ def batch_rows(
         file_start: number of the first row of the file in the shard.
     """
     name = file.name
-    for index, record in enumerate(_records(batch) if shard.fields else _texts(batch), number):
+    for index, record in enumerate(_to_records(batch) if shard.fields else _texts_or_records(batch), number):
         location = f"{name}:{index - file_start + 1}"
         if isinstance(record, str):
             yield Row(index, location, record)
@@ -35,7 +35,7 @@ def batch_rows(
             yield row._replace(number=index, where=location)
 
 
-def arrow_error(file: File, error: Exception) -> Exception:
+def translate_arrow_error(file: File, error: Exception) -> Exception:
     """Converts an Arrow error to the error to raise: an unreadable file is not always damaged."""
     import pyarrow
 
@@ -49,7 +49,7 @@ def arrow_error(file: File, error: Exception) -> Exception:
     # Disk and server errors have an errno or a specific type; errors of Arrow's decoders have neither.
     if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
         return error
-    return damaged(file, error)
+    return damage_error(file, error)
 
 
 def check_columns(file: File, schema: pyarrow.Schema, columns: Sequence[str]) -> None:
@@ -59,14 +59,14 @@ def check_columns(file: File, schema: pyarrow.Schema, columns: Sequence[str]) ->
         UserError: if a column is missing; lists the existing ones.
     """
     for column in columns:
-        if not _has(schema, column):
+        if not _has_column(schema, column):
             raise UserError(
                 f"{file.url} has no column {column!r} (columns: {', '.join(schema.names)}); "
                 "data.text_key, data.text_template or data.format names the column to read"
             )
 
 
-def _has(schema: pyarrow.Schema, column: str) -> bool:
+def _has_column(schema: pyarrow.Schema, column: str) -> bool:
     if column in schema.names:
         return True
     root, *nested_names = column.split(".")
@@ -81,29 +81,29 @@ def _has(schema: pyarrow.Schema, column: str) -> bool:
     return True
 
 
-def _texts(batch: pyarrow.RecordBatch) -> list[object]:
-    """Returns the text of every row of a single-column batch; the record for rows without text, like `_records`."""
+def _texts_or_records(batch: pyarrow.RecordBatch) -> list[object]:
+    """Returns the text of every row of a single-column batch; the record for rows without text, like `_to_records`."""
     # A list of values is much cheaper than a list of single-item mappings.
     try:
         values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
     except UnicodeDecodeError:
         values = None
     if values is None:
-        return _records(batch)
+        return _to_records(batch)
     name = batch.schema.names[0]
     return [value if isinstance(value, str) else {name: value} for value in values]
 
 
-def _records(batch: pyarrow.RecordBatch) -> list[object]:
+def _to_records(batch: pyarrow.RecordBatch) -> list[object]:
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
         # Arrow does not report which row is invalid UTF-8, so convert row by row.
-        return [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
+        return [_to_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 
-def _record(row: pyarrow.RecordBatch) -> object:
+def _to_record(row: pyarrow.RecordBatch) -> object:
     try:
         return row.to_pylist()[0]
     except UnicodeDecodeError as error:
-        return bad_row(f"invalid UTF-8 at byte {error.start} of the text")
+        return make_bad_row(f"invalid UTF-8 at byte {error.start} of the text")

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, file_at, file_system, group_files, open_binary
+from lm_trainer.data.sources.compression import file_suffix
+from lm_trainer.data.sources.files import File, find_file_system, group_files, look_up_file, open_binary
 from lm_trainer.data.sources.tar import open_tar
 
 RECORDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif")
@@ -36,15 +36,15 @@ class AudioFiles(FileSource):
                 f"{files[0].name} is a recording or an archive of some, which has a text and nothing else, but "
                 f"data.format {format_problem}; write format: {{type: audio}}, or list the recordings in a .jsonl file"
             )
-        loose = [file for file in files if suffix(file.url) != _ARCHIVE]
+        loose = [file for file in files if file_suffix(file.url) != _ARCHIVE]
         _refuse_shared_texts(loose)
-        archives = [file for file in files if suffix(file.url) == _ARCHIVE]
+        archives = [file for file in files if file_suffix(file.url) == _ARCHIVE]
         shards: list[Shard] = [ArchiveShard(file, fields) for file in archives]
-        pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group_files(loose)]
+        pairs = [tuple(_RecordingWithText(file, _find_text_file(file)) for file in run) for run in group_files(loose)]
         return [*shards, *(RecordingShard(run, fields) for run in pairs)]
 
 
-class _Pair(NamedTuple):
+class _RecordingWithText(NamedTuple):
     recording: File
     text: File | None
 
@@ -53,7 +53,7 @@ class _Pair(NamedTuple):
 class RecordingShard:
     """Some recordings, in order; a row is a recording."""
 
-    pairs: tuple[_Pair, ...]
+    pairs: tuple[_RecordingWithText, ...]
     fields: tuple[str, ...]
 
     @property
@@ -82,7 +82,7 @@ class RecordingShard:
             for file in (pair.recording, pair.text):
                 with open_binary(file) as stream:
                     contents.append(stream.read())
-            yield _row(number, location, contents[0], contents[1], self.fields)
+            yield _make_row(number, location, contents[0], contents[1], self.fields)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ArchiveShard:
         return {"type": "audio_archive", "fields": list(self.fields), "files": [self.file.identity()]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number, (name, recording, text) in enumerate(self._samples()):
+        for number, (name, recording, text) in enumerate(self._iter_samples()):
             location = f"{self.file.name}:{name}"
             if number < start:
                 continue
@@ -118,16 +118,16 @@ class ArchiveShard:
                 missing_lines = "recording" if recording is None else "text"
                 yield BadRow(number, location, f"there is no {missing_lines} of this name beside it in the archive")
             else:
-                yield _row(number, location, recording, text, self.fields)
+                yield _make_row(number, location, recording, text, self.fields)
 
-    def _samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
+    def _iter_samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
         """Yields (name without ending, recording, text) for consecutive files with the same name.
 
         If a name has several recordings, the recording is an error message.
         """
         name, contents, endings = None, dict[bool, bytes](), list[str]()
 
-        def sample() -> tuple[bytes | str | None, bytes | None]:
+        def take_sample() -> tuple[bytes | str | None, bytes | None]:
             several = f"there are several recordings of this name, {', '.join(endings)}; which has the text?"
             return (several if len(endings) > 1 else contents.get(True)), contents.get(False)
 
@@ -137,7 +137,7 @@ class ArchiveShard:
                 if ending.lower() not in (*RECORDINGS, ".txt"):
                     continue
                 if name is not None and stem != name:
-                    yield name, *sample()
+                    yield name, *take_sample()
                     contents, endings = {}, []
                 name = stem
                 # A link without a target in the archive counts as a missing file.
@@ -145,7 +145,7 @@ class ArchiveShard:
                     contents[ending.lower() != ".txt"] = content
                     endings += [ending] if ending.lower() != ".txt" else []
         if name is not None:
-            yield name, *sample()
+            yield name, *take_sample()
 
 
 def _refuse_shared_texts(recordings: Sequence[File]) -> None:
@@ -160,7 +160,7 @@ def _refuse_shared_texts(recordings: Sequence[File]) -> None:
             )
 
 
-def _row(number: int, location: str, recording: bytes, text: bytes, fields: tuple[str, ...]) -> Row | BadRow:
+def _make_row(number: int, location: str, recording: bytes, text: bytes, fields: tuple[str, ...]) -> Row | BadRow:
     try:
         words = text.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -168,11 +168,11 @@ def _row(number: int, location: str, recording: bytes, text: bytes, fields: tupl
     return Row(number, location, "", record={fields[0]: recording, fields[1]: words})
 
 
-def _text_of(recording: File) -> File | None:
+def _find_text_file(recording: File) -> File | None:
     """Returns the text file of a recording; None if it is missing."""
     url = f"{os.path.splitext(recording.url)[0]}.txt"
     try:
-        filesystem, path = file_system(url, local=recording.local)
-        return file_at(filesystem, path, url)
+        filesystem, path = find_file_system(url, local=recording.local)
+        return look_up_file(filesystem, path, url)
     except OSError:
         return None

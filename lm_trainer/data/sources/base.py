@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.fields import MISSING, field_names, is_template, lookup, text_of
+from lm_trainer.data.sources.compression import file_suffix
+from lm_trainer.data.sources.fields import MISSING, field_names, get_field, is_template, record_text
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.urls import list_files
 
@@ -134,12 +134,12 @@ class FileShard(ABC):
         return None
 
     @abstractmethod
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         """Returns JSON of everything except the files that determines the records: at least the source `type`."""
 
     def identity(self) -> dict[str, object]:
         keys = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {**self.form(), **keys, "files": [file.identity() for file in self.files]}
+        return {**self.reader_identity(), **keys, "files": [file.identity() for file in self.files]}
 
     @abstractmethod
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]: ...
@@ -147,7 +147,7 @@ class FileShard(ABC):
 
 def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
     """Raises `UserError` for a tar archive if the source does not read archives."""
-    if suffix(file.url) == ".tar" and not reads_archives:
+    if file_suffix(file.url) == ".tar" and not reads_archives:
         raise UserError(
             f"data.{split}_urls: {file.name} is packed as .tar, which is not read but for recordings, by "
             "data.format: {type: audio}, and samples, by data.source: {type: webdataset}; unpack it"
@@ -159,29 +159,29 @@ def read_record(value: object, text_key: str, fields: tuple[str, ...]) -> Row | 
     required = fields or field_names(text_key)
     if not isinstance(value, Mapping):
         names = " and ".join(repr(name) for name in required)
-        return bad_row(f"expected an object with the field {names}, found {json_type(value)}")
-    values = {name: lookup(value, name) for name in required}
+        return make_bad_row(f"expected an object with the field {names}, found {json_type_name(value)}")
+    values = {name: get_field(value, name) for name in required}
     key = "data.format" if fields else "data.text_template" if is_template(text_key) else "data.text_key"
     for name in required:
         if values[name] is MISSING:
             known_names = ", ".join(sorted(map(str, value))[:8]) or "none"
             pairs = {"chosen", "rejected"} <= value.keys()
             instead = "preference pairs (DPO) are not trained on" if pairs else f"{key} names the field to read"
-            return bad_row(f"no field {name!r} (fields: {known_names}); {instead}")
+            return make_bad_row(f"no field {name!r} (fields: {known_names}); {instead}")
     if fields:
         return Row(0, "", "", record=values)
     for name, part in values.items():
         if not isinstance(part, str):
-            return bad_row(f"the field {name!r} is {json_type(part)}, not a string")
-    return Row(0, "", text_of(value, text_key))
+            return make_bad_row(f"the field {name!r} is {json_type_name(part)}, not a string")
+    return Row(0, "", record_text(value, text_key))
 
 
-def all_text(row: Row) -> str:
+def full_text(row: Row) -> str:
     """Returns the text of a row, or the joined text of all fields of its record."""
-    return row.text or "\n".join(_strings(row.record))
+    return row.text or "\n".join(_iter_strings(row.record))
 
 
-def _strings(value: object) -> Iterator[str]:
+def _iter_strings(value: object) -> Iterator[str]:
     """Yields every string in a record, in order."""
     # Not recursive: JSON may be nested deeper than Python's recursion limit.
     left = [value]
@@ -206,12 +206,12 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def bad_row(reason: str) -> BadRow:
+def make_bad_row(reason: str) -> BadRow:
     """Makes a bad row; its number and location are filled in later."""
     return BadRow(0, "", reason)
 
 
-def json_type(value: object) -> str:
+def json_type_name(value: object) -> str:
     """Names the type of a value in JSON terms."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {bytes: "bytes", int: "a number", float: "a number"}

@@ -29,23 +29,23 @@ UNPACKED = ", ".join(COMPRESSIONS)
 _NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tgz", ".tbz2", ".txz")
 
 
-def compression_of(url: str) -> str | None:
+def find_compression(url: str) -> str | None:
     """Returns the fsspec compression name for a path or URL, by its ending; None for a plain file."""
-    return COMPRESSIONS.get(_ending(_file_name(url)))
+    return COMPRESSIONS.get(_extension(_file_name(url)))
 
 
-def suffix(url: str) -> str:
+def file_suffix(url: str) -> str:
     """Returns the lower-case extension below a compression: `.jsonl` for `x.JSONL.gz`."""
     name = _file_name(url)
-    ending = _ending(name)
-    return _ending(name.removesuffix(ending)) if ending in COMPRESSIONS else ending
+    ending = _extension(name)
+    return _extension(name.removesuffix(ending)) if ending in COMPRESSIONS else ending
 
 
 def unpacking_problem(url: str) -> str | None:
     """Explains why a file cannot be unpacked, with advice; None if it can be unpacked or is a plain file."""
-    ending = suffix(url)
+    ending = file_suffix(url)
     if ending in COMPRESSIONS:
-        return f"is packed twice ({''.join(_endings(url))}); unpack it once"
+        return f"is packed twice ({''.join(_last_extensions(url))}); unpack it once"
     if ending in _NOT_UNPACKED:
         return f"is packed as {ending}, which is not read; unpack it, or pack it in one of these: {UNPACKED}"
     return None
@@ -82,11 +82,11 @@ def _file_name(url: str) -> str:
     return url.lower().rpartition("/")[2]
 
 
-def _ending(name: str) -> str:
+def _extension(name: str) -> str:
     return os.path.splitext(name)[1]
 
 
-def _endings(url: str) -> tuple[str, str]:
+def _last_extensions(url: str) -> tuple[str, str]:
     """Returns the last two extensions of a name, such as (`.gz`, `.zst`)."""
     name, last = os.path.splitext(_file_name(url))
-    return _ending(name), last
+    return _extension(name), last

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal, Self
 from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
-from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, make_bad_row, read_record
+from lm_trainer.data.sources.compression import file_suffix
+from lm_trainer.data.sources.files import File, group_files, number_items, open_binary, total_text_size
 
 # Surrogates for invalid UTF-8 bytes, from Python's `surrogateescape` error handler.
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
@@ -38,7 +38,7 @@ class CsvFiles(FileSource):
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_settings(self) -> Self:
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
             raise ValueError(f"delimiter: expected one character, got {self.delimiter!r}")
         return self
@@ -57,40 +57,40 @@ class CsvShard(FileShard):
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         return self.dialect.model_dump()
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        files = (self._records(file) for file in self.files)
-        for number, (location, record) in numbered(files, start):
-            row = record if isinstance(record, BadRow) else self._row(record)
+        files = (self._iter_records(file) for file in self.files)
+        for number, (location, record) in number_items(files, start):
+            row = record if isinstance(record, BadRow) else self._to_row(record)
             yield row._replace(number=number, where=location)
 
-    def _row(self, record: dict[str, str]) -> Row | BadRow:
+    def _to_row(self, record: dict[str, str]) -> Row | BadRow:
         row = read_record(record, self.text_key, self.fields)
         read = "".join((row.record or {}).values()) + row.text if isinstance(row, Row) else ""
         # The regular expression runs only on non-ASCII text; an invalid byte makes the text non-ASCII.
         if not read.isascii() and _NO_UTF8.search(read):
-            return bad_row("invalid UTF-8")
+            return make_bad_row("invalid UTF-8")
         return row
 
-    def _records(self, file: File) -> Iterator[tuple[str, dict[str, str] | BadRow]]:
+    def _iter_records(self, file: File) -> Iterator[tuple[str, dict[str, str] | BadRow]]:
         """Yields (file and line, record) for every record."""
-        for line, fields, columns in self._lines(file):
+        for line, fields, columns in self._iter_lines(file):
             location = f"{file.name}:{line}"
             if isinstance(fields, BadRow):
                 yield location, fields
             elif len(fields) != len(columns):
-                yield location, bad_row(f"{len(fields)} fields, but there are {len(columns)} columns")
+                yield location, make_bad_row(f"{len(fields)} fields, but there are {len(columns)} columns")
             else:
                 yield location, dict(zip(columns, fields, strict=True))
 
-    def _lines(self, file: File) -> Iterator[tuple[int, list[str] | BadRow, list[str]]]:
+    def _iter_lines(self, file: File) -> Iterator[tuple[int, list[str] | BadRow, list[str]]]:
         """Yields (first line of a record, its fields, the column names)."""
         # Documents may be larger than Python's default field limit.
         csv.field_size_limit(sys.maxsize)
         dialect, columns = self.dialect, self.dialect.columns
-        delimiter = dialect.delimiter or ("\t" if suffix(file.url) == ".tsv" else ",")
+        delimiter = dialect.delimiter or ("\t" if file_suffix(file.url) == ".tsv" else ",")
         quoting = csv.QUOTE_MINIMAL if dialect.quotes else csv.QUOTE_NONE
         with open_binary(file) as stream:
             text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
@@ -102,7 +102,7 @@ class CsvShard(FileShard):
                 except StopIteration:
                     return
                 except csv.Error as error:
-                    fields = bad_row(f"not CSV: {error}")
+                    fields = make_bad_row(f"not CSV: {error}")
                 if columns is None:
                     if isinstance(fields, BadRow) or len(set(fields)) < len(fields):
                         raise UserError(

@@ -55,16 +55,16 @@ class Embedded(SourceConfig):
         # Select by a hash of the name, so that a document keeps its split when other documents are added or removed.
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
-        for document in sorted(library(), key=lambda document: _hash(f"sample/{document.name}")):
+        for document in sorted(list_library_documents(), key=lambda document: _hash_name(f"sample/{document.name}")):
             total += document.size
             if self.max_bytes is not None and total > self.max_bytes:
                 break
-            if (_hash(document.name) < held_out) == (split == "validation"):
+            if (_hash_name(document.name) < held_out) == (split == "validation"):
                 documents.append(document)
         documents.sort()
         if not documents:
             raise UserError(f"data.source: nothing is left for {split}; raise max_bytes or change validation_fraction")
-        return [EmbeddedShard(part) for part in _balance(documents, NUM_SHARDS)]
+        return [EmbeddedShard(part) for part in _split_evenly(documents, NUM_SHARDS)]
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,25 @@ class EmbeddedShard:
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, document in enumerate(self.documents[start:], start):
-            yield Row(number, document.name, _read(document.name).decode("utf-8"))
+            yield Row(number, document.name, _read_bytes(document.name).decode("utf-8"))
 
 
 @lru_cache(maxsize=1)
-def library() -> tuple[LibraryDocument, ...]:
+def list_library_documents() -> tuple[LibraryDocument, ...]:
     """Lists every document of the corpus, sorted by name.
 
     Raises:
         UserError: if this Python installation has no readable sources (it is zipped or stripped).
     """
-    root = _root()
+    root = _library_root()
     documents = []
     for directory, subdirectories, files in os.walk(root):
         relative = Path(directory).relative_to(root)
         # `os.walk` descends only into the directories left in its list.
         subdirectories[:] = [name for name in subdirectories if _is_library_file(relative / name)]
         names = [relative / name for name in files if name.endswith(".py") and _is_library_file(relative / name)]
-        documents += [document for name in names if (document := _document(name.as_posix()))]
-    documents += [document for topic in _topics() if (document := _document(f"pydoc_data/topics/{topic}"))]
+        documents += [document for name in names if (document := _load_document(name.as_posix()))]
+    documents += [document for topic in _read_topics() if (document := _load_document(f"pydoc_data/topics/{topic}"))]
     if sum(document.size for document in documents) < _SMALLEST_CORPUS:
         raise UserError(
             f"the Python at {sys.executable} carries too few readable sources in {root} to train on; "
@@ -114,7 +114,7 @@ def library() -> tuple[LibraryDocument, ...]:
     return tuple(sorted(documents))
 
 
-def _root() -> Path:
+def _library_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -125,24 +125,24 @@ def _is_library_file(path: Path) -> bool:
     return path.parts[0].removesuffix(".py") in sys.stdlib_module_names
 
 
-def _document(name: str) -> LibraryDocument | None:
+def _load_document(name: str) -> LibraryDocument | None:
     """Returns a document; None for an empty file, and for the few files that are not UTF-8."""
     try:
-        content = _read(name)
+        content = _read_bytes(name)
         content.decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return None
     return LibraryDocument(name, len(content), hashlib.sha256(content).hexdigest()) if content else None
 
 
-def _read(name: str) -> bytes:
+def _read_bytes(name: str) -> bytes:
     path, _, topic = name.rpartition("/")
     if path == _TOPICS.removesuffix(".py"):
-        return _topics()[topic].encode("utf-8")
-    return (_root() / name).read_bytes()
+        return _read_topics()[topic].encode("utf-8")
+    return (_library_root() / name).read_bytes()
 
 
-def _topics() -> dict[str, str]:
+def _read_topics() -> dict[str, str]:
     """Returns the topics of the language reference by name; some distributions do not include them."""
     try:
         return importlib.import_module("pydoc_data.topics").topics
@@ -150,11 +150,11 @@ def _topics() -> dict[str, str]:
         return {}
 
 
-def _hash(name: str) -> int:
+def _hash_name(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
-def _balance(documents: Sequence[LibraryDocument], parts: int) -> list[tuple[LibraryDocument, ...]]:
+def _split_evenly(documents: Sequence[LibraryDocument], parts: int) -> list[tuple[LibraryDocument, ...]]:
     """Splits the list into at most `parts` runs of about equal size."""
     total, size_before = sum(document.size for document in documents), 0
     runs: list[list[LibraryDocument]] = [[] for _ in range(parts)]

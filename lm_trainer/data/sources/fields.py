@@ -11,7 +11,7 @@ MISSING: Final = object()
 """Value of a missing field."""
 
 
-def lookup(record: Mapping[str, object], name: str) -> Any:
+def get_field(record: Mapping[str, object], name: str) -> Any:
     """Returns the field of this name, or the nested field for a name such as `a.b.c`; MISSING if it does not exist."""
     if name in record:
         return record[name]
@@ -29,7 +29,7 @@ def is_template(text_key: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
+def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
     """Splits a template into pairs of a text and the field after it; the last field may be None.
 
     Raises:
@@ -52,20 +52,20 @@ def field_names(text_key: str) -> tuple[str, ...]:
     """Names the fields used for the text of a record."""
     if not is_template(text_key):
         return (text_key,)
-    return tuple(dict.fromkeys(name for _, name in template_parts(text_key) if name))
+    return tuple(dict.fromkeys(name for _, name in parse_template(text_key) if name))
 
 
-def text_of(record: Mapping[str, object], text_key: str) -> Any:
+def record_text(record: Mapping[str, object], text_key: str) -> Any:
     """Returns the text of a record with all fields of `field_names`; if a field is not a string, returns its value.
 
     If all fields are empty, the text is empty, too, even if the template contains other text.
     """
     if not is_template(text_key):
-        return lookup(record, text_key)
-    values = {name: lookup(record, name) for name in field_names(text_key)}
+        return get_field(record, text_key)
+    values = {name: get_field(record, name) for name in field_names(text_key)}
     for value in values.values():
         if not isinstance(value, str):
             return value
     if not any(values.values()):
         return ""
-    return "".join(text + (values[name] if name else "") for text, name in template_parts(text_key))
+    return "".join(text + (values[name] if name else "") for text, name in parse_template(text_key))

@@ -16,8 +16,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
-from lm_trainer.data.sources.compression import compression_of, open_zip
+from lm_trainer.core.files import expand_home
+from lm_trainer.data.sources.compression import find_compression, open_zip
 from lm_trainer.data.sources.frames import DamagedFrames, open_frames
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class File(NamedTuple):
 
     @property
     def compressed(self) -> bool:
-        return compression_of(self.url) is not None
+        return find_compression(self.url) is not None
 
     @property
     def name(self) -> str:
@@ -68,13 +68,13 @@ class File(NamedTuple):
     def path(self) -> str | None:
         """The absolute local path, also for `file://` URLs; None for remote files."""
         if self.local:
-            return os.path.abspath(expanded(self.url))
+            return os.path.abspath(expand_home(self.url))
         return os.path.abspath(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
 
     def identity(self) -> dict[str, object]:
         return {"url": self.name, "size": self.size, "version": self.version}
 
-    def refreshed(self) -> File:
+    def refresh(self) -> File:
         """Returns the current state of the file; a URL that includes the version is not looked up.
 
         Raises:
@@ -83,10 +83,10 @@ class File(NamedTuple):
         if self.version and f"@{self.version}/" in self.url:
             return self
         try:
-            filesystem, path = file_system(self.url, local=self.local)
+            filesystem, path = find_file_system(self.url, local=self.local)
             # fsspec caches listings, which would show the old state.
             filesystem.invalidate_cache()
-            return file_at(filesystem, path, self.url)._replace(download=self.download)
+            return look_up_file(filesystem, path, self.url)._replace(download=self.download)
         except OSError as error:
             raise UserError(
                 f"cannot find {self.url} any more: {error.__cause__ or error}. Start again: what was read from other "
@@ -100,7 +100,7 @@ def _display_url(url: str) -> str:
     return without_credentials(url)
 
 
-def check_listed(url: str) -> str:
+def check_listed_url(url: str) -> str:
     """Checks and returns the URL of a file from a listing.
 
     Raises:
@@ -113,7 +113,7 @@ def check_listed(url: str) -> str:
     return url
 
 
-def file_system(url: str, *, local: bool) -> tuple[AbstractFileSystem, str]:
+def find_file_system(url: str, *, local: bool) -> tuple[AbstractFileSystem, str]:
     """Returns the fsspec file system of `url`, and the path in it.
 
     Args:
@@ -127,7 +127,7 @@ def file_system(url: str, *, local: bool) -> tuple[AbstractFileSystem, str]:
     return (LocalFileSystem(), os.path.abspath(url)) if local else fsspec.core.url_to_fs(url)
 
 
-def file_at(filesystem: AbstractFileSystem, path: str, url: str) -> File:
+def look_up_file(filesystem: AbstractFileSystem, path: str, url: str) -> File:
     """Looks up a file by its path in an fsspec file system.
 
     Raises:
@@ -145,7 +145,7 @@ def file_at(filesystem: AbstractFileSystem, path: str, url: str) -> File:
 
 def is_file(url: str) -> bool:
     """True if a URL is the path of a local file."""
-    return os.path.isfile(expanded(url))
+    return os.path.isfile(expand_home(url))
 
 
 def group_files(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
@@ -171,10 +171,10 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         UserError: if the file cannot be opened, or is found to be truncated or damaged while reading it.
     """
     try:
-        with _unpacked(file) as stream:
+        with _open_unpacked(file) as stream:
             yield stream
     except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, DamagedFrames) as error:
-        raise damaged(file, error) from None
+        raise damage_error(file, error) from None
     except FileNotFoundError:
         raise UserError(f"{file.url} has disappeared since this run started") from None
     except OSError as error:
@@ -193,7 +193,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         # http and hf URLs.
         package = type(error).__module__.partition(".")[0]
         if package == "igzip_lib":
-            raise damaged(file, error) from None
+            raise damage_error(file, error) from None
         if package not in ("aiohttp", "httpx", "httpx2", "huggingface_hub"):
             raise
         raise UserError(
@@ -220,8 +220,8 @@ def open_seekable(file: File) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _unpacked(file: File) -> Iterator[IO[bytes]]:
-    compression = compression_of(file.url)
+def _open_unpacked(file: File) -> Iterator[IO[bytes]]:
+    compression = find_compression(file.url)
     # Not fsspec's decompressors, which do not notice files truncated between or inside of frames, and read only the
     # first file of an archive.
     if compression in ("zstd", "xz", "lzma", "bz2"):
@@ -244,11 +244,11 @@ def _open_stored(file: File, compression: str | None) -> Any:
     import fsspec
 
     if file.local:
-        return fsspec.core.OpenFile(*file_system(file.url, local=True), "rb", compression)
-    return fsspec.open(_local_copy(file.url) if file.download else file.url, "rb", compression)
+        return fsspec.core.OpenFile(*find_file_system(file.url, local=True), "rb", compression)
+    return fsspec.open(_download_hub_file(file.url) if file.download else file.url, "rb", compression)
 
 
-def damaged(file: File, error: Exception) -> UserError:
+def damage_error(file: File, error: Exception) -> UserError:
     """Returns the error for a file found to be truncated or damaged while reading it."""
     # A few extra bytes after a compressed file look like the start of another, truncated file.
     reason = f"truncated, or followed by something else ({error})" if isinstance(error, EOFError) else str(error)
@@ -257,7 +257,7 @@ def damaged(file: File, error: Exception) -> UserError:
     )
 
 
-def _local_copy(url: str) -> str:
+def _download_hub_file(url: str) -> str:
     """Returns the path of `hf://datasets/NAME@COMMIT/PATH` in the hub cache; downloads it if necessary."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -275,6 +275,6 @@ def total_text_size(files: Sequence[File]) -> int | None:
     return None if any(file.compressed for file in files) else sum(file.size for file in files)
 
 
-def numbered(groups: Iterator[Iterator[T]], start: int) -> Iterator[tuple[int, T]]:
+def number_items(groups: Iterator[Iterator[T]], start: int) -> Iterator[tuple[int, T]]:
     """Numbers the items of all groups consecutively, and skips the first `start` items."""
     return itertools.islice(enumerate(itertools.chain.from_iterable(groups)), start, None)

@@ -60,10 +60,10 @@ def open_frames(stored: IO[bytes], compression: str, name: str) -> IO[bytes]:
     Raises:
         UserError: if the package for it is missing.
     """
-    return io.BufferedReader(_FrameReader(stored, _kind(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
+    return io.BufferedReader(_FrameReader(stored, _find_frame_format(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
 
 
-def _kind(compression: str, name: str) -> _FrameFormat:
+def _find_frame_format(compression: str, name: str) -> _FrameFormat:
     if compression == "bz2":
         return _FrameFormat(bz2.BZ2Decompressor, OSError, zeros=True)
     if compression in ("xz", "lzma"):
@@ -89,14 +89,14 @@ class _FrameReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready and self._unpack():
+        while not self._ready and self._unpack_chunk():
             pass
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _unpack(self) -> bool:
+    def _unpack_chunk(self) -> bool:
         """Unpacks the next chunk; returns False at the end."""
         packed = self._packed or self._stored.read(_CHUNK)
         if not packed:
@@ -113,7 +113,7 @@ class _FrameReader(io.RawIOBase):
         except self._kind.error as error:
             raise self._specific_error(error, begins) from None
         except MemoryError:
-            raise self._no_memory("") from None
+            raise self._memory_error("") from None
         if self._frame.eof:
             self._packed, self._frame = self._frame.unused_data, None
         return True
@@ -122,14 +122,14 @@ class _FrameReader(io.RawIOBase):
         """Converts an error of a decompressor, whose package has a single type for all errors, to a specific one."""
         text = str(error).lower()
         if "memory" in text:
-            return self._no_memory(f" ({error})")
+            return self._memory_error(f" ({error})")
         if "dictionary" in text:
             return UserError(f"cannot read {self._name}: it was packed with a dictionary, which is not read; unpack it")
         if begins and self._frames > 1:
             return DamagedFrames(f"something else follows its end ({error})")
         return DamagedFrames(str(error))
 
-    def _no_memory(self, reason: str) -> MachineError:
+    def _memory_error(self, reason: str) -> MachineError:
         return MachineError(
             f"cannot unpack {self._name}: there is too little memory for the window that it was packed with{reason}; "
             "read fewer files at a time (data.num_workers), or pack it with a smaller window"

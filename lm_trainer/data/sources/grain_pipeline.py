@@ -20,8 +20,17 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad_row, json_type, read_record
+from lm_trainer.core.files import expand_home
+from lm_trainer.data.sources.base import (
+    BadRow,
+    Row,
+    Shard,
+    SourceConfig,
+    Split,
+    json_type_name,
+    make_bad_row,
+    read_record,
+)
 
 _SHARD_RECORDS = 1 << 16
 """Records per shard of a random-access dataset."""
@@ -66,7 +75,7 @@ class GrainPipeline(SourceConfig):
         del urls
         if split == "validation" and (self.validation_args is None or self.elements == "rows"):
             return []
-        identity = probe(self, split)
+        identity = probe_dataset(self, split)
         if self.elements == "rows":
             return [GrainShard(self, split, text_key, fields, identity)]
         length = identity["length"]
@@ -77,7 +86,7 @@ class GrainPipeline(SourceConfig):
         ranges = [(first, min(first + step, length)) for first in range(0, length, step)] if length else [(0, None)]
         return [GrainShard(self, split, text_key, fields, identity, *bounds) for bounds in ranges]
 
-    def dataset(self, split: Split = "train") -> Any:
+    def make_dataset(self, split: Split = "train") -> Any:
         """Makes the dataset of a split.
 
         Raises:
@@ -88,7 +97,7 @@ class GrainPipeline(SourceConfig):
 
         args = self.validation_args if split == "validation" else self.args
         try:
-            dataset = _function(self.factory)(**(args or {}))
+            dataset = _import_factory(self.factory)(**(args or {}))
         except UserError:
             raise
         except Exception as error:  # user code may raise anything
@@ -102,7 +111,7 @@ class GrainPipeline(SourceConfig):
 
 
 @lru_cache(maxsize=16)
-def _function(factory: str) -> Callable[..., object]:
+def _import_factory(factory: str) -> Callable[..., object]:
     module_name, _, name = factory.rpartition(":")
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
@@ -118,7 +127,7 @@ def _function(factory: str) -> Callable[..., object]:
 
 
 def _load_file(path: str) -> ModuleType:
-    full = os.path.abspath(expanded(path))
+    full = os.path.abspath(expand_home(path))
     if not os.path.isfile(full):
         raise UserError(f"data.source.factory: there is no file {full}")
     name = f"lmt_pipeline_{hashlib.sha256(full.encode()).hexdigest()[:12]}"
@@ -137,44 +146,47 @@ def _load_file(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def length_of(dataset: object) -> int | None:
+def num_elements(dataset: object) -> int | None:
     """Returns the number of elements; None if it is unknown before reading."""
     import grain
 
     return len(dataset) if isinstance(dataset, grain.MapDataset) else None
 
 
-def probe(source: GrainPipeline, split: Split) -> dict[str, Any]:
+def probe_dataset(source: GrainPipeline, split: Split) -> dict[str, Any]:
     """Makes a dataset twice, compares some elements, and returns the identity of the dataset.
 
     Raises:
         UserError: if the datasets differ, or are empty.
     """
-    first, second = source.dataset(split), source.dataset(split)
-    lengths = length_of(first), length_of(second)
+    first, second = source.make_dataset(split), source.make_dataset(split)
+    lengths = num_elements(first), num_elements(second)
     if lengths[0] != lengths[1]:
         raise UserError(
             f"data.source.factory: {source.factory} is not deterministic: it made a dataset of {lengths[0]} elements, "
             f"and then one of {lengths[1]}"
         )
-    elements = _sample(first, lengths[0], source.factory)
+    elements = _sample_elements(first, lengths[0], source.factory)
     if not elements:
         raise UserError(f"data.source.factory: {source.factory} made a dataset without elements")
     # In reverse order: an element must not depend on previously read elements.
-    second_elements = dict(_sample(second, lengths[0], source.factory, backwards=True))
+    second_elements = dict(_sample_elements(second, lengths[0], source.factory, backwards=True))
     for index, element in elements:
-        if _digest(element) != _digest(second_elements.get(index)):
+        if _hash_element(element) != _hash_element(second_elements.get(index)):
+            difference = _describe_difference(element, second_elements.get(index))
             raise UserError(
                 f"data.source.factory: {source.factory} is not deterministic: its element {index} was another when it "
-                f"was made again ({_difference(element, second_elements.get(index))}); seed it with dataset.seed(...)"
+                f"was made again ({difference}); seed it with dataset.seed(...)"
             )
-    digest = hashlib.sha256("".join(_digest(element) for _, element in elements).encode()).hexdigest()
+    digest = hashlib.sha256("".join(_hash_element(element) for _, element in elements).encode()).hexdigest()
     args = source.validation_args if split == "validation" else source.args
     arguments = json.loads(json.dumps(args, default=str))
     return {"factory": source.factory, "args": arguments, "length": lengths[0], "sample": digest}
 
 
-def _sample(dataset: Any, length: int | None, factory: str, backwards: bool = False) -> list[tuple[int, object]]:
+def _sample_elements(
+    dataset: Any, length: int | None, factory: str, backwards: bool = False
+) -> list[tuple[int, object]]:
     try:
         if length is None:
             return list(enumerate(itertools.islice(iter(dataset), _PROBED)))
@@ -187,20 +199,20 @@ def _sample(dataset: Any, length: int | None, factory: str, backwards: bool = Fa
         ) from error
 
 
-def _digest(element: object) -> str:
+def _hash_element(element: object) -> str:
     """Returns the hexadecimal SHA-256 hash of the bytes of an element."""
-    return hashlib.sha256(b"".join(_pieces(element))).hexdigest()
+    return hashlib.sha256(b"".join(_iter_bytes(element))).hexdigest()
 
 
-def _pieces(value: object) -> Iterator[bytes]:
+def _iter_bytes(value: object) -> Iterator[bytes]:
     if isinstance(value, Mapping):
         for key in value:
             yield f"\0{key}\0".encode()
-            yield from _pieces(value[key])
+            yield from _iter_bytes(value[key])
     elif isinstance(value, list | tuple):
         yield f"\0{len(value)}\0".encode()
         for item in value:
-            yield from _pieces(item)
+            yield from _iter_bytes(item)
     elif isinstance(value, str | bytes):
         yield value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     elif hasattr(value, "__array__") and np.asarray(value).dtype != object:
@@ -211,9 +223,9 @@ def _pieces(value: object) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
-def _difference(first: object, second: object) -> str:
+def _describe_difference(first: object, second: object) -> str:
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        names = [str(name) for name in first if _digest(first[name]) != _digest(second.get(name))]
+        names = [str(name) for name in first if _hash_element(first[name]) != _hash_element(second.get(name))]
         return f"in {', '.join(names)}"
     if isinstance(first, str) and isinstance(second, str):
         # Long texts may start with the same words, so show both from shortly before the first difference.
@@ -233,7 +245,7 @@ class GrainShard:
     text_key: str
     fields: tuple[str, ...]
     dataset_identity: dict[str, Any]
-    """The identity of the full dataset: see `probe`."""
+    """The identity of the full dataset: see `probe_dataset`."""
     first: int = 0
     stop: int | None = None
 
@@ -251,7 +263,7 @@ class GrainShard:
         return {"type": "grain", "elements": self.source.elements, **keys, **self.dataset_identity, **part}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        dataset = self.source.dataset(self.split)
+        dataset = self.source.make_dataset(self.split)
         if self.stop is not None:
             elements = (dataset[index] for index in range(self.first + start, self.stop))
         else:
@@ -267,32 +279,32 @@ class GrainShard:
                 raise UserError(f"{location} failed: {type(error).__name__}: {error}") from error
             # A random-access dataset returns None for filtered elements.
             if element is not None:
-                yield self._row(element)._replace(number=number, where=location)
+                yield self._to_row(element)._replace(number=number, where=location)
             number += 1
 
-    def _row(self, element: object) -> Row | BadRow:
+    def _to_row(self, element: object) -> Row | BadRow:
         if isinstance(element, bytes):
             try:
                 element = element.decode("utf-8")
             except UnicodeDecodeError as error:
-                return bad_row(f"invalid UTF-8 at byte {error.start}")
+                return make_bad_row(f"invalid UTF-8 at byte {error.start}")
         if isinstance(element, str) and not self.fields:
             return Row(0, "", element)
         if isinstance(element, list | tuple | np.ndarray) and len(self.fields) == 1:
             element = {self.fields[0]: element}
         if not isinstance(element, Mapping):
-            return bad_row(f"expected a text or an object, found {json_type(element)}")
+            return make_bad_row(f"expected a text or an object, found {json_type_name(element)}")
         if not self.fields and self.text_key not in element and {"tokens", "targets"} <= element.keys():
-            return bad_row("its elements are rows of tokens; set data.source.elements: rows")
-        return read_record(_plain(element), self.text_key, self.fields)
+            return make_bad_row("its elements are rows of tokens; set data.source.elements: rows")
+        return read_record(_to_json_value(element), self.text_key, self.fields)
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     """Converts arrays and tuples to lists, mappings to objects, and bytes to strings, as in JSON."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
+        return _to_json_value(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value] if value and not isinstance(value[0], int) else list(value)
+        return [_to_json_value(item) for item in value] if value and not isinstance(value[0], int) else list(value)
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -13,12 +13,12 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.hub import hub_unreachable_reason
-from lm_trainer.core.safe_names import check_name
+from lm_trainer.core.safe_names import check_relative_path
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
-from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
+from lm_trainer.data.sources.compression import UNPACKED, file_suffix, find_compression
 from lm_trainer.data.sources.csv_files import CsvFiles
-from lm_trainer.data.sources.files import File, check_listed
+from lm_trainer.data.sources.files import File, check_listed_url
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.text import TextFiles
@@ -58,7 +58,7 @@ class HuggingFace(SourceConfig):
         if split == "validation" and len(self.splits) < 2:
             return []
         split_name = self.splits[split == "validation"]
-        repository = _look_up(self)
+        repository = _look_up_repository(self)
         paths = repository.data_files(self.name, split_name)
         if not paths:
             # The default validation split may be absent.
@@ -71,8 +71,8 @@ class HuggingFace(SourceConfig):
                 f"with train_urls: hf://datasets/{self.id}@{repository.commit[:12]}/..."
             )
         shards: list[Shard] = []
-        for reader, run in groupby(paths, _reader):
-            files = [repository.file(path, download=not self.stream) for path in run]
+        for reader, run in groupby(paths, _require_reader):
+            files = [repository.make_file(path, download=not self.stream) for path in run]
             if reader is TextFiles and fields:
                 raise UserError(f"data.format reads the fields {', '.join(fields)}, but {files[0].url} is bare text")
             shards += reader().shards_of_files(files, text_key, fields)
@@ -93,19 +93,19 @@ class _Repository(NamedTuple):
     configs: list[_CardConfig]
     """The configurations listed in the dataset card."""
 
-    def file(self, path: str, *, download: bool) -> File:
-        url = check_listed(f"hf://datasets/{self.id}@{self.commit}/{check_name(path, self.id)}")
+    def make_file(self, path: str, *, download: bool) -> File:
+        url = check_listed_url(f"hf://datasets/{self.id}@{self.commit}/{check_relative_path(path, self.id)}")
         return File(url, self.sizes[path], self.commit, download)
 
     def data_files(self, name: str | None, split: str) -> list[str]:
         """Returns the sorted files of a split; [] if it has none."""
         if self.configs:
-            return self._listed(self._config(name), split)
+            return self._list_config_files(self._select_config(name), split)
         readable = sorted(path for path in self.sizes if _is_readable(path))
         if name is not None:
             readable = [path for path in readable if name in re.split(r"[/.]", path)]
         by_split = {
-            split_name: [path for path in readable if _names_split(path, split_name)]
+            split_name: [path for path in readable if _has_split_name(path, split_name)]
             for split_name in {*_ALIASES, split}
         }
         # If no file name contains a split name, all files are the train split.
@@ -113,7 +113,7 @@ class _Repository(NamedTuple):
             return readable if split == "train" else []
         return by_split[split]
 
-    def _config(self, name: str | None) -> _CardConfig:
+    def _select_config(self, name: str | None) -> _CardConfig:
         names = [config.get("config_name", "default") for config in self.configs]
         if name is None:
             usual = [
@@ -126,7 +126,7 @@ class _Repository(NamedTuple):
             raise UserError(f"data.name: {self.id} has no configuration {name!r}; it has: {', '.join(names)}")
         return self.configs[names.index(name)]
 
-    def _listed(self, config: _CardConfig, split: str) -> list[str]:
+    def _list_config_files(self, config: _CardConfig, split: str) -> list[str]:
         entries = config.get("data_files") or []
         if isinstance(entries, str) or (isinstance(entries, list) and entries and isinstance(entries[0], str)):
             entries = [{"split": "train", "path": entries}]
@@ -134,16 +134,16 @@ class _Repository(NamedTuple):
         for entry in entries:
             if entry["split"] == split:
                 patterns = [entry["path"]] if isinstance(entry["path"], str) else entry["path"]
-                paths += [path for path in sorted(self.sizes) if any(_matches(path, p) for p in patterns)]
+                paths += [path for path in sorted(self.sizes) if any(_matches_pattern(path, p) for p in patterns)]
         return paths
 
 
-def _names_split(path: str, split: str) -> bool:
+def _has_split_name(path: str, split: str) -> bool:
     words = "|".join(re.escape(word) for word in _ALIASES.get(split, (split,)))
     return re.search(rf"(^|[/_.\-\d])({words})([/_.\-\d]|$)", path, re.IGNORECASE) is not None
 
 
-def _matches(path: str, pattern: str) -> bool:
+def _matches_pattern(path: str, pattern: str) -> bool:
     pattern = pattern.removeprefix("./")
     # `*` of fnmatch also matches slashes, so `*` can replace `**/`, which may also match no directory.
     return path == pattern or fnmatch.fnmatchcase(path, pattern.replace("**/", "*"))
@@ -152,7 +152,7 @@ def _matches(path: str, pattern: str) -> bool:
 def _is_readable(path: str) -> bool:
     name = path.rpartition("/")[2]
     # Archives are often stored with their unpacked files, whose rows would be read twice.
-    if compression_of(path) == "zip":
+    if find_compression(path) == "zip":
         return False
     return (
         _find_reader(path) is not None and not name.startswith(".") and name.lower() not in ("readme.md", "license.txt")
@@ -160,10 +160,10 @@ def _is_readable(path: str) -> bool:
 
 
 def _find_reader(path: str) -> type[FileSource] | None:
-    return next((reader for reader in _READERS if suffix(path) in reader.suffixes), None)
+    return next((reader for reader in _READERS if file_suffix(path) in reader.suffixes), None)
 
 
-def _reader(path: str) -> type[FileSource]:
+def _require_reader(path: str) -> type[FileSource]:
     reader = _find_reader(path)
     if reader is None:
         known_endings = ", ".join(ending for reader in _READERS for ending in reader.suffixes)
@@ -173,14 +173,14 @@ def _reader(path: str) -> type[FileSource]:
     return reader
 
 
-def _look_up(source: HuggingFace) -> _Repository:
+def _look_up_repository(source: HuggingFace) -> _Repository:
     from huggingface_hub import HfApi
 
     if (reason := hub_unreachable_reason()) is not None:
         raise UserError(
             f"data.id: {source.id!r} is on the Hugging Face hub, and {reason}; name local files with train_urls"
         )
-    with _hub_errors(source):
+    with _translate_hub_errors(source):
         info = HfApi().dataset_info(source.id, revision=source.revision, files_metadata=True)
     sizes = {sibling.rfilename: int(sibling.size or 0) for sibling in info.siblings or []}
     card = info.card_data.to_dict() if info.card_data else {}
@@ -189,7 +189,7 @@ def _look_up(source: HuggingFace) -> _Repository:
 
 
 @contextmanager
-def _hub_errors(source: HuggingFace) -> Iterator[None]:
+def _translate_hub_errors(source: HuggingFace) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the hub client raises its own errors, httpx errors and OSErrors

@@ -45,7 +45,7 @@ class MemoryShard:
 
     @property
     def size(self) -> int:
-        return len(self._content())
+        return len(self._to_bytes())
 
     @property
     def text_size(self) -> int | None:
@@ -53,10 +53,10 @@ class MemoryShard:
 
     def identity(self) -> dict[str, object]:
         keys = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        digest = hashlib.sha256(self._content()).hexdigest()
+        digest = hashlib.sha256(self._to_bytes()).hexdigest()
         return {"type": "memory", **keys, "documents": len(self.documents), "sha256": digest}
 
-    def _content(self) -> bytes:
+    def _to_bytes(self) -> bytes:
         return json.dumps(self.documents).encode()
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:

@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import IO, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
-from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.fields import text_of
-from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, make_bad_row, read_record
+from lm_trainer.data.sources.compression import file_suffix
+from lm_trainer.data.sources.fields import record_text
+from lm_trainer.data.sources.files import File, group_files, number_items, open_binary, total_text_size
 
 _BLOCK_BYTES = 1 << 20
 
@@ -44,18 +44,18 @@ class JsonShard(FileShard):
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         return {"type": "jsonl"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number, (location, item) in numbered((_items(file) for file in self.files), start):
-            if isinstance(item, bytes) and (text := self._fast_text(item)) is not None:
+        for number, (location, item) in number_items((_iter_items(file) for file in self.files), start):
+            if isinstance(item, bytes) and (text := self._decode_text_fast(item)) is not None:
                 yield Row(number, location, text)
             else:
-                yield self._row(item)._replace(number=number, where=location)
+                yield self._to_row(item)._replace(number=number, where=location)
 
-    def _fast_text(self, line: bytes) -> str | None:
-        """Returns the text of a line with the faster decoder; None if the line needs `_row`."""
+    def _decode_text_fast(self, line: bytes) -> str | None:
+        """Returns the text of a line with the faster decoder; None if the line needs `_to_row`."""
         # The set of bad rows must not depend on the installed packages. With `fields`, all values matter, and the
         # decoders differ for integers of more than 64 bits.
         if self.fields or (decode := _fast_decoder()) is None:
@@ -67,7 +67,7 @@ class JsonShard(FileShard):
         if not isinstance(value, dict):
             return None
         text = value.get(self.text_key)
-        if not isinstance(text, str) and not isinstance(text := text_of(value, self.text_key), str):
+        if not isinstance(text, str) and not isinstance(text := record_text(value, self.text_key), str):
             return None
         # The decoders differ in their nesting limits. The number of brackets is an upper bound of the nesting.
         for item in value.values():
@@ -75,7 +75,7 @@ class JsonShard(FileShard):
                 return None
         return text
 
-    def _row(self, item: object) -> Row | BadRow:
+    def _to_row(self, item: object) -> Row | BadRow:
         if not isinstance(item, bytes):
             return read_record(item, self.text_key, self.fields)
         # An empty line counts as an empty row.
@@ -84,20 +84,22 @@ class JsonShard(FileShard):
         try:
             value = json.loads(item.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            return bad_row(
+            return make_bad_row(
                 f"invalid UTF-8 at byte {error.start} of the line, near {item[max(0, error.start - 8) :][:16]!r}"
             )
         except json.JSONDecodeError as error:
             if item.strip() in (b"{", b"["):
-                return bad_row(
+                return make_bad_row(
                     "a bracket alone: the file holds neither a whole object on each line nor, in a file named .json, "
                     "an array of them; write one object per line"
                 )
-            return bad_row(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
+            return make_bad_row(
+                f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}"
+            )
         except ValueError:  # Python's limit for integers as text
-            return bad_row("JSON with a number of several thousand digits")
+            return make_bad_row("JSON with a number of several thousand digits")
         except RecursionError:
-            return bad_row("JSON nested too deeply")
+            return make_bad_row("JSON nested too deeply")
         return read_record(value, self.text_key, self.fields)
 
 
@@ -111,7 +113,7 @@ def _fast_decoder() -> Callable[[bytes], object] | None:
     return orjson.loads
 
 
-def _items(file: File) -> Iterator[tuple[str, object]]:
+def _iter_items(file: File) -> Iterator[tuple[str, object]]:
     """Yields (location, line as bytes), or (location, item) for a file with an array."""
     name = file.name
     with open_binary(file) as stream:
@@ -119,14 +121,14 @@ def _items(file: File) -> Iterator[tuple[str, object]]:
         begin = [stream.readline()]
         while begin[-1] and not begin[-1].removeprefix(_BOM).strip():
             begin.append(stream.readline())
-        if suffix(file.url) == ".json" and begin[-1].removeprefix(_BOM).lstrip()[:1] == b"[":
-            yield from _array(file, b"".join(begin) + stream.read())
+        if file_suffix(file.url) == ".json" and begin[-1].removeprefix(_BOM).lstrip()[:1] == b"[":
+            yield from _iter_array(file, b"".join(begin) + stream.read())
         else:
-            lines = itertools.chain((line for line in begin if line), _lines(stream))
+            lines = itertools.chain((line for line in begin if line), _iter_lines(stream))
             yield from ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1))
 
 
-def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+def _iter_lines(stream: IO[bytes]) -> Iterator[bytes]:
     """Yields the lines of a file, including all lines before a damaged position."""
     # Iterating over the stream would read ahead, and an error would lose the lines read so far.
     read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
@@ -144,7 +146,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
         yield b"".join(begun)
 
 
-def _array(file: File, content: bytes) -> Iterator[tuple[str, object]]:
+def _iter_array(file: File, content: bytes) -> Iterator[tuple[str, object]]:
     try:
         items = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

@@ -45,10 +45,10 @@ class LevanterCache(SourceConfig):
             if split == "validation":
                 return []
             raise UserError(f"data.source.path: {root} holds no cache of Levanter: there is no {_LEDGER} in it")
-        return [LevanterShard(str(root), fingerprint(_ledger(root)), self.document_ends)]
+        return [LevanterShard(str(root), fingerprint(_read_ledger(root)), self.document_ends)]
 
 
-def _ledger(root: Path) -> dict[str, Any]:
+def _read_ledger(root: Path) -> dict[str, Any]:
     try:
         ledger = json.loads((root / _LEDGER).read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -73,35 +73,37 @@ class LevanterShard(TokenShard):
 
     @property
     def size(self) -> int:
-        return sum(file.stat().st_size for path in self._directories() for file in (path / "data").rglob("*"))
+        return sum(file.stat().st_size for path in self._id_directories() for file in (path / "data").rglob("*"))
 
     def identity(self) -> dict[str, object]:
         return {"type": "levanter", "url": self.root, "ledger": self.ledger, "document_ends": self.document_ends}
 
     def check_unchanged(self) -> None:
-        if fingerprint(_ledger(Path(self.root))) != self.ledger:
+        if fingerprint(_read_ledger(Path(self.root))) != self.ledger:
             raise UserError(f"{self.root} changed while it was indexed; start again when nothing writes to it any more")
 
-    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+    def token_arrays(self, dtype: np.dtype) -> list[TokenArray]:
         del dtype
         arrays = []
-        for path in self._directories():
-            ends = _ends(path)
+        for path in self._id_directories():
+            ends = _read_document_ends(path)
             data = str(path / "data")
-            ids = open_array(data, _kind(data)).dtype.numpy_dtype
+            ids = open_array(data, _zarr_driver(data)).dtype.numpy_dtype
             if ids.kind not in "iu":
                 raise UserError(f"{data} holds {ids.name}, no token ids")
-            arrays.append(TokenArray(str(path), data, _kind(data), ids.str, 0, int(ends[-1]) if len(ends) else 0))
+            arrays.append(
+                TokenArray(str(path), data, _zarr_driver(data), ids.str, 0, int(ends[-1]) if len(ends) else 0)
+            )
         return arrays
 
-    def ends(self, number: int, array: TokenArray) -> np.ndarray:
+    def read_document_ends(self, number: int, array: TokenArray) -> np.ndarray:
         del array
-        return _ends(self._directories()[number])
+        return _read_document_ends(self._id_directories()[number])
 
-    def _directories(self) -> list[Path]:
+    def _id_directories(self) -> list[Path]:
         """Lists the directories of the ids: a single one, or one per shard for a cache with unmerged shards."""
         root = Path(self.root)
-        ledger = _ledger(root)
+        ledger = _read_ledger(root)
         parts = (
             [path_inside(root, name, root) for name in ledger.get("finished_shards", [])]
             if ledger.get("layout") == "sharded"
@@ -120,13 +122,13 @@ class LevanterShard(TokenShard):
         return [part / _FIELD for part in parts or [root]]
 
 
-def _kind(path: str) -> str:
+def _zarr_driver(path: str) -> str:
     return "zarr3" if os.path.exists(f"{path}/zarr.json") else "zarr"
 
 
-def _ends(path: Path) -> np.ndarray:
+def _read_document_ends(path: Path) -> np.ndarray:
     """Reads the document ends; the first item of the array is their number, followed by the ends."""
-    array = open_array(str(path / "offsets"), _kind(str(path / "offsets")))
+    array = open_array(str(path / "offsets"), _zarr_driver(str(path / "offsets")))
     rows = int(array[0].read().result())
     ends = np.asarray(array[1 : rows + 1].read().result(), np.int64)
     starts = np.concatenate([[0], ends[:-1]])

@@ -10,15 +10,15 @@ from typing import Literal
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.files import File, file_at
+from lm_trainer.data.sources.files import File, look_up_file
 from lm_trainer.data.sources.tokens import (
     DocumentEnds,
     TokenArray,
     TokenFileSource,
     TokenShard,
-    check_files,
+    check_files_unchanged,
     count_tokens,
-    local_path,
+    require_local_path,
 )
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -37,20 +37,20 @@ class Megatron(TokenFileSource):
     """`eos`: the end-of-document token ends documents, and must match the document ends in the index. `index`: only the
     index defines the document ends, for data without an end-of-document token."""
 
-    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+    def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
         for file in files:
             if not file.url.endswith(".bin"):
                 raise UserError(f"{file.name}: name the .bin file of Megatron's data set; its .idx is found beside it")
-        return MegatronShard(files, tuple(_index_of(file) for file in files), self.document_ends)
+        return MegatronShard(files, tuple(_find_index_file(file) for file in files), self.document_ends)
 
 
-def _index_of(file: File) -> File:
+def _find_index_file(file: File) -> File:
     from fsspec.implementations.local import LocalFileSystem
 
-    path = f"{local_path(file).removesuffix('.bin')}.idx"
+    path = f"{require_local_path(file).removesuffix('.bin')}.idx"
     if not os.path.exists(path):
         raise UserError(f"{file.name} has no index: there is no {path}; for tokens alone, set data.source.type: tokens")
-    return file_at(LocalFileSystem(), path, path)
+    return look_up_file(LocalFileSystem(), path, path)
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,21 @@ class MegatronShard(TokenShard):
         return {"type": "megatron", "document_ends": self.document_ends, "files": files}
 
     def check_unchanged(self) -> None:
-        check_files((*self.files, *self.indexes))
+        check_files_unchanged((*self.files, *self.indexes))
 
-    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+    def token_arrays(self, dtype: np.dtype) -> list[TokenArray]:
         del dtype
         arrays = []
         for file, index in zip(self.files, self.indexes, strict=True):
-            ids = _header(index)[0]
-            arrays.append(TokenArray(file.name, local_path(file), "raw", ids.str, 0, count_tokens(file, 0, ids)))
+            ids = _read_header(index)[0]
+            arrays.append(
+                TokenArray(file.name, require_local_path(file), "raw", ids.str, 0, count_tokens(file, 0, ids))
+            )
         return arrays
 
-    def ends(self, number: int, array: TokenArray) -> np.ndarray:
+    def read_document_ends(self, number: int, array: TokenArray) -> np.ndarray:
         index = self.indexes[number]
-        dtype, sequences, documents = _header(index)
+        dtype, sequences, documents = _read_header(index)
         with open(index.url, "rb") as stream:
             stream.seek(_HEADER.size)
             lengths_N = np.fromfile(stream, "<i4", sequences).astype(np.int64)
@@ -115,7 +117,7 @@ class MegatronShard(TokenShard):
         return ends_D.astype(np.int64)
 
 
-def _header(index: File) -> tuple[np.dtype, int, int]:
+def _read_header(index: File) -> tuple[np.dtype, int, int]:
     """Returns the dtype of the tokens, the number of sequences, and the number of documents plus one."""
     with open(index.url, "rb") as stream:
         content = stream.read(_HEADER.size)

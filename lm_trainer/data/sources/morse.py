@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lm_trainer.data.audio.mel import SAMPLING_RATE
-from lm_trainer.data.audio.morse import MorseVoice, units_of
+from lm_trainer.data.audio.morse import MorseVoice, num_time_units
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, read_record
 from lm_trainer.data.sources.embedded import Embedded
 
@@ -52,12 +52,12 @@ class Morse(SourceConfig):
     takes_urls: ClassVar[bool] = False
 
     @model_validator(mode="after")
-    def _ranges_rise(self) -> Self:
+    def _check_ranges(self) -> Self:
         for name in ("unit_seconds", "pitch", "noise"):
             low, high = getattr(self, name)
             if not 0 <= low <= high or (name != "noise" and low == 0):
                 raise ValueError(f"{name}: {low:g} to {high:g} is no range of values above 0 that rises")
-        if self.seconds < units_of("aaaa") * self.unit_seconds[1] + _LEAD_SECONDS:
+        if self.seconds < num_time_units("aaaa") * self.unit_seconds[1] + _LEAD_SECONDS:
             raise ValueError(f"seconds: in {self.seconds:g} s there is no time for a word; raise it")
         return self
 
@@ -75,9 +75,9 @@ class Morse(SourceConfig):
     def voice(self) -> MorseVoice:
         return MorseVoice(self.unit_seconds, self.pitch, self.noise)
 
-    def fits(self, text: str) -> bool:
+    def is_short_enough(self, text: str) -> bool:
         """True if a text is short enough even at the lowest speed."""
-        longest = units_of(text) * self.unit_seconds[1] + _LEAD_SECONDS
+        longest = num_time_units(text) * self.unit_seconds[1] + _LEAD_SECONDS
         return len(text) <= self.max_chars and longest <= self.seconds
 
 
@@ -100,7 +100,7 @@ class MorseShard:
         return None
 
     def identity(self) -> dict[str, object]:
-        words = hashlib.sha256(" ".join(_words(self.split)).encode()).hexdigest()
+        words = hashlib.sha256(" ".join(_read_words(self.split)).encode()).hexdigest()
         settings = self.source.model_dump(mode="json", exclude={"rows", "validation_rows"})
         return {
             **settings,
@@ -112,16 +112,16 @@ class MorseShard:
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number in range(start, self.stop - self.start):
-            record = self._record(self.start + number)
+            record = self._make_record(self.start + number)
             named = dict(zip(self.fields, record.values(), strict=False)) if self.fields else record
             row = read_record(named, "text", self.fields)
             yield row._replace(number=number, where=f"data.source.{self.split}[{self.start + number}]")
 
-    def _record(self, row: int) -> dict[str, object]:
+    def _make_record(self, row: int) -> dict[str, object]:
         source = self.source
         # Seeded with the row number, so that every row can be made independently.
         rng = np.random.Generator(np.random.Philox(key=(source.seed, 2 * row + (self.split == "validation"))))
-        text = _draw_text(source, _words(self.split), rng)
+        text = _draw_text(source, _read_words(self.split), rng)
         samples = source.voice.speak(text, SAMPLING_RATE, rng, signal=source.signal)
         return {"audio": {"array": samples, "sampling_rate": SAMPLING_RATE}, "text": text}
 
@@ -131,15 +131,15 @@ def _draw_text(source: Morse, words: tuple[str, ...], rng: np.random.Generator) 
     while True:
         index = int(rng.integers(len(words)))
         text, longer = words[index], words[index]
-        while source.fits(longer):
+        while source.is_short_enough(longer):
             text, index = longer, (index + 1) % len(words)
             longer = f"{text} {words[index]}"
-        if source.fits(text):
+        if source.is_short_enough(text):
             return text
 
 
 @lru_cache(maxsize=2)
-def _words(split: Split) -> tuple[str, ...]:
+def _read_words(split: Split) -> tuple[str, ...]:
     """Returns all words of a part of the embedded corpus, in order."""
     shards = Embedded(max_bytes=_CORPUS_BYTES).shards(split)
     text = "\n".join(row.text for shard in shards for row in shard.rows() if isinstance(row, Row))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.arrow_rows import arrow_error, batch_rows, check_columns
+from lm_trainer.data.sources.arrow_rows import check_columns, iter_batch_rows, translate_arrow_error
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, group_files, open_seekable
 
@@ -32,7 +32,7 @@ class Parquet(FileSource):
 class ParquetShard(FileShard):
     """Some files, in order; a row is a row of the table."""
 
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         return {"type": "parquet"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
@@ -40,13 +40,13 @@ class ParquetShard(FileShard):
         for file in self.files:
             with open_seekable(file) as stream:
                 # Opening reads only the footer, so files before `start` are skipped at little cost.
-                table = _open(file, stream, self.read_fields)
+                table = _open_table(file, stream, self.read_fields)
                 count = table.metadata.num_rows
                 if file_start + count > start:
-                    yield from self._rows_of(file, table, file_start, start)
+                    yield from self._iter_file_rows(file, table, file_start, start)
                 file_start += count
 
-    def _rows_of(
+    def _iter_file_rows(
         self, file: File, table: pyarrow.parquet.ParquetFile, file_start: int, start: int
     ) -> Iterator[Row | BadRow]:
         """Yields the rows of one file, starting with number `start`; `file_start` is the number of its first row."""
@@ -57,14 +57,14 @@ class ParquetShard(FileShard):
                 number += rows
             else:
                 groups.append(index)
-        for batch in _batches(file, table, groups, list(self.read_fields)):
+        for batch in _iter_batches(file, table, groups, list(self.read_fields)):
             if skipped := min(max(start - number, 0), batch.num_rows):
                 batch, number = batch.slice(skipped), number + skipped
-            yield from batch_rows(self, file, batch, number, file_start)
+            yield from iter_batch_rows(self, file, batch, number, file_start)
             number += batch.num_rows
 
 
-def _open(file: File, stream: IO[bytes], columns: tuple[str, ...]) -> pyarrow.parquet.ParquetFile:
+def _open_table(file: File, stream: IO[bytes], columns: tuple[str, ...]) -> pyarrow.parquet.ParquetFile:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -79,18 +79,20 @@ def _open(file: File, stream: IO[bytes], columns: tuple[str, ...]) -> pyarrow.pa
     return table
 
 
-def _batches(
+def _iter_batches(
     file: File, table: pyarrow.parquet.ParquetFile, groups: list[int], columns: list[str]
 ) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
     try:
-        yield from table.iter_batches(_batch_rows(table, groups), row_groups=groups, columns=columns, use_threads=False)
+        yield from table.iter_batches(
+            _num_batch_rows(table, groups), row_groups=groups, columns=columns, use_threads=False
+        )
     except (pyarrow.ArrowException, OSError) as error:
-        raise arrow_error(file, error) from None
+        raise translate_arrow_error(file, error) from None
 
 
-def _batch_rows(table: pyarrow.parquet.ParquetFile, groups: list[int]) -> int:
+def _num_batch_rows(table: pyarrow.parquet.ParquetFile, groups: list[int]) -> int:
     """Returns the number of rows to read at once: fewer for large rows, such as recordings."""
     metadata = [table.metadata.row_group(index) for index in groups]
     rows, size = (

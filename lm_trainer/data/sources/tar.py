@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple, Self
 
-from lm_trainer.data.sources.files import File, damaged, open_binary, open_seekable
+from lm_trainer.data.sources.files import File, damage_error, open_binary, open_seekable
 
 _MAX_LINKS = 16
 """Maximum length of a chain of links."""
@@ -36,20 +36,20 @@ def open_tar(file: File) -> Iterator[Iterator[Member]]:
             open_binary(file) as stream,
             tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive,
         ):
-            yield _members(archive, _LinkResolver(file, opened))
+            yield _iter_members(archive, _LinkResolver(file, opened))
     except tarfile.TarError as error:
-        raise damaged(file, error) from None
+        raise damage_error(file, error) from None
 
 
-def _members(archive: tarfile.TarFile, linked: _LinkResolver) -> Iterator[Member]:
+def _iter_members(archive: tarfile.TarFile, linked: _LinkResolver) -> Iterator[Member]:
     for member in archive:
         if member.isfile():
-            yield Member(member.name, partial(_content, archive, member))
+            yield Member(member.name, partial(_read_content, archive, member))
         elif member.islnk() or member.issym():
             yield Member(member.name, partial(linked.read, member))
 
 
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _read_content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     opened = archive.extractfile(member)
     assert opened is not None
     return opened.read()
@@ -78,7 +78,7 @@ class _LinkResolver:
             member = self._members.get(posixpath.normpath(posixpath.join(directory, member.linkname)))
             if member is None or member.isfile():
                 break
-        return None if member is None or not member.isfile() else _content(self._archive, member)
+        return None if member is None or not member.isfile() else _read_content(self._archive, member)
 
 
 class _StrictTarInfo(tarfile.TarInfo):

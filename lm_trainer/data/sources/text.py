@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, group_files, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group_files, number_items, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
 """Longer files are encoded in pieces of about this size to bound memory; the file is still one document.
@@ -57,24 +57,26 @@ class TextShard:
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         # One buffer for all files of the shard, since the pages of a new buffer would be faulted in for every file.
         buffer = bytearray(_BUFFER_BYTES)
-        for number, (file, offset, piece, last) in numbered((_pieces(file, buffer) for file in self.files), start):
+        for number, (file, offset, piece, last) in number_items(
+            (_iter_pieces(file, buffer) for file in self.files), start
+        ):
             try:
                 yield Row(number, file.name, str(piece, "utf-8"), last)
             except UnicodeDecodeError as error:
-                line = _line(file, offset + error.start)
+                line = _line_number(file, offset + error.start)
                 near = bytes(piece[max(0, error.start - 8) : error.start + 8])
                 # A bad piece ends the document, since the text after the gap does not continue the text before it.
                 yield BadRow(number, f"{file.name}:{line}", f"invalid UTF-8 near {near!r}")
 
 
-def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
+def _iter_pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
     """Yields (file, offset of the first byte, bytes, True for the last piece).
 
     The bytes are in `buffer`, and valid until the next piece is requested.
     """
     view = memoryview(buffer)
     with open_binary(file) as stream:
-        end = _fill(stream, view)
+        end = _fill_buffer(stream, view)
         start = offset = len(_BOM) if buffer.startswith(_BOM, 0, end) else 0
         if buffer.find(b"\0", start, min(end, start + 1024)) >= 0:
             raise UserError(f"{file.url} is not text: it holds zero bytes (is it binary, compressed or UTF-16?)")
@@ -84,7 +86,7 @@ def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryvi
             if end - start <= 2 * PIECE_BYTES:
                 view[: end - start] = view[start:end]
                 start, end = 0, end - start
-                end += _fill(stream, view[end:])
+                end += _fill_buffer(stream, view[end:])
             if end - start <= 2 * PIECE_BYTES:
                 yield file, offset, view[start:end], True
                 return
@@ -93,7 +95,7 @@ def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryvi
             start, offset = piece_end, offset + piece_end - start
 
 
-def _fill(stream: Any, view: memoryview) -> int:
+def _fill_buffer(stream: Any, view: memoryview) -> int:
     """Reads until the view is full or the file ends; returns the number of bytes."""
     # Remote files may return fewer bytes than requested before their end.
     filled = 0
@@ -114,7 +116,7 @@ def _find_piece_end(buffer: bytearray, start: int) -> int:
     return piece_end
 
 
-def _line(file: File, offset: int) -> int:
+def _line_number(file: File, offset: int) -> int:
     """Returns the line number, from 1, of the byte at `offset` of a file."""
     line = 1
     with open_binary(file) as stream:

@@ -10,14 +10,14 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.files import File
-from lm_trainer.data.sources.token_types import written_type
+from lm_trainer.data.sources.token_types import find_written_dtype
 from lm_trainer.data.sources.tokens import (
     TokenArray,
     TokenFileSource,
     TokenShard,
-    check_files,
+    check_files_unchanged,
     count_tokens,
-    local_path,
+    require_local_path,
 )
 
 _NUMPY_MAGIC = b"\x93NUMPY"
@@ -56,7 +56,7 @@ class TokenFiles(TokenFileSource):
 
     suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
-    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+    def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
         return TokenFileShard(files, self.dtype, self.document_ends)
 
 
@@ -81,15 +81,15 @@ class TokenFileShard(TokenShard):
         return {"type": "tokens", "dtype": self.dtype, **ends, "files": [file.identity() for file in self.files]}
 
     def check_unchanged(self) -> None:
-        check_files(self.files)
+        check_files_unchanged(self.files)
 
-    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+    def token_arrays(self, dtype: np.dtype) -> list[TokenArray]:
         raw = dtype if self.dtype is None else np.dtype(self.dtype).newbyteorder("<")
-        return [_array(file, raw) for file in self.files]
+        return [_make_token_array(file, raw) for file in self.files]
 
     def dtype_problem(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
         # The header defines the dtype.
-        if header or (written := written_type(ids_T, vocab_size)) is None:
+        if header or (written := find_written_dtype(ids_T, vocab_size)) is None:
             return None
         read_in = ids_T.dtype.name
         # If 0 is the EOS token, documents of one token look the same; trust an explicit dtype.
@@ -104,13 +104,13 @@ class TokenFileShard(TokenShard):
         sure = f" (or {read_in}, if they are that all the same)" if self.dtype is None else ""
         return f"{problem}; set data.source: {{type: tokens, dtype: {written.name}}}{sure}"
 
-    def ends(self, number: int, array: TokenArray) -> np.ndarray | None:
+    def read_document_ends(self, number: int, array: TokenArray) -> np.ndarray | None:
         del number
         return np.array([array.count], np.int64) if self.by_index else None
 
 
-def _array(file: File, raw: np.dtype) -> TokenArray:
-    path = local_path(file)
+def _make_token_array(file: File, raw: np.dtype) -> TokenArray:
+    path = require_local_path(file)
     index = f"{path.removesuffix('.bin')}.idx"
     if path.endswith(".bin") and os.path.exists(index):
         raise UserError(f"beside {file.name} lies its index, {index}; set data.source: {{type: megatron}} to use it")
@@ -119,7 +119,7 @@ def _array(file: File, raw: np.dtype) -> TokenArray:
         begin = stream.read(_LLMC_HEADER)
         if begin.startswith(_NUMPY_MAGIC):
             stream.seek(0)
-            dtype, header, header_count = _numpy_header(file, stream)
+            dtype, header, header_count = _read_numpy_header(file, stream)
     if foreign := next((description for magic, description in _FOREIGN.items() if begin.startswith(magic)), None):
         raise UserError(f"{file.name} is {foreign}")
     if (magic := int.from_bytes(begin[:4], "little")) in _LLMC_DTYPES:
@@ -134,7 +134,7 @@ def _array(file: File, raw: np.dtype) -> TokenArray:
     return TokenArray(file.name, path, "raw", dtype.str, header, count)
 
 
-def _numpy_header(file: File, stream: IO[bytes]) -> tuple[np.dtype, int, int]:
+def _read_numpy_header(file: File, stream: IO[bytes]) -> tuple[np.dtype, int, int]:
     try:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -14,7 +14,7 @@ _EVIDENCE = 16
 """Number of suspicious ids that together are certain evidence, although each may occur by chance."""
 
 
-def written_type(ids_T: np.ndarray, vocab_size: int) -> np.dtype | None:
+def find_written_dtype(ids_T: np.ndarray, vocab_size: int) -> np.dtype | None:
     """Returns the dtype the ids were written with, if it certainly differs from the one they are read with.
 
     This is certain if some ids are outside the vocabulary, or every second id looks like the upper half of a wider

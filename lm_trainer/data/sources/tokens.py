@@ -38,7 +38,7 @@ class TokenShard(ABC):
     """True if an index defines the document ends, independent of the tokens."""
 
     @abstractmethod
-    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+    def token_arrays(self, dtype: np.dtype) -> list[TokenArray]:
         """Lists the files.
 
         Args:
@@ -48,7 +48,7 @@ class TokenShard(ABC):
             UserError: if a file is invalid.
         """
 
-    def ends(self, number: int, array: TokenArray) -> np.ndarray | None:
+    def read_document_ends(self, number: int, array: TokenArray) -> np.ndarray | None:
         """Returns the document ends of file `number`: ascending int64; the last is the file length. None: no index.
 
         Raises:
@@ -89,7 +89,7 @@ class TokenShard(ABC):
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         """Yields one row without text, with the location of token `start` of the shard."""
         offset = start
-        for array in self.arrays(np.dtype("<u2")):
+        for array in self.token_arrays(np.dtype("<u2")):
             if offset < array.count:
                 yield Row(start, f"{array.name}:token {offset}", "")
                 return
@@ -108,28 +108,28 @@ class TokenFileSource(FileSource):
                 raise UserError(f"{file.name} is not on this machine; tokens are memory-mapped, so copy it here")
             if file.compressed:
                 raise UserError(f"{file.name} is compressed; tokens are memory-mapped, so unpack it")
-        return [self.token_shard(tuple(files))]
+        return [self.make_token_shard(tuple(files))]
 
     @abstractmethod
-    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+    def make_token_shard(self, files: tuple[File, ...]) -> TokenShard:
         """Returns the shard of some local files."""
 
 
-def check_files(files: Sequence[File]) -> None:
+def check_files_unchanged(files: Sequence[File]) -> None:
     """Checks that files have not changed.
 
     Raises:
         UserError: if the size or version of a file has changed.
     """
     for file in files:
-        if (current := file.refreshed()) != file:
+        if (current := file.refresh()) != file:
             raise UserError(
                 f"{file.name} changed while it was indexed: it had {file.size} bytes (version {file.version}), now "
                 f"{current.size} (version {current.version}); start again when nothing writes to it any more"
             )
 
 
-def local_path(file: File) -> str:
+def require_local_path(file: File) -> str:
     """Returns the absolute path of a local file."""
     assert file.path is not None
     return file.path

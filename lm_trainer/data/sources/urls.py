@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded, variable_problem
+from lm_trainer.core.files import expand_home, shell_variable_problem
 from lm_trainer.data.sources.compression import unpacking_problem
-from lm_trainer.data.sources.files import File, check_listed, file_at, file_system, is_file
+from lm_trainer.data.sources.files import File, check_listed_url, find_file_system, is_file, look_up_file
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -28,7 +28,7 @@ def expand_braces(url: str) -> list[str]:
     for match in _BRACE.finditer(url):
         body = match[1]
         if numbers := _RANGE.fullmatch(body):
-            options = _numbers(numbers[1], numbers[2])
+            options = _expand_range(numbers[1], numbers[2])
         elif "," in body:
             options = body.split(",")
         else:
@@ -38,7 +38,7 @@ def expand_braces(url: str) -> list[str]:
     return [url]
 
 
-def _numbers(first: str, last: str) -> list[str]:
+def _expand_range(first: str, last: str) -> list[str]:
     start, stop = int(first), int(last)
     padded = any(len(text.lstrip("-")) > 1 and text.lstrip("-").startswith("0") for text in (first, last))
     width = max(len(first), len(last)) if padded else 0
@@ -66,7 +66,7 @@ _EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
     """Lists files like `list_files`, as pairs of a path, URL or glob and its files."""
     names = [name for url in urls for name in ([url] if is_file(url) else expand_braces(url))]
-    matches = [(name, _find(name, key)) for name in names]
+    matches = [(name, _find_files(name, key)) for name in names]
     name_by_path: dict[str, str] = {}
     for file in (file for _, files in matches for file in files):
         if (earlier_name := name_by_path.get(unique_path := _unique_path(file))) is not None:
@@ -89,10 +89,10 @@ def _unique_path(file: File) -> str:
     return os.path.join(os.path.realpath(directory), name)
 
 
-def _file_system(url: str, key: str) -> tuple[Any, str]:
+def _resolve_file_system(url: str, key: str) -> tuple[Any, str]:
     """Returns the fsspec file system of `url`, and the path in it."""
     try:
-        return file_system(url, local=is_file(url))
+        return find_file_system(url, local=is_file(url))
     except ImportError as error:
         if url.startswith(("http://", "https://")):
             raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
@@ -104,42 +104,42 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
         raise UserError(f"{key}: cannot open {url}: {str(error) or type(error).__name__}") from None
 
 
-def _find(url: str, key: str) -> list[File]:
+def _find_files(url: str, key: str) -> list[File]:
     # The query of a URL may contain a `$`.
-    if "://" not in url and not is_file(url) and (problem := variable_problem(url)):
+    if "://" not in url and not is_file(url) and (problem := shell_variable_problem(url)):
         raise UserError(f"{key}: {problem}")
-    url = expanded(url)
-    filesystem, path = _file_system(url, key)
+    url = expand_home(url)
+    filesystem, path = _resolve_file_system(url, key)
     try:
         if not is_file(url) and any(character in path for character in "*?["):
             paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
             if not paths:
                 raise UserError(f"{key}: no file matches {url}")
-            return [file_at(filesystem, p, _matched(filesystem, p, url)) for p in paths]
-        return [file_at(filesystem, path, url)]
+            return [look_up_file(filesystem, p, _matched_url(filesystem, p, url)) for p in paths]
+        return [look_up_file(filesystem, path, url)]
     except UserError:
         raise
     # OSError, or an error type of the package of the file system.
     except Exception as error:
-        raise UserError(f"{key}: {_explain(error, filesystem, path, url)}") from None
+        raise UserError(f"{key}: {_explain_error(error, filesystem, path, url)}") from None
 
 
-def _matched(filesystem: AbstractFileSystem, path: str, glob: str) -> str:
+def _matched_url(filesystem: AbstractFileSystem, path: str, glob: str) -> str:
     """Returns the URL of a file matched by a glob."""
     if "://" not in glob:
         return path
     url = filesystem.unstrip_protocol(path)
-    return url if "::" in glob else check_listed(url)
+    return url if "::" in glob else check_listed_url(url)
 
 
-def _explain(error: Exception, filesystem: AbstractFileSystem, path: str, url: str) -> str:
+def _explain_error(error: Exception, filesystem: AbstractFileSystem, path: str, url: str) -> str:
     """Explains why the files of a URL cannot be listed."""
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__
         # A web server that does not answer or denies access raises the same error; only the cause differs.
         if cause is not None and not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404:
             return f"cannot read {url}: {cause}"
-        return f"there is no file {url}{_did_you_mean(filesystem, path)}"
+        return f"there is no file {url}{_suggest_files(filesystem, path)}"
     if isinstance(error, IsADirectoryError):
         return f"{url} is a directory; write which files in it, such as {url.rstrip('/')}/*.jsonl"
     reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -149,7 +149,7 @@ def _explain(error: Exception, filesystem: AbstractFileSystem, path: str, url: s
     return f"cannot read {url}: {reason}"
 
 
-def _did_you_mean(filesystem: AbstractFileSystem, path: str) -> str:
+def _suggest_files(filesystem: AbstractFileSystem, path: str) -> str:
     parent, _, name = path.rpartition("/")
     try:
         names = [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(parent or "/", detail=False)]

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal
 
-from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad_row, read_record
-from lm_trainer.data.sources.files import File, group_files, numbered
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, make_bad_row, read_record
+from lm_trainer.data.sources.files import File, group_files, number_items
 from lm_trainer.data.sources.tar import open_tar
 
 _Sample = dict[str, bytes | BadRow | None]
@@ -32,28 +32,28 @@ class WebDataset(FileSource):
 class WebDatasetShard(FileShard):
     """Some archives, in order; a row is a sample."""
 
-    def form(self) -> dict[str, object]:
+    def reader_identity(self) -> dict[str, object]:
         return {"type": "webdataset"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        files = (self._samples(file) for file in self.files)
-        for number, (location, sample) in numbered(files, start):
+        files = (self._iter_samples(file) for file in self.files)
+        for number, (location, sample) in number_items(files, start):
             row = sample if isinstance(sample, BadRow) else read_record(sample, self.text_key, self.fields)
             yield row._replace(number=number, where=location)
 
-    def _samples(self, file: File) -> Iterator[tuple[str, dict[str, object] | BadRow]]:
+    def _iter_samples(self, file: File) -> Iterator[tuple[str, dict[str, object] | BadRow]]:
         """Yields (archive and key, fields by ending) for every run of files with the same name."""
         key, sample = None, _Sample()
-        for name, ending, content in self._members(file):
+        for name, ending, content in self._iter_members(file):
             if key is not None and name != key:
-                yield f"{file.name}:{key}", _decoded(sample)
+                yield f"{file.name}:{key}", _decode_sample(sample)
                 sample = {}
             key = name
-            sample[ending] = bad_row(f"two files end in .{ending}") if ending in sample else content
+            sample[ending] = make_bad_row(f"two files end in .{ending}") if ending in sample else content
         if key is not None:
-            yield f"{file.name}:{key}", _decoded(sample)
+            yield f"{file.name}:{key}", _decode_sample(sample)
 
-    def _members(self, file: File) -> Iterator[tuple[str, str, bytes | BadRow | None]]:
+    def _iter_members(self, file: File) -> Iterator[tuple[str, str, bytes | BadRow | None]]:
         """Yields (key, ending, content) for every file or link; the content is None for unused endings."""
         used_endings = {part for name in self.read_fields for part in (name, name.partition(".")[0])}
         with open_tar(file) as archive:
@@ -67,12 +67,14 @@ class WebDatasetShard(FileShard):
                 if ending.lower() in used_endings:
                     content = member.read()
                     content = (
-                        bad_row(f"its .{ending} is a link to no file of the archive") if content is None else content
+                        make_bad_row(f"its .{ending} is a link to no file of the archive")
+                        if content is None
+                        else content
                     )
                 yield f"{directory}{slash}{stem}", ending.lower(), content
 
 
-def _decoded(sample: _Sample) -> dict[str, object] | BadRow:
+def _decode_sample(sample: _Sample) -> dict[str, object] | BadRow:
     fields: dict[str, object] = {}
     for ending, content in sample.items():
         if isinstance(content, BadRow):
@@ -84,7 +86,7 @@ def _decoded(sample: _Sample) -> dict[str, object] | BadRow:
             text = content.decode("utf-8")
             fields[ending] = json.loads(text) if ending.rpartition(".")[2] == "json" else text
         except UnicodeDecodeError as error:
-            return bad_row(f"invalid UTF-8 at byte {error.start} of its .{ending}")
+            return make_bad_row(f"invalid UTF-8 at byte {error.start} of its .{ending}")
         except (ValueError, RecursionError) as error:
-            return bad_row(f"its .{ending} is not JSON: {error}")
+            return make_bad_row(f"its .{ending} is not JSON: {error}")
     return fields

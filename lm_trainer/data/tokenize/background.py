@@ -40,13 +40,13 @@ class BackgroundBuild:
 
     def run(self) -> None:
         """Builds until the cache is finished, the build fails, or `close` is called."""
-        callbacks = BuildCallbacks(self._cache.show, self._cache.extend, self._is_stopped)
+        callbacks = BuildCallbacks(self._cache.set_progress, self._cache.extend, self._is_stopped)
         try:
             self._cache.extend(self._build.run(callbacks, background_builds=self._num_builds))
         except Stopped:
-            self._cache.fail(RuntimeError(f"the build of {self._cache.store.url} has been closed"))
+            self._cache.set_error(RuntimeError(f"the build of {self._cache.store.url} has been closed"))
         except BaseException as error:  # re-raised in the reader that needs the missing text
-            self._cache.fail(error)
+            self._cache.set_error(error)
 
     def close(self) -> None:
         """Asks the build to stop after the current batch of rows."""

@@ -17,7 +17,7 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.tokenize.lock import BuilderLock
-from lm_trainer.data.tokenize.manifest import Manifest, check_manifest, claim, make_manifest
+from lm_trainer.data.tokenize.manifest import Manifest, claim_store, count_matching_shards, make_manifest
 from lm_trainer.data.tokenize.process_pool import run_in_processes
 from lm_trainer.data.tokenize.progress import BuildCallbacks, ProgressMeter, Stopped
 from lm_trainer.data.tokenize.ray_backend import run_on_ray
@@ -74,7 +74,7 @@ class Build:
             MachineError: if the disk is full or a worker was killed.
             Stopped: if `callbacks.stopped` returned True.
         """
-        ledger = self.look()
+        ledger = self.read_ledger()
         if not ledger.finished:
             reporter = _Reporter(self, callbacks or BuildCallbacks())
             with BuilderLock(self.store, on_wait=reporter.report) as lock:
@@ -82,14 +82,14 @@ class Build:
             self.check_bad_rows(ledger)
         return ledger
 
-    def look(self) -> Ledger:
+    def read_ledger(self) -> Ledger:
         """Returns the current ledger without building.
 
         Raises:
             UserError: if the directory holds another cache, or a finished one with too many bad rows.
         """
         ledger = Ledger.read(self.store)
-        check_manifest(self.store, self.manifest(), ledger)
+        count_matching_shards(self.store, self.manifest(), ledger)
         if ledger.finished:
             self.check_bad_rows(ledger)
         return ledger
@@ -101,25 +101,25 @@ class Build:
     def _build(self, lock: BuilderLock, reporter: _Reporter, background_builds: int) -> Ledger:
         # Reread the ledger: another builder may have finished while this one waited for the lock.
         ledger = Ledger.read(self.store)
-        claim(self.store, self.manifest(), ledger)
+        claim_store(self.store, self.manifest(), ledger)
         if ledger.finished:
             return ledger
         self.on_begin()
         keeper = _LedgerKeeper(self, ledger, lock, reporter)
-        keeper.tick(force=True)
+        keeper.update(force=True)
         todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]
-        jobs = [self._job(index) for index in todo]
+        jobs = [self._make_job(index) for index in todo]
         workers = count_workers(self.options.num_workers, [self.shards[index] for index in todo], background_builds)
         if self.options.ray is not None and jobs:
-            run_on_ray(jobs, self.options.ray, keeper.tick)
+            run_on_ray(jobs, self.options.ray, keeper.update)
         elif workers:
-            run_in_processes(jobs, workers, keeper.tick)
+            run_in_processes(jobs, workers, keeper.update)
         else:
             for job in jobs:
-                write_shard(job, on_rows=keeper.add, stopped=reporter.stopped)
+                write_shard(job, on_rows=keeper.add_uncommitted, stopped=reporter.stopped)
         return keeper.finish()
 
-    def _job(self, index: int) -> ShardJob:
+    def _make_job(self, index: int) -> ShardJob:
         options = self.options
         return ShardJob(
             self.store,
@@ -206,12 +206,12 @@ class _LedgerKeeper:
         self._build, self._ledger, self._lock, self._reporter = build, ledger, lock, reporter
         self._uncommitted, self._last_tick = 0, 0.0
 
-    def add(self, text_bytes: int) -> None:
+    def add_uncommitted(self, text_bytes: int) -> None:
         """Counts text encoded in this process."""
         self._uncommitted += text_bytes
-        self.tick()
+        self.update()
 
-    def tick(self, *, force: bool = False) -> None:
+    def update(self, *, force: bool = False) -> None:
         """Adds newly committed parts to the ledger and reports progress, at most once in POLL_SECONDS unless forced.
 
         Raises:
@@ -221,7 +221,7 @@ class _LedgerKeeper:
         if not force and current_time - self._last_tick < POLL_SECONDS:
             return
         self._last_tick = current_time
-        self._lock.beat()
+        self._lock.write_heartbeat()
         bytes_before = sum(self._ledger.text_bytes)
         if self._ledger.advance(self._build.store, len(self._build.shards)):
             self._ledger.write(self._build.store)
@@ -234,7 +234,7 @@ class _LedgerKeeper:
         Raises:
             UserError: if the data has no text, or too many bad rows.
         """
-        self.tick(force=True)
+        self.update(force=True)
         if self._ledger.num_documents == 0:
             raise UserError(
                 f"the {self._build.name} data holds no text: {self._ledger.rows} rows, all of them empty or bad"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_trainer.data.cache.format import MANIFEST, damaged, fingerprint
+from lm_trainer.data.cache.format import MANIFEST, damage_error, fingerprint
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.config import DataConfig, SetConfig
@@ -47,14 +47,14 @@ def find_caches(config: DataConfig) -> tuple[str, dict[str, CacheSpec]]:
     Raises:
         UserError: for missing data.
     """
-    shards = {name: _shards(config, name) for name in config.sets}
+    shards = {name: _list_set_shards(config, name) for name in config.sets}
     cache_dir = config.cache_dir or _default_directory(config, config, shards)
     caches = {}
     for name, set_config in config.sets.items():
         directory = (
             cache_dir
             if set_config is config
-            else set_config.cache_dir or _set_directory(config, set_config, name, shards)
+            else set_config.cache_dir or _choose_set_directory(config, set_config, name, shards)
         )
         for split in (split for split, split_shards in shards[name].items() if split_shards):
             title = split if set_config is config else f"{name} {split}"
@@ -69,10 +69,10 @@ def _check_manifests(directory: str) -> None:
     """Rejects splits that have lost their manifest. Without one, they would look as if they had never existed."""
     for store in (KvStore(f"{directory}/{split}") for split in ("train", "validation")):
         if store.read(MANIFEST) is None and Ledger.read(store).begun:
-            raise damaged(store, MANIFEST, "is missing")
+            raise damage_error(store, MANIFEST, "is missing")
 
 
-def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
+def _list_set_shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
     set_config = config.sets[name]
     return {
         "train": set_config.shards("train") if name in config.trained else [],
@@ -80,7 +80,7 @@ def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
     }
 
 
-def _set_directory(config: DataConfig, set_config: SetConfig, name: str, shards: Shards) -> str:
+def _choose_set_directory(config: DataConfig, set_config: SetConfig, name: str, shards: Shards) -> str:
     """Returns the directory for one set of a mixture; it depends on the other sets only if the tokenizer does."""
     return (
         f"{config.cache_dir}/{name}"
@@ -96,7 +96,7 @@ def _default_directory(config: DataConfig, set_config: SetConfig, shards: Shards
     recipe: dict[str, object] = tokenizer.model_dump()
     if isinstance(tokenizer, TrainedBpe):
         # A trained tokenizer depends on the train text of all sets.
-        recipe = tokenizer.recipe([shard for name in config.sets for shard in _shards(config, name)["train"]])
+        recipe = tokenizer.recipe([shard for name in config.sets for shard in _list_set_shards(config, name)["train"]])
     # The tokenizer may not exist yet, so the hash covers its recipe; the manifests may use any tokenizer.
     manifests: dict[str, object] = {
         split: make_manifest(
@@ -105,5 +105,5 @@ def _default_directory(config: DataConfig, set_config: SetConfig, shards: Shards
         for split in ("train", "validation")
     }
     if set_config.format.fields():
-        manifests["format"] = set_config.format.cached_settings()
+        manifests["format"] = set_config.format.settings_for_cache()
     return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")

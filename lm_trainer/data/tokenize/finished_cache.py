@@ -27,11 +27,11 @@ class FinishedCache:
     format: FormatConfig
 
     def run(self, callbacks: BuildCallbacks | None = None) -> Ledger:
-        """Returns the ledger, like `look`."""
+        """Returns the ledger, like `read_ledger`."""
         del callbacks
-        return self.look()
+        return self.read_ledger()
 
-    def look(self) -> Ledger:
+    def read_ledger(self) -> Ledger:
         """Returns the finished ledger.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.process_id import ProcessId
 from lm_trainer.data.cache.format import BUILDER
-from lm_trainer.data.cache.kvstore import KvStore, parsed_json
+from lm_trainer.data.cache.kvstore import KvStore, parse_checked_json
 
 BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 
@@ -24,16 +24,16 @@ Claim = dict[str, Any]
 """A builder's claim: `host`, `pid`, `beat` in seconds since 1970, and `claim`, which earlier versions did not write."""
 
 
-def parsed_claim(content: bytes | None) -> Claim | None:
+def parse_claim(content: bytes | None) -> Claim | None:
     """Parses the claim of a builder.
 
     Returns None for a missing or damaged claim: its writer is taken for dead.
     """
     try:
-        claim = parsed_json(content or b"null")
+        claim = parse_checked_json(content or b"null")
     except ValueError:
         return None
-    if not isinstance(claim, dict) or ProcessId.parsed(claim) is None:
+    if not isinstance(claim, dict) or ProcessId.from_record(claim) is None:
         return None
     return claim if isinstance(claim.get("beat"), int | float) else None
 
@@ -65,9 +65,9 @@ class BuilderLock:
     def _wait(self) -> None:
         while True:
             content, generation = self._store.read_versioned(BUILDER)
-            free = not self._holds(parsed_claim(content))
+            free = not self._is_own_claim(parse_claim(content))
             # The generation check lets only one of several waiting processes take over.
-            if free and self._store.write_json(BUILDER, self._record(), if_generation=generation):
+            if free and self._store.write_json(BUILDER, self._make_claim(), if_generation=generation):
                 return
             self._on_wait()
             time.sleep(POLL_SECONDS)
@@ -82,16 +82,16 @@ class BuilderLock:
         finally:
             _held.discard(self._claim)
 
-    def beat(self) -> None:
+    def write_heartbeat(self) -> None:
         """Writes a heartbeat, unless the last one is younger than BEAT_SECONDS."""
         if time.monotonic() - self._last_beat >= BEAT_SECONDS:
             self._last_beat = time.monotonic()
-            self._store.write_json(BUILDER, self._record())
+            self._store.write_json(BUILDER, self._make_claim())
 
-    def _record(self) -> Claim:
+    def _make_claim(self) -> Claim:
         return {"host": self._process.host, "pid": self._process.pid, "claim": self._claim, "beat": time.time()}
 
-    def _holds(self, claim: Claim | None) -> bool:
+    def _is_own_claim(self, claim: Claim | None) -> bool:
         if claim is None or time.time() - claim["beat"] > DEAD_SECONDS:
             return False
         builder = ProcessId(claim["host"], claim["pid"])

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import FORMAT, MANIFEST, PART_BYTES, damaged, fingerprint, read_manifest, token_dtype
+from lm_trainer.data.cache.format import (
+    FORMAT,
+    MANIFEST,
+    PART_BYTES,
+    damage_error,
+    fingerprint,
+    read_manifest,
+    token_dtype,
+)
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig
@@ -37,7 +45,7 @@ def make_manifest(
     }
 
 
-def check_manifest(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
+def count_matching_shards(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     """Counts the leading shards of the cache that match the manifest.
 
     Every shard matches, unless a source changed before the build reached it. A shard without parts in the ledger has
@@ -50,7 +58,7 @@ def check_manifest(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     recorded = read_manifest(store)
     if recorded is None:
         if ledger.begun:
-            raise damaged(store, MANIFEST, "is missing, so nothing says what the cache was made of")
+            raise damage_error(store, MANIFEST, "is missing, so nothing says what the cache was made of")
         return 0
     if recorded == manifest:
         return len(manifest["shards"])
@@ -62,18 +70,18 @@ def check_manifest(store: KvStore, manifest: Manifest, ledger: Ledger) -> int:
     raise UserError(
         f"{store.url} was built from something else: it is the cache {fingerprint(recorded)}, this configuration makes "
         f"{fingerprint(manifest)}.\n"
-        + "\n".join(f"  {line}" for line in _differences(recorded, manifest))
+        + "\n".join(f"  {line}" for line in _find_differences(recorded, manifest))
         + f"\nSet data.cache_dir to another directory, or remove {store.url}"
     )
 
 
-def claim(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
+def claim_store(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
     """Makes the store the cache of this manifest, and removes the parts of shards that have changed.
 
     Raises:
-        UserError: see `check_manifest`.
+        UserError: see `count_matching_shards`.
     """
-    fitting = check_manifest(store, manifest, ledger)
+    fitting = count_matching_shards(store, manifest, ledger)
     if read_manifest(store) == manifest:
         return
     for key in [f"{directory}/{name}" for directory in ("shards", "parts") for name in store.list(directory)]:
@@ -84,7 +92,7 @@ def claim(store: KvStore, manifest: Manifest, ledger: Ledger) -> None:
     store.write_json(MANIFEST, manifest)
 
 
-def _differences(recorded: Manifest, expected: Manifest) -> list[str]:
+def _find_differences(recorded: Manifest, expected: Manifest) -> list[str]:
     lines = []
     for key in sorted((recorded.keys() | expected.keys()) - {"shards"}):
         old, new = recorded.get(key), expected.get(key)
@@ -97,14 +105,14 @@ def _differences(recorded: Manifest, expected: Manifest) -> list[str]:
     for index, (old, new) in enumerate(zip(old_shards, new_shards, strict=False)):
         if old != new:
             # Only the first: an added or removed file shifts every later shard.
-            lines.append(_shard_difference(index, old, new))
+            lines.append(_describe_shard_difference(index, old, new))
             break
     if len(old_shards) != len(new_shards):
         lines.append(f"shards: the cache has {len(old_shards)}, now {len(new_shards)}")
     return lines
 
 
-def _shard_difference(index: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def _describe_shard_difference(index: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     old_files = {file["url"]: file for file in old.get("files", [])}
     new_files = {file["url"]: file for file in new.get("files", [])}
     for url, file in new_files.items():

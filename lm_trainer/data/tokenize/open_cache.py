@@ -45,7 +45,8 @@ class MissingTokens(NamedTuple):
 class OpenCache:
     """One split of one set, read from its cache.
 
-    Readers use it from any thread. Only the thread that builds the cache calls `extend`, `show` and `fail`.
+    Readers use it from any thread. Only the thread that builds the cache calls `extend`, `set_progress` and
+    `set_error`.
     """
 
     store: KvStore
@@ -84,7 +85,7 @@ class OpenCache:
         """Maps the tokens [start, start + count) of `stream` to `whole`: pairs of first token and number of tokens."""
         if not isinstance(self.stream, FilteredStream):
             return [(start, count)]
-        _, starts_P, counts_P, _ = self.stream.pieces(np.array([start]), np.array([count]))
+        _, starts_P, counts_P, _ = self.stream.map_to_full_stream(np.array([start]), np.array([count]))
         return list(zip(starts_P.tolist(), counts_P.tolist(), strict=True))
 
     def position_of(self, token: int) -> int | None:
@@ -99,20 +100,20 @@ class OpenCache:
             self.stream.extend(snapshot)
             self.ledger = snapshot
 
-    def show(self, progress: BuildProgress) -> None:
+    def set_progress(self, progress: BuildProgress) -> None:
         """Keeps the latest progress, to report it to waiting readers."""
         self._progress = progress
 
-    def fail(self, error: BaseException) -> None:
+    def set_error(self, error: BaseException) -> None:
         """Keeps the error that ended the build, to raise it in readers of the missing text."""
         self._error = error
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises the error that ended the build, if one did."""
         if self._error is not None:
             raise self._error
 
-    def missing(self, need: int | None, have: int | None = None) -> MissingTokens:
+    def missing_tokens(self, need: int | None, have: int | None = None) -> MissingTokens:
         """Describes a reader's wait.
 
         Args:
@@ -122,7 +123,7 @@ class OpenCache:
         return MissingTokens(len(self.stream) if have is None else have, need, self._progress)
 
 
-def excluded_documents(config: DataConfig) -> dict[str, Exclusion]:
+def read_excluded_documents(config: DataConfig) -> dict[str, Exclusion]:
     """The documents excluded by a configuration, by `NAME/train`.
 
     Raises:

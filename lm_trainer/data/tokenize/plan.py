@@ -62,12 +62,12 @@ def plan_builds(
 ) -> CachePlan:
     """Plans some caches of a configuration for a tokenizer, with the backend set in `data.tokenizer_backend`."""
     missing = [cache.shards for cache in caches.values() if not Ledger.read(KvStore(cache.url)).finished]
-    tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _built_with(caches))
-    return CachePlan(directory, tokenizer, _builds(config, caches, tokenizer, ray))
+    tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _find_backend(caches))
+    return CachePlan(directory, tokenizer, _make_builds(config, caches, tokenizer, ray))
 
 
 def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> Builds:
-    """Makes the builds of `plan_caches` only to `look` at caches, without training a tokenizer or comparing backends.
+    """Makes the builds of `plan_caches` only to read their ledgers, without training a tokenizer or comparing backends.
 
     Args:
         config: the `data` section.
@@ -78,7 +78,7 @@ def open_builds(config: DataConfig, directory: str, caches: Mapping[str, CacheSp
         UserError: if the tokenizer is missing.
     """
     tokenizer = find_tokenizer(config, directory, caches)
-    return _builds(config, caches, choose_backend(tokenizer, config.tokenizer_backend, [], _built_with(caches)))
+    return _make_builds(config, caches, choose_backend(tokenizer, config.tokenizer_backend, [], _find_backend(caches)))
 
 
 def find_mismatches(config: DataConfig, directory: str, caches: Mapping[str, CacheSpec]) -> dict[str, str]:
@@ -93,13 +93,13 @@ def find_mismatches(config: DataConfig, directory: str, caches: Mapping[str, Cac
         return dict.fromkeys(begun, str(error))
     for name in begun:
         try:
-            builds[name].look()
+            builds[name].read_ledger()
         except UserError as error:
             misfits[name] = str(error)
     return misfits
 
 
-def _builds(
+def _make_builds(
     config: DataConfig, caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer, ray: RayConfig | None = None
 ) -> Builds:
     options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows, ray=ray)
@@ -117,7 +117,7 @@ def _builds(
     return builds
 
 
-def _built_with(caches: Mapping[str, CacheSpec]) -> str | None:
+def _find_backend(caches: Mapping[str, CacheSpec]) -> str | None:
     """Returns the tokenizer backend the first cache was built with; None if no cache exists."""
     for cache in (cache for cache in caches.values() if not cache.prebuilt):
         if (manifest := read_manifest(KvStore(cache.url))) is not None:

@@ -40,9 +40,9 @@ def run_in_processes(jobs: Sequence[ShardJob], num_workers: int, tick: Callable[
     stopped, stop = context.Pipe(duplex=False)
     threads = max(1, available_cores() // num_workers)
     arguments = (stopped, threads)
-    with stopped, ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=arguments) as pool:
+    with stopped, ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=arguments) as pool:
         try:
-            waiting = {pool.submit(_run, job) for job in jobs}
+            waiting = {pool.submit(_run_job, job) for job in jobs}
             while waiting:
                 done, waiting = wait(waiting, timeout=_TICK_SECONDS, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -58,7 +58,7 @@ def run_in_processes(jobs: Sequence[ShardJob], num_workers: int, tick: Callable[
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start(stopped: Connection, threads: int) -> None:
+def _start_worker(stopped: Connection, threads: int) -> None:
     global _stop
     _stop = stopped
     for name in THREAD_VARIABLES:
@@ -87,7 +87,7 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _run(job: ShardJob) -> None:
+def _run_job(job: ShardJob) -> None:
     # The pipe becomes readable when its other end closes, so `poll` returns True when the worker must stop.
     assert _stop is not None
     write_shard(job, stopped=_stop.poll)

@@ -78,7 +78,7 @@ class ProgressMeter:
         done = sum(ledger.text_bytes) + uncommitted
         # Never more than the total: a replaced character may take more bytes than in the source.
         done = done if total is None else min(done, total)
-        share = done / total if total else self._share_of_stored(ledger)
+        share = done / total if total else self._completed_share(ledger)
         current_time = time.monotonic()
         if self._begun is None:
             self._begun = (current_time, done, share)
@@ -92,7 +92,7 @@ class ProgressMeter:
         sizes = [shard.text_size for shard in self._shards]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def _share_of_stored(self, ledger: Ledger) -> float:
+    def _completed_share(self, ledger: Ledger) -> float:
         """Returns the fraction of stored bytes in completed shards, for text of unknown size."""
         stored = sum(shard.size for shard in self._shards)
         read = sum(shard.size for shard in self._shards[: ledger.next[0]])

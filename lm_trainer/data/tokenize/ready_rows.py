@@ -26,11 +26,11 @@ class ReadyRows:
     format: FormatConfig
 
     def run(self, callbacks: BuildCallbacks | None = None) -> Ledger:
-        """Returns the ledger, like `look`."""
+        """Returns the ledger, like `read_ledger`."""
         del callbacks
-        return self.look()
+        return self.read_ledger()
 
-    def look(self) -> Ledger:
+    def read_ledger(self) -> Ledger:
         """Returns a finished ledger without parts."""
         return Ledger(sha256=[fingerprint(self.manifest())], finished=True)
 

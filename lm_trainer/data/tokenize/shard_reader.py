@@ -1,7 +1,7 @@
 """Reader of a shard: groups its rows into batches for the tokenizer, in threads that run in parallel with encoding.
 
 A shard passes through three threads. The first reads a few batches ahead, and encodes some of them itself when it is
-too far ahead (`work_ahead`). The caller's thread encodes the other batches. The third writes parts
+too far ahead (`map_with_prefetch`). The caller's thread encodes the other batches. The third writes parts
 (`BackgroundStage`). Reading, encoding and writing release the interpreter lock most of the time, so the threads do
 run in parallel.
 """
@@ -43,7 +43,7 @@ class ShardJob:
     raise_on_bad_row: bool
     format: FormatConfig = field(default_factory=TextFormat)
 
-    def refuse(self, row: BadRow) -> str:
+    def bad_row_line(self, row: BadRow) -> str:
         """Returns the line to record for a bad row.
 
         Raises:
@@ -127,24 +127,24 @@ class _FileCheck:
         Raises:
             UserError: if a file differs from the manifest.
         """
-        last = len(self._left) if row_location is None else self._find(row_location)
+        last = len(self._left) if row_location is None else self._find_file_index(row_location)
         for file in self._left[: last + 1]:
-            if (current := file.refreshed()) != file:
+            if (current := file.refresh()) != file:
                 raise UserError(
                     f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
-                    f"now {current.size} (version {current.version}). {self._advice(part)}"
+                    f"now {current.size} (version {current.version}). {self._repair_advice(part)}"
                 )
         # Keep the last file: the next part may hold more of it.
         self._left = self._left[last:]
 
-    def _find(self, row_location: str) -> int:
+    def _find_file_index(self, row_location: str) -> int:
         """Returns the index of the row's file among the remaining ones."""
         for index, file in enumerate(self._left):
             if row_location == file.name or row_location.startswith((f"{file.name}:", f"{file.name}[")):
                 return index
         return len(self._left)
 
-    def _advice(self, part: int) -> str:
+    def _repair_advice(self, part: int) -> str:
         if part == 0:
             return "Nothing of it is kept; start again when nothing writes to it any more"
         url = self._job.store.url
@@ -166,7 +166,7 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
             batch.replaced += replaced
             batch.empty += not size
     if isinstance(row, BadRow):
-        batch.bad.append(job.refuse(row))
+        batch.bad.append(job.bad_row_line(row))
         row = Row(row.number, row.where, "", row.ends_document)
     # An empty or bad piece of an open document is kept, since it may end the document.
     if not size and not is_open:
@@ -178,7 +178,7 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
     return True
 
 
-def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
+def map_with_prefetch(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
     """Yields (item, work(item)) in order; a second thread produces the items. Errors are raised in order, too.
 
     The work is done in the caller's thread. When it is AHEAD items behind, the producing thread does the work on the
@@ -191,7 +191,7 @@ def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Gener
     end: Any = object()
     num_made = num_taken = 0
 
-    def make() -> tuple[T, R | None]:
+    def next_result() -> tuple[T, R | None]:
         nonlocal num_made
         item = next(items, end)
         done = work(item) if item is not end and num_made - num_taken >= AHEAD else None
@@ -200,10 +200,10 @@ def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Gener
 
     pool = ThreadPoolExecutor(1, "read")
     try:
-        following = deque(pool.submit(make) for _ in range(AHEAD + 1))
+        following = deque(pool.submit(next_result) for _ in range(AHEAD + 1))
         while (entry := following.popleft().result())[0] is not end:
             num_taken += 1
-            following.append(pool.submit(make))
+            following.append(pool.submit(next_result))
             item, done = entry
             yield item, work(item) if done is None else done
     finally:

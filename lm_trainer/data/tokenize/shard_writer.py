@@ -13,14 +13,14 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import short_switch_interval
-from lm_trainer.data.cache.checksums import checksums
+from lm_trainer.data.cache.checksums import file_record
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
 from lm_trainer.data.formats import EncodedDocument, UnusableRow
 from lm_trainer.data.sources import BadRow, Row
 from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.progress import Stopped
-from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, read_batches, work_ahead
+from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, map_with_prefetch, read_batches
 from lm_trainer.data.tokenize.token_indexer import index_tokens
 
 
@@ -81,10 +81,10 @@ class _ShardWriter:
         )
         self.begin = None if self.bos is None else np.array([self.bos], self.dtype)
         self.end = np.array([self.eos], self.dtype)
-        self.index, row, self.is_open = self._resume()
+        self.index, row, self.is_open = self._find_resume_point()
         self.part = OpenPart(row, continues=self.is_open)
 
-    def _resume(self) -> tuple[int, int, bool]:
+    def _find_resume_point(self) -> tuple[int, int, bool]:
         """Finds the first uncommitted part: its index, its first row, and True if that row continues a document."""
         index, row, is_open = 0, 0, False
         while (record := read_record(self.job.store, part_name(self.job.index, index))) is not None:
@@ -95,20 +95,20 @@ class _ShardWriter:
         batches = read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.is_open)
         # Most rows are encoded in the caller's thread, which is the same for all shards: fastokens caches words per
         # thread. The writer ends last, so a write error takes precedence over errors in rows read after it.
-        with BackgroundStage("write") as writer, closing(work_ahead(batches, self._encode)) as encoded:
+        with BackgroundStage("write") as writer, closing(map_with_prefetch(batches, self._encode_batch)) as encoded:
             for batch, documents in encoded:
                 if self.stopped():
                     raise Stopped
-                self._assemble(batch, documents, writer)
+                self._add_documents(batch, documents, writer)
                 if self.on_rows and batch.rows:
                     self.on_rows(batch.text_bytes)
         # Only after the writer has ended: the file must not count parts that are missing.
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
 
-    def _encode(self, batch: RowBatch) -> list[EncodedDocument | UnusableRow]:
+    def _encode_batch(self, batch: RowBatch) -> list[EncodedDocument | UnusableRow]:
         return self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
 
-    def _assemble(
+    def _add_documents(
         self, batch: RowBatch, documents: list[EncodedDocument | UnusableRow], writer: BackgroundStage
     ) -> None:
         """Adds encoded documents to the part, and commits the part if the batch ends it."""
@@ -119,7 +119,7 @@ class _ShardWriter:
         part.bad += batch.bad
         for row, document in zip(batch.rows, documents, strict=True):
             if isinstance(document, UnusableRow):
-                part.bad.append(self.job.refuse(BadRow(row.number, row.where, str(document))))
+                part.bad.append(self.job.bad_row_line(BadRow(row.number, row.where, str(document))))
             else:
                 usable.append((row, document))
         if self.job.format.has_loss_mask:
@@ -148,7 +148,7 @@ class _ShardWriter:
                 pieces.append(self.end)
                 tokens += 1
                 part.documents += 1
-            self._count(row, tokens)
+            self._count_tokens(row, tokens)
         # One concatenation for the whole batch: one per document would take several times as long.
         part.ids.append(np.concatenate([np.zeros(0, self.dtype), *pieces], dtype=self.dtype, casting="unsafe"))
 
@@ -165,10 +165,10 @@ class _ShardWriter:
     def _append_document(self, row: Row, ids_T: np.ndarray) -> None:
         start = [] if self.begin is None else self.begin
         self.part.ids.append(np.concatenate([start, ids_T, self.end], dtype=self.dtype, casting="unsafe"))
-        self._count(row, len(self.part.ids[-1]))
+        self._count_tokens(row, len(self.part.ids[-1]))
         self.part.documents += 1
 
-    def _count(self, row: Row, tokens: int) -> None:
+    def _count_tokens(self, row: Row, tokens: int) -> None:
         """Counts the tokens of a document, or of a piece, which is then added to the open document."""
         part = self.part
         # In a new part, even a continued document gets a new entry; readers add up the pieces.
@@ -225,8 +225,9 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, obje
     ids_T = np.frombuffer(tokens, token_dtype(job.tokenizer.vocab_size))
     # Checked once per part: a check per batch would make the encoding threads wait for each other.
     if not job.format.has_loss_mask and np.count_nonzero(ids_T == job.tokenizer.eos_id) != part.documents:
+        location = _find_eos_location(job, part)
         raise UserError(
-            f"{_eos_location(job, part)}: the tokenizer makes its end-of-document token (id {job.tokenizer.eos_id}) "
+            f"{location}: the tokenizer makes its end-of-document token (id {job.tokenizer.eos_id}) "
             "out of text; it cannot be used for training"
         )
     blobs = {
@@ -242,11 +243,11 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, obje
     for kind, blob in blobs.items():
         job.store.write(part_key(name, kind), blob)
     record["tokens"] = len(ids_T)
-    record["blobs"] = {kind: checksums(blob) for kind, blob in blobs.items()}
+    record["blobs"] = {kind: file_record(blob) for kind, blob in blobs.items()}
     job.store.write_json(part_key(name, "json"), record)
 
 
-def _eos_location(job: ShardJob, part: OpenPart) -> str:
+def _find_eos_location(job: ShardJob, part: OpenPart) -> str:
     """Rereads a part to find the first row whose text is encoded with the end-of-document token."""
     for batch in read_batches(job, part=0, row=part.row_start, is_open=part.continues):
         for row, document in zip(batch.rows, job.format.encode(batch.values, job.tokenizer), strict=True):

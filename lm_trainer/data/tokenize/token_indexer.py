@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.checksums import checksums
+from lm_trainer.data.cache.checksums import file_record
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
 from lm_trainer.data.cache.token_location import TokenLocation
@@ -39,10 +39,10 @@ def index_tokens(
     """Writes every missing part of the shard, without tokens; same arguments and errors as `write_shard`."""
     shard = job.shard
     assert isinstance(shard, TokenShard)
-    arrays = shard.arrays(token_dtype(job.tokenizer.vocab_size))
+    arrays = shard.token_arrays(token_dtype(job.tokenizer.vocab_size))
     start, documents = _PartStart(0, 0, False), 0
     for number, array in enumerate(arrays):
-        ends_D = shard.ends(number, array)
+        ends_D = shard.read_document_ends(number, array)
         if ends_D is not None and not shard.by_index:
             _check_ends(job, array, ends_D)
         for first in range(0, array.count, PART_TOKENS):
@@ -124,8 +124,8 @@ def _index_part(
         "text_bytes": ids_T.nbytes,
         "tokens": count,
         **{"empty": 0, "replaced": 0, "bad": 0, "bad_examples": []},
-        "blobs": {kind: checksums(blob) for kind, blob in blobs.items()},
-        "place": {**source._asdict(), **checksums(ids_T)},
+        "blobs": {kind: file_record(blob) for kind, blob in blobs.items()},
+        "place": {**source._asdict(), **file_record(ids_T)},
     }
     job.store.write_json(part_key(name, "json"), record)
     return record

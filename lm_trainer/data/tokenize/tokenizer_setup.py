@@ -30,7 +30,7 @@ def prepare_tokenizer(
     Raises:
         UserError: if the tokenizer is missing, or was trained with a different recipe.
     """
-    tokenizer_config = _configured_tokenizer(config)
+    tokenizer_config = _choose_tokenizer_config(config)
     if not isinstance(tokenizer_config, TrainedBpe):
         return _load_named(tokenizer_config)
     store, shards = KvStore(cache_dir), _train_shards(caches)
@@ -43,7 +43,7 @@ def prepare_tokenizer(
     tokenizer = train_bpe(tokenizer_config, shards)
     # Another process may have trained the same tokenizer meanwhile.
     if store.read(_RECIPE) is None and _matches_tokenizer(caches, tokenizer):
-        _write(tokenizer, store)
+        _write_tokenizer(tokenizer, store)
         # Writing the recipe commits the tokenizer: without it the other files are ignored.
         store.write_json(_RECIPE, recipe, if_generation=MISSING)
     return tokenizer
@@ -55,7 +55,7 @@ def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, Cach
     Raises:
         UserError: if the tokenizer is missing, or was trained with a different recipe.
     """
-    tokenizer_config = _configured_tokenizer(config)
+    tokenizer_config = _choose_tokenizer_config(config)
     if not isinstance(tokenizer_config, TrainedBpe):
         return _load_named(tokenizer_config)
     store = KvStore(cache_dir)
@@ -71,10 +71,10 @@ def find_tokenizer(config: DataConfig, cache_dir: str, caches: Mapping[str, Cach
 def save_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
     """Saves the tokenizer with the caches, so they can be opened without the configuration that built them."""
     if store.read(_CONTENT) is None:
-        _write(tokenizer, store)
+        _write_tokenizer(tokenizer, store)
 
 
-def _configured_tokenizer(config: DataConfig) -> TokenizerConfig:
+def _choose_tokenizer_config(config: DataConfig) -> TokenizerConfig:
     """Returns the configured tokenizer; a cache built elsewhere defaults to the tokenizer stored with it."""
     if config.tokenizer is not None or not isinstance(config.source, PrebuiltCache):
         return config.tokenizer_config
@@ -129,7 +129,7 @@ def _matches_tokenizer(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) 
     return all(manifest is None or manifest["tokenizer"].get("sha256") == sha256 for manifest in manifests)
 
 
-def _write(tokenizer: HfTokenizer, store: KvStore) -> None:
+def _write_tokenizer(tokenizer: HfTokenizer, store: KvStore) -> None:
     # tokenizer.json comes last: readers take its existence as a sign of a complete tokenizer.
     for name, content in sorted(tokenizer.files().items(), key=lambda file: file[0] == TOKENIZER_FILE):
         store.write(f"tokenizer/{name}", content)

@@ -199,11 +199,11 @@ class HfTokenizer:
 
     def encode_plain(self, text: str) -> tuple[list[int], np.ndarray]:
         """Returns the ids like `encode`, and the characters [start, end) of every token: int [T, 2]."""
-        return _with_offsets(self._rust, text)
+        return _encode_with_offsets(self._rust, text)
 
     def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
         """Encodes like `encode_plain`, but recognises special tokens: for text written by a chat template."""
-        return _with_offsets(self._special_rust(), text)
+        return _encode_with_offsets(self._special_rust(), text)
 
     def encode_special(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the same ids as transformers: recognises special tokens in the text, and can add BOS and EOS."""
@@ -215,7 +215,7 @@ class HfTokenizer:
             self._with_specials = open_rust(self._content)
         return self._with_specials
 
-    def ids(self) -> set[int]:
+    def used_ids(self) -> set[int]:
         """Returns all ids that are in use."""
         return set(self._rust.get_vocab(with_added_tokens=True).values())
 
@@ -295,7 +295,7 @@ class HfTokenizer:
             raise MachineError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from None
 
 
-def _with_offsets(rust: RustTokenizer, text: str) -> tuple[list[int], np.ndarray]:
+def _encode_with_offsets(rust: RustTokenizer, text: str) -> tuple[list[int], np.ndarray]:
     encoding = rust.encode(text, add_special_tokens=False)
     return encoding.ids, np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 

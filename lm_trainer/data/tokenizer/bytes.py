@@ -60,7 +60,7 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(substitutes)) for byte in range(256)]
 
 
-def _content() -> str:
+def _tokenizer_json() -> str:
     """Returns the tokenizer as a `tokenizer.json`, so that exported models work in other programs."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     special = {"id": EOS_ID, "content": EOS_TOKEN, "special": True, "normalized": False}
@@ -73,5 +73,5 @@ def _content() -> str:
     return json.dumps(parts, indent=2, ensure_ascii=False)
 
 
-CONTENT = _content()
+CONTENT = _tokenizer_json()
 """The `tokenizer.json` of the byte tokenizer; a constant, so that `load_tokenizer` recognises a saved copy."""

@@ -33,7 +33,7 @@ def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
     local = open_rust(tokenizer.files()[TOKENIZER_FILE].decode())
     ids, expected = (rust.get_vocab(with_added_tokens=True) for rust in (local, reference))
     if ids != expected:
-        return _vocabulary_difference(ids, expected)
+        return _describe_vocabulary_difference(ids, expected)
     if local.encode(_SAMPLE, add_special_tokens=False).ids != reference.encode(_SAMPLE, add_special_tokens=False).ids:
         return "it has the same tokens, but cuts text differently"
     return None
@@ -46,11 +46,11 @@ def has_rows_for(tokenizer: HfTokenizer, rows: int) -> bool:
     when it is read.
     """
     added = tokenizer.added_tokens()
-    surplus = {index for index in tokenizer.ids() if index >= rows}
+    surplus = {index for index in tokenizer.used_ids() if index >= rows}
     return surplus <= added.keys() and not surplus & {tokenizer.eos_id, tokenizer.bos_id}
 
 
-def _vocabulary_difference(ids: dict[str, int], expected: dict[str, int]) -> str:
+def _describe_vocabulary_difference(ids: dict[str, int], expected: dict[str, int]) -> str:
     if len(ids) != len(expected):
         return f"it has {len(ids):,} tokens, not {len(expected):,}"
     local_tokens, expected_tokens = (

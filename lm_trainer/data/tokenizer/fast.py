@@ -14,7 +14,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import available_cores
 from lm_trainer.data.sources import Row, Shard
-from lm_trainer.data.sources.base import all_text, replace_surrogates
+from lm_trainer.data.sources.base import full_text, replace_surrogates
 from lm_trainer.data.tokenizer.base import HfTokenizer
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def find_different_ids(first: HfTokenizer, second: HfTokenizer, sources: Sequenc
         # Sample from many shards, since they may be in different languages.
         every = max(1, len(shards) // SAMPLE_SHARDS)
         for shard in shards[::every][:SAMPLE_SHARDS]:
-            rows = list(_sample(shard))
+            rows = list(_sample_texts(shard))
             texts = [text for _, text in rows]
             for (location, _), a, b in zip(rows, first.encode_batch(texts), second.encode_batch(texts), strict=True):
                 if not np.array_equal(a, b):
@@ -123,10 +123,10 @@ def find_different_ids(first: HfTokenizer, second: HfTokenizer, sources: Sequenc
     return None
 
 
-def _sample(shard: Shard) -> Iterator[tuple[str, str]]:
+def _sample_texts(shard: Shard) -> Iterator[tuple[str, str]]:
     left = SAMPLE_CHARS
     for row in itertools.islice(shard.rows(), SAMPLE_ROWS):
         if isinstance(row, Row) and left > 0:
-            text = replace_surrogates(all_text(row))[:left]
+            text = replace_surrogates(full_text(row))[:left]
             left -= len(text)
             yield row.where, text

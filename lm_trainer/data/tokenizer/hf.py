@@ -10,7 +10,7 @@ from typing import Literal
 
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.core.hub import hub_unreachable_reason
 from lm_trainer.core.safe_names import path_inside
 from lm_trainer.data.tokenizer.base import HfTokenizer, TokenizerConfig
@@ -35,12 +35,12 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
     Raises:
         UserError: if the tokenizer is missing, is not a fast tokenizer, or cannot be downloaded.
     """
-    path = Path(expanded(config.name))
+    path = Path(expand_home(config.name))
     if path.exists():
-        return _from_path(path, config.eos_token)
+        return _load_from_path(path, config.eos_token)
     if _is_path(config.name):
-        raise UserError(f"data.tokenizer: there is no file or directory {config.name}{_did_you_mean(path)}")
-    return _from_hub(config)
+        raise UserError(f"data.tokenizer: there is no file or directory {config.name}{_suggest_path(path)}")
+    return _load_from_hub(config)
 
 
 def load_local(config: Pretrained) -> HfTokenizer | None:
@@ -51,8 +51,8 @@ def load_local(config: Pretrained) -> HfTokenizer | None:
     """
     if _is_path(config.name):
         return load_pretrained(config)
-    file = _cached_file(config)
-    return None if file is None else _from_path(file, config.eos_token)
+    file = _find_cached_file(config)
+    return None if file is None else _load_from_path(file, config.eos_token)
 
 
 def find_pretrained(config: Pretrained) -> None:
@@ -62,10 +62,10 @@ def find_pretrained(config: Pretrained) -> None:
         UserError: if the tokenizer is missing, or the hub cannot be reached.
     """
     if load_local(config) is None:
-        _from_hub(config)
+        _load_from_hub(config)
 
 
-def _cached_file(config: Pretrained) -> Path | None:
+def _find_cached_file(config: Pretrained) -> Path | None:
     """The tokenizer's file in the hub's cache on this machine."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -81,14 +81,14 @@ def _cached_file(config: Pretrained) -> Path | None:
 
 def _is_path(name: str) -> bool:
     return (
-        Path(expanded(name)).exists()
+        Path(expand_home(name)).exists()
         or name.startswith((".", "/", "~"))
         or name.endswith(".json")
         or name.count("/") > 1
     )
 
 
-def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
+def _load_from_path(path: Path, eos_token: str | None) -> HfTokenizer:
     directory = path if path.is_dir() else path.parent
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.exists():
@@ -96,15 +96,15 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
             f"data.tokenizer: {directory} holds no {TOKENIZER_FILE}. Load it once with transformers' AutoTokenizer and "
             "save_pretrained to get one"
         )
-    settings = _settings(path_inside(directory, CONFIG_FILE, directory))
-    return HfTokenizer(_text(file), settings, read_copied_files(directory), eos_token=eos_token, origin=str(path))
+    settings = _read_settings(path_inside(directory, CONFIG_FILE, directory))
+    return HfTokenizer(_read_text(file), settings, read_copied_files(directory), eos_token=eos_token, origin=str(path))
 
 
-def _from_hub(config: Pretrained) -> HfTokenizer:
+def _load_from_hub(config: Pretrained) -> HfTokenizer:
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    if _cached_file(config) is None and (reason := hub_unreachable_reason()) is not None:
+    if _find_cached_file(config) is None and (reason := hub_unreachable_reason()) is not None:
         raise UserError(
             f"data.tokenizer: {config.name!r} is neither a file or directory here nor in the hub's cache, and "
             f"{reason}. Without network use a local directory or `bytes`"
@@ -136,17 +136,17 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
             f"data.tokenizer: {config.name!r} is no file or directory here, and the Hugging Face hub gave no tokenizer "
             f"of that name: {type(error).__name__}: {reason}. Without network use a local directory or `bytes`"
         ) from None
-    settings = _settings(settings_file) if settings_file else {}
+    settings = _read_settings(settings_file) if settings_file else {}
     return HfTokenizer(
-        _text(file), settings, read_copied_files(file.parent), eos_token=config.eos_token, origin=config.name
+        _read_text(file), settings, read_copied_files(file.parent), eos_token=config.eos_token, origin=config.name
     )
 
 
-def _settings(file: Path) -> dict[str, object]:
+def _read_settings(file: Path) -> dict[str, object]:
     if not file.exists():
         return {}
     try:
-        settings = json.loads(_text(file))
+        settings = json.loads(_read_text(file))
     except json.JSONDecodeError as error:
         raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
     if not isinstance(settings, dict):
@@ -154,14 +154,14 @@ def _settings(file: Path) -> dict[str, object]:
     return settings
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.tokenizer: cannot read {file}: {error}") from None
 
 
-def _did_you_mean(path: Path) -> str:
+def _suggest_path(path: Path) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:

@@ -20,7 +20,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 """A single byte in vocabularies with byte fallback."""
 
 
-def token_bytes(tokenizer: HfTokenizer) -> np.ndarray:
+def count_token_bytes(tokenizer: HfTokenizer) -> np.ndarray:
     """Counts the UTF-8 bytes of the text of every token: int32 [V]; 0 for special tokens and unused ids."""
     return np.array([len(text or b"") for text in token_texts(tokenizer)], np.int32)
 
@@ -37,7 +37,7 @@ def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
     byte_level = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
     byte_of = {character: byte for byte, character in enumerate(byte_characters())} if byte_level else {}
     # Decode every token between two others, since decoders treat the first token of a text differently.
-    neighbour = _neighbour_id(rust)
+    neighbour = _find_neighbour_id(rust)
     prefix_bytes = len(rust.decode([neighbour]).encode())
     suffix_bytes = len(rust.decode([neighbour, neighbour]).encode()) - prefix_bytes
     texts_V: list[bytes | None] = [None] * tokenizer.vocab_size
@@ -54,6 +54,6 @@ def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
     return texts_V
 
 
-def _neighbour_id(rust: RustTokenizer) -> int:
+def _find_neighbour_id(rust: RustTokenizer) -> int:
     ids = rust.encode("a", add_special_tokens=False).ids
     return ids[-1] if ids else 0

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.data.sources import BadRow, Shard
-from lm_trainer.data.sources.base import all_text, replace_surrogates
+from lm_trainer.data.sources.base import full_text, replace_surrogates
 from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConfig
 
 
@@ -46,11 +46,11 @@ def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(shards, config.sample_bytes), trainer)
+    tokenizer.train_from_iterator(_sample_rows(shards, config.sample_bytes), trainer)
     return HfTokenizer(tokenizer.to_str(pretty=True), origin="the trained tokenizer")
 
 
-def _sample(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
+def _sample_rows(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
     """Yields the first good rows of every shard, which contributes an equal share of `num_bytes`."""
     for index, shard in enumerate(shards):
         # Differences of rounded sums, so that the shares add up to exactly `num_bytes`.
@@ -58,7 +58,7 @@ def _sample(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
         for row in shard.rows():
             if isinstance(row, BadRow):
                 continue
-            text = replace_surrogates(all_text(row))[:budget]
+            text = replace_surrogates(full_text(row))[:budget]
             budget -= len(text)
             yield text
             if budget <= 0:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from lm_trainer.core.files import AnyPath, local_path
-from lm_trainer.core.html_page import write_page
+from lm_trainer.core.html_page import render_page
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
 from lm_trainer.ladder.fit.figures import draw, inline
@@ -35,7 +35,7 @@ def write_report(
     """
     held, effect = backtest(fit), influence(fit)
     iso = fit_isoflop(fit.points)
-    page = write_page(
+    page = render_page(
         "lm_trainer.ladder.fit",
         "report.html",
         title=title,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from lm_trainer.core.piecewise import piecewise_int
+from lm_trainer.core.piecewise import to_piecewise
 
 if TYPE_CHECKING:
     from lm_trainer.run.config.trainer_config import TrainerConfig
@@ -34,7 +34,7 @@ def follows_from_batch(trainer: TrainerConfig) -> bool:
 
 def largest_shards(trainer: TrainerConfig, limit: int) -> int:
     """Returns the largest power of two up to `limit`, a power of two, of microbatches into which every batch splits."""
-    batches = piecewise_int(trainer.train_batch_size).values
+    batches = to_piecewise(trainer.train_batch_size).values
     if trainer.allow_nondivisible_batch_size:
         return min(limit, 1 << (min(batches).bit_length() - 1))
     return math.gcd(limit, *batches)
@@ -61,7 +61,7 @@ def with_default_shards(trainer: TrainerConfig, tokens_per_row: int) -> TrainerC
     """
     if not follows_from_batch(trainer):
         return trainer
-    tokens = min(piecewise_int(trainer.train_batch_size).values) * tokens_per_row
+    tokens = min(to_piecewise(trainer.train_batch_size).values) * tokens_per_row
     trainer = trainer.model_copy()
     set_default_shards(trainer, default_microbatches(tokens))
     return trainer

@@ -13,7 +13,7 @@ from lm_trainer.core.config import Config, LocalPathOrHubName, StorageLocation
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
-from lm_trainer.core.result_keys import AffectsResults, Operational, result_values
+from lm_trainer.core.result_keys import AffectsResults, Operational, select_result_values
 from lm_trainer.data import DataConfig
 from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.models import AnyModel, Gpt2Config
@@ -170,9 +170,9 @@ def numeric_identity(config: Config) -> dict[str, Any]:
     It is determined by the field annotations of `config` and its sections; deeper blocks are included in full.
     """
     identity = {}
-    for key, value in result_values(config, config.model_dump(mode="json")).items():
+    for key, value in select_result_values(config, config.model_dump(mode="json")).items():
         section = getattr(config, key)
-        identity[key] = result_values(section, value) if isinstance(section, Config) else value
+        identity[key] = select_result_values(section, value) if isinstance(section, Config) else value
     return without_credentials(identity)
 
 

@@ -12,10 +12,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config, Name, PathType, Seed, StorageLocation
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
+from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, to_piecewise
 from lm_trainer.core.precision import Policy, PrecisionPolicy
-from lm_trainer.core.result_keys import AffectsResults, Operational, result_part
-from lm_trainer.core.runtime import COMPILATION_CACHES, check_settings
+from lm_trainer.core.result_keys import AffectsResults, Operational, affects_results_through
+from lm_trainer.core.runtime import COMPILATION_CACHES, check_jax_settings
 from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.watchdog import WatchdogConfig
@@ -196,7 +196,7 @@ class TrainerConfig(Config):
     """Logical axes of parameters and optimizer state to shard over the data axis of the mesh between steps."""
     tensor_parallel_axes: AffectsResults[tuple[str, ...] | None] = None
     """Logical axes to shard over the model axis of the mesh (tensor parallelism)."""
-    axis_resources: Annotated[Resources, result_part(model_axis_rules)] = {}
+    axis_resources: Annotated[Resources, affects_results_through(model_axis_rules)] = {}
     """Mapping from logical axis to mesh axis or axes, for both the stored state and computation."""
     parameter_axis_resources: Operational[Resources] = {}
     """Like axis_resources, for the stored state only."""
@@ -219,7 +219,7 @@ class TrainerConfig(Config):
     replica_dcn_axis_size: Operational[PositiveInt] = 1
     """Number of copies of the state across slices, connected by a slower network."""
 
-    jax_config: Annotated[dict[str, JsonValue], result_part(result_settings)] = {}
+    jax_config: Annotated[dict[str, JsonValue], affects_results_through(result_settings)] = {}
     """JAX settings by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
     jax_compilation_cache_dir: Operational[Annotated[str, PathType(schemes=COMPILATION_CACHES)] | None] = None
     """Directory of the persistent compilation cache; with the package gcsfs or s3fs it may be a gs:// or s3:// URL.
@@ -249,7 +249,7 @@ class TrainerConfig(Config):
     @field_validator("jax_config")
     @classmethod
     def _settings_exist(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        check_settings(value)
+        check_jax_settings(value)
         return value
 
     @field_validator("per_device_parallelism", "per_device_eval_parallelism")
@@ -331,12 +331,12 @@ class TrainerConfig(Config):
     @property
     def batch_schedule(self) -> BatchSchedule:
         """The size of the global batch at each step."""
-        return BatchSchedule(piecewise_int(self.train_batch_size))
+        return BatchSchedule(to_piecewise(self.train_batch_size))
 
     @cached_property
     def step_plan(self) -> StepPlan:
         """All keys determining the structure of a step, resolved."""
-        sizes = piecewise_int(self.train_batch_size)
+        sizes = to_piecewise(self.train_batch_size)
         args = {"rows": self.per_device_parallelism, "elastic_shards": self.elastic_shards}
         plans = tuple(
             MicrobatchPlan.make(size, **args, pad=self.allow_nondivisible_batch_size) for size in sizes.values

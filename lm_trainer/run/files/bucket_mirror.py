@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from lm_trainer.core.bucket import Bucket, read_json
-from lm_trainer.core.bucket_files import fetch
+from lm_trainer.core.bucket_files import download_objects
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
@@ -69,7 +69,7 @@ class BucketMirror:
         """Replaces the files of the run directory by the copy if the copy is newer; returns True if it was."""
         if not self.is_newer():
             return False
-        fetch(self._to, [name for name in self._to.list() if name != _ORIGIN], self._path)
+        download_objects(self._to, [name for name in self._to.list() if name != _ORIGIN], self._path)
         return True
 
     def __enter__(self) -> Self:

@@ -17,7 +17,7 @@ from lm_trainer.core.bucket_files import staging_directory
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.file_lock import try_lock
-from lm_trainer.core.files import local_path, make_writable, write_atomically
+from lm_trainer.core.files import ensure_writable_directory, local_path, write_atomically
 from lm_trainer.core.lease import Lease
 from lm_trainer.core.process_id import ProcessId
 from lm_trainer.core.safe_names import path_inside
@@ -123,7 +123,7 @@ class RunDirectory:
         try:
             for directory in self._local_directories():
                 _refuse_links(directory)
-                make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
+                ensure_writable_directory(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(locked(directory))
             if self._copy is not None:
                 self._lock_bucket(self._copy)
@@ -157,7 +157,7 @@ class RunDirectory:
     def _probe(self) -> None:
         """Checks once, and quickly, that the bucket can be used: other requests are retried for minutes."""
         if isinstance(self.checkpoints, Bucket) and not self._probed:
-            self.checkpoints.probe("trainer.checkpointer.base_path")
+            self.checkpoints.check_writable("trainer.checkpointer.base_path")
             self._probed = True
 
     def before_commit(self, seconds: float) -> None:
@@ -213,7 +213,7 @@ class RunDirectory:
         if changes:
             content["changes"] = changes
         self._records.write(RUN, json.dumps(content, indent=1) + "\n")
-        text = to_yaml(self.config, shown=True)
+        text = to_yaml(self.config, redact=True)
         write_atomically(self.path / "config.yaml", text)
         with staging_directory(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)

@@ -50,7 +50,7 @@ class Growing(Protocol):
         """True while text is missing; once False, it remains False."""
         ...
 
-    def missing(self) -> object | None:
+    def missing_tokens(self) -> object | None:
         """Describes the text the next batch waits for; None if it is available.
 
         Raises:
@@ -177,7 +177,7 @@ class DataWait:
         """Describes the missing text; "" if it is missing only in another process, None if no text is missing."""
         missing, failure = None, None
         try:
-            missing = None if source is None else source.missing()
+            missing = None if source is None else source.missing_tokens()
         except UserError as error:
             failure = error
         # All processes decide together; otherwise one could enter a step without the others.

@@ -49,7 +49,7 @@ def check_exports(config: RunConfig, run_id: str) -> str | None:
         return None
     check_exportable(config.model)
     if is_lead() and isinstance(path := storage_path(config.hf_save_path), Bucket):
-        (path / run_id).probe("hf_save_path")
+        (path / run_id).check_writable("hf_save_path")
     if not config.hf_upload or not is_lead():
         return None
     return prepare_push(run_id if config.hf_upload is True else config.hf_upload)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lm_trainer.harness.config import quiet_bars
+from lm_trainer.harness.config import disable_progress_bars
 from lm_trainer.harness.report import task_metrics, write_samples
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.training.hooks import StepInfo, is_due
@@ -35,7 +35,7 @@ class TaskEvaluation:
     """
 
     def __init__(self, config: RunConfig, tokenizer: HfTokenizer, run_dir: Path, settings: HfSettings | None = None):
-        quiet_bars()
+        disable_progress_bars()
         from lm_trainer.harness.run import Tasks
 
         assert config.eval_harness is not None
@@ -64,7 +64,7 @@ class TaskEvaluation:
             dtype=self._config.trainer.mp.compute_dtype,
             max_length=harness.max_eval_length,
         )
-        results = self._tasks.ask(model)
+        results = self._tasks.evaluate_model(model)
         metrics.task_results(info.step, task_metrics(results))
         if harness.log_samples and is_lead():
             write_samples(self._run_dir / "eval-harness" / f"step-{info.step}", results)

@@ -105,7 +105,7 @@ def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos
 def first_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
     """Returns the first tokenised held-out set of text."""
     for _, held_out in sets:
-        completed = getattr(held_out, "complete", lambda held_out=held_out: held_out)()
+        completed = getattr(held_out, "wait_until_complete", lambda held_out=held_out: held_out)()
         if isinstance(completed, EvalSet) and not completed.has_features:
             return completed
     return None

@@ -19,8 +19,8 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
-from lm_trainer.core.tree import named_leaves, nested_from_names
+from lm_trainer.core.files import expand_home
+from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import is_adapter_param, merge_lora
 from lm_trainer.profile.flops import FlopsCount
@@ -198,12 +198,12 @@ def load_merged_model(
         )
     # Merged in the dtype of the base during training, so that the logits equal the run's.
     merged = merge_lora({**base, **named_leaves(loaded.params)}, lora)
-    return dataclasses.replace(loaded, params=nested_from_names(merged))
+    return dataclasses.replace(loaded, params=nest_named_leaves(merged))
 
 
 def base_name(config: RunConfig) -> str:
     """Returns the name of the base model of a run with an adapter, as in its configuration."""
-    return expanded(config.trainer.initialize_from or source_name(config))
+    return expand_home(config.trainer.initialize_from or source_name(config))
 
 
 def _base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import HUB_NAME, expanded, local_path, path_problem
+from lm_trainer.core.files import HUB_NAME, expand_home, local_path, path_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.files import FILES
 from lm_trainer.export.hub import Pushed, check_push, download, push
@@ -97,7 +97,7 @@ def fetch_directory(source: str, *, revision: str | None = None, weights: bool =
     """
     if problem := path_problem(source, name=HUB_NAME):
         raise UserError(problem)
-    source = expanded(source)
+    source = expand_home(source)
     if _is_path(source):
         return Path(source)
     try:

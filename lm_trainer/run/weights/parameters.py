@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lm_trainer.config.loader import Loaded
+from lm_trainer.config.loader import LoadedConfig
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.config.run_config import RunConfig
@@ -11,7 +11,7 @@ from lm_trainer.run.weights.pretrained import resolve_model
 _ANY_VOCABULARY = 256
 
 
-def weight_decay(loaded: Loaded[RunConfig]) -> dict[str, bool]:
+def weight_decay(loaded: LoadedConfig[RunConfig]) -> dict[str, bool]:
     """Returns parameter name -> True if weight decay applies to it.
 
     Raises:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import expanded
+from lm_trainer.core.files import expand_home
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
@@ -159,7 +159,7 @@ def _resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | Non
     if config.trainer.load_checkpoint is False:
         return None
     if isinstance(checkpoints, Bucket):
-        checkpoints.probe("trainer.checkpointer.base_path")
+        checkpoints.check_writable("trainer.checkpointer.base_path")
     if not committed_steps(checkpoints):
         return None
     if config.use_hf_model_config:
@@ -271,7 +271,7 @@ class HfCheckpoint:
 
 
 def _locate(config: RunConfig, *, weights: bool = True) -> Path:
-    name = expanded(source_name(config))
+    name = expand_home(source_name(config))
     # A directory name may contain an @.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     return fetch_directory(path, revision=revision or None, weights=weights)

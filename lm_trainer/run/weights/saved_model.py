@@ -22,7 +22,7 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path, write_atomically
-from lm_trainer.core.tree import named_leaves, nested_from_names
+from lm_trainer.core.tree import named_leaves, nest_named_leaves
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
@@ -145,7 +145,7 @@ def _load_step(
     tokenizer = load_tokenizer(copy)
     name = config.trainer.id or directory.name
     settings = read_settings(directory)
-    return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record, settings)
+    return LoadedModel(config, nest_named_leaves(params), step, vocab_size, tokenizer, name, restored.record, settings)
 
 
 def _compare_config(directory: StoragePath, config: RunConfig) -> None:
