@@ -128,6 +128,6 @@ def import_hf(
 
     imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
     clean.echo(f"imported a {imported.config.type} model to {out}")
-    if (note := imported.config.differs_from_hf()) is not None:
+    if (note := imported.config.describe_difference_from_hf()) is not None:
         clean.echo(note)
     clean.echo(f"train on from it with trainer.initialize_from={out}")

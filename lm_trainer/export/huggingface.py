@@ -21,7 +21,7 @@ from lm_trainer.export.peft_files import AdaptedWeights, adapter_base, is_adapte
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
-from lm_trainer.models.hf_section import any_length
+from lm_trainer.models.hf_section import allows_any_length
 from lm_trainer.models.hf_table import file_name
 from lm_trainer.step.state.inference_sharding import shard_for_inference
 from lm_trainer.step.state.model_def import ModelDef
@@ -91,7 +91,7 @@ def write_hf(out: StoragePath, model: TextModel, options: ExportOptions) -> None
         MachineError: if the file system refuses.
     """
     dtype = DTYPES[options.dtype]
-    tensors = hf.file_params(model.config, model.params)
+    tensors = hf.pending_params_to_hf(model.config, model.params)
     settings = _exported_settings(model, options)
     parameters = sum(tensor.size for tensor in tensors.values())
     # All checks that may fail come before the first file is written.
@@ -117,7 +117,7 @@ def all_end_ids(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int,
 
 def _exported_settings(model: TextModel, options: ExportOptions) -> HfSettings:
     config, context = model.config, options.context
-    if context is not None and not any_length(config, model.vocab_size):
+    if context is not None and not allows_any_length(config, model.vocab_size):
         raise UserError(f"--context {context}: the model has a parameter for each position; leave it away")
     longest = config if context is None else config.model_copy(update={"seq_len": context})
     settings = defaults = HfSettings.made_for(longest, model.vocab_size, model.tokenizer)

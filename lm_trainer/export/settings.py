@@ -15,7 +15,7 @@ from lm_trainer.export.files import CONFIG, GENERATION, PREPROCESSOR, PROCESSOR_
 from lm_trainer.export.generation_fields import generation_of_config
 from lm_trainer.export.weights import read_json
 from lm_trainer.models import hf
-from lm_trainer.models.hf_section import any_length
+from lm_trainer.models.hf_section import allows_any_length
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
@@ -108,7 +108,7 @@ class HfSettings:
         source = source.with_generation(self.generation)
         # Generation settings that the model section lacks were not changed by the user.
         model = model.with_generation({**self.generation, **getattr(model, "generation_config", {})})
-        if any_length(model, vocab_size):
+        if allows_any_length(model, vocab_size):
             model = model.model_copy(update={"seq_len": context or max(model.seq_len, source.seq_len)})
         source_defaults, model_defaults = (
             self.made_for(source, rows, tokenizer),

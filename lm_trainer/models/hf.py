@@ -88,20 +88,20 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
-    shapes = _abstract(model_config, vocab_size)
-    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _leaves(shapes), tensors))
+    shapes = _param_info_tree(model_config, vocab_size)
+    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors))
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
 
     Raises:
-        UserError: as `file_params`.
+        UserError: as `pending_params_to_hf`.
     """
-    return {name: np.asarray(tensor) for name, tensor in file_params(model_config, params).items()}
+    return {name: np.asarray(tensor) for name, tensor in pending_params_to_hf(model_config, params).items()}
 
 
-def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
+def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
     """Like `params_to_hf`, but each tensor is made when NumPy requests it, so no memory is allocated.
 
     Raises:
@@ -111,10 +111,10 @@ def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[
     write_config(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
-    leaves = _leaves(_abstract(model_config, vocab_size))
+    leaves = _infos_by_name(_param_info_tree(model_config, vocab_size))
     shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
     if mismatched := sorted(
-        name for name in leaves.keys() | shapes.keys() if not _fits(leaves.get(name), shapes.get(name))
+        name for name in leaves.keys() | shapes.keys() if not _shape_matches(leaves.get(name), shapes.get(name))
     ):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(mismatched)}")
     return pending_tensors(model_config.hf_family(), leaves, named)
@@ -169,23 +169,23 @@ def plan_reading(
 
 def param_infos(model_config: DecoderConfig, vocab_size: int) -> dict[str, ParamInfo]:
     """Returns the shape and axes of every parameter by dotted name; allocates no memory."""
-    return _leaves(_abstract(model_config, vocab_size))
+    return _infos_by_name(_param_info_tree(model_config, vocab_size))
 
 
-def _fits(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
+def _shape_matches(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
     return leaf is not None and leaf.shape == shape
 
 
-def _abstract(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
+def _param_info_tree(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the parameter tree with a `ParamInfo` for each array; allocates no memory."""
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
 
-    def leaf(variable: nnx.Variable) -> nnx.Variable:
+    def to_param_info(variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(ParamInfo(tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES)))
 
-    state = jax.tree.map(leaf, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    state = jax.tree.map(to_param_info, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
     return nnx.to_pure_dict(state)
 
 
-def _leaves(shapes: dict[str, Any]) -> dict[str, ParamInfo]:
+def _infos_by_name(shapes: dict[str, Any]) -> dict[str, ParamInfo]:
     return named_leaves(shapes)

@@ -143,7 +143,7 @@ def test_layers_with_a_window():
 
 
 def test_what_llama_can_add():
-    norm = LlamaConfig().norm()
+    norm = LlamaConfig().norm_spec()
     spec = LlamaConfig(hybrid_norm=True, use_qk_norm=True, input_embedding_norm=True, num_layers=1).spec(VOCAB)
     assert spec.blocks[0].pre_norm == spec.blocks[0].post_norm == spec.embedding.norm == spec.final_norm == norm
     assert spec.blocks[0].attention.qk_norm == QkNormSpec(norm)

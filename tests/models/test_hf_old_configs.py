@@ -111,8 +111,8 @@ def test_longrope_takes_the_table_of_the_models_seq_len(make_hf_model: Any) -> N
     # On the other side transformers takes the other table, which is said.
     other = our_logits(config, vocab_size, tensors, ids[:, :32])
     assert np.abs(other - torch_logits(directory, ids[:, :32])).max() > 1e-2
-    assert "seq_len is 64, so rotary positions are scaled by long_factor" in str(config.differs_from_hf())
-    assert change(config, seq_len=32).differs_from_hf() is None
+    assert "seq_len is 64, so rotary positions are scaled by long_factor" in str(config.describe_difference_from_hf())
+    assert change(config, seq_len=32).describe_difference_from_hf() is None
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     section, notes = _model_section(config, source.directory, source.config, source.vocab_size)
     # Reads only headers, to report missing tensors before text is tokenised.
     source.plan(section)
-    difference_notes = (note,) if (note := section.differs_from_hf()) is not None else ()
+    difference_notes = (note,) if (note := section.describe_difference_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
