@@ -59,7 +59,7 @@ def measure(name: str, batch: int, repeats: int) -> list[str]:
     from lm_trainer.data.tokenizer.bytes import ByteTokenizer
     from lm_trainer.export.huggingface import read_hf
     from lm_trainer.generate.engine import generate
-    from lm_trainer.generate.layout import for_decoding
+    from lm_trainer.generate.layout import to_decoding_layout
     from lm_trainer.generate.sampling import GenerateSettings
 
     width, layers, mlp, vocabulary = SIZES[name]
@@ -80,7 +80,7 @@ def measure(name: str, batch: int, repeats: int) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         peer.save_pretrained(scratch)
         ByteTokenizer().save(scratch)
-        model = for_decoding(read_hf(Path(scratch)).build())
+        model = to_decoding_layout(read_hf(Path(scratch)).build())
     prompts = np.random.default_rng(0).integers(0, 256, (batch, PROMPT)).tolist()
     settings, ids = GenerateSettings(max_new_tokens=NEW, temperature=0), torch.tensor(prompts)
     mask = torch.ones_like(ids)

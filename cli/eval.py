@@ -219,7 +219,7 @@ def _read_tasks(
 
 
 def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple[list[dict[str, Any]], list[str]]:
-    from lm_trainer.evaluate.report import table
+    from lm_trainer.evaluate.report import format_table
     from lm_trainer.harness.model import HarnessModel
     from lm_trainer.harness.report import task_json, task_rows, write_samples
 
@@ -228,4 +228,4 @@ def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple
     results = tasks.ask(harness_model)
     if samples is not None:
         write_samples(samples, results)
-    return task_json(results), table(task_rows(results), left=1)
+    return task_json(results), format_table(task_rows(results), left=1)

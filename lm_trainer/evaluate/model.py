@@ -105,7 +105,7 @@ def open_eval_model(
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
-        return _of_files(path, context, overrides)
+        return _open_hf_directory(path, context, overrides)
     directory, _ = find_checkpoints(source)
     config = read_config(directory, [*_ONE_PROCESS, *overrides])
     _configure(config)
@@ -115,7 +115,7 @@ def open_eval_model(
     return _to_devices(loaded, loaded.step, config, context)
 
 
-def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
+def _open_hf_directory(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
     row = context or min(read_hf_config(path)[0].seq_len, MAX_ROW)
     rows = max(_TOKENS_AT_ONCE // row, 1)
     model = read_hf_config(path)[0]

@@ -18,7 +18,7 @@ from lm_trainer.data.tokenize.progress import OnProgress
 from lm_trainer.evaluate.compare import SetComparison, compare
 from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_means
 from lm_trainer.evaluate.model import EvalModel
-from lm_trainer.evaluate.speech import ErrorRates, error_rates
+from lm_trainer.evaluate.speech import ErrorRates, measure_error_rates
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_run, run_start_directory
 
@@ -68,7 +68,7 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
             raise UserError(f"--data: {problem}")
         return Text(load(local_path(data[0]), ["trainer.tracker=[]"], RunConfig).config.data, Path.cwd())
     if data:
-        return Text(_of_files(data), Path.cwd())
+        return Text(_data_config_of_files(data), Path.cwd())
     if model.step is None:
         raise UserError(
             f"{source} is no run and has no text of its own to be evaluated on; name some: --data FILE, a "
@@ -81,7 +81,7 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
     return Text(model.config.data, root)
 
 
-def _of_files(files: Sequence[str]) -> DataConfig:
+def _data_config_of_files(files: Sequence[str]) -> DataConfig:
     """Each file as a separate set; the training text is a placeholder the configuration requires."""
     names = [re.sub(r"[^\w.-]+", "-", Path(file).stem).lstrip(".-") or "text" for file in files]
     if len({*names}) < len(names):
@@ -110,8 +110,8 @@ def evaluate_text(
         speech_sets = [opened_set.rows for opened_set in opened.sets if isinstance(opened_set.rows, SpeechSet)]
         decoder = model.decoder() if speech_sets else None
         generation = getattr(model.config.model, "generation_config", {})
-        rates = [error_rates(decoder, rows, generation, options.max_batches) for rows in speech_sets]
-    return TextLosses(sets, group_means(sets), [*opened.notes, *_notes(model, sets, options)], rates)
+        rates = [measure_error_rates(decoder, rows, generation, options.max_batches) for rows in speech_sets]
+    return TextLosses(sets, group_means(sets), [*opened.notes, *_collect_notes(model, sets, options)], rates)
 
 
 def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLosses) -> list[SetComparison]:
@@ -119,7 +119,7 @@ def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLoss
     return compare(a.sets, b.sets, same_tokens=first.tokenizer.identity() == second.tokenizer.identity())
 
 
-def _notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) -> list[str]:
+def _collect_notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) -> list[str]:
     notes = []
     stride = options.stride or model.row
     for losses in sets:

@@ -66,7 +66,7 @@ def is_adapter_directory(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
-def adapter_base(directory: Path) -> Path:
+def base_model_directory(directory: Path) -> Path:
     """Directory of the base model named in an adapter_config.json.
 
     Raises:
@@ -115,11 +115,13 @@ class AdaptedWeights(Weights):
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
         # A module of PEFT and the tensor that it adapts may differ in their prefix.
-        pairs = _pairs(stored_tensors, directory)
-        self._pairs = {self._target(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()}
+        pairs = _pair_matrices(stored_tensors, directory)
+        self._pairs = {
+            self._find_target_tensor(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()
+        }
         for name, (_, a, b) in self._pairs.items():
             shape = self.stored[name].shape
-            outputs, inputs = shape[::-1] if self._by_inputs else shape
+            outputs, inputs = shape[::-1] if self._has_inputs_first else shape
             if len(a.shape) != 2 or a.shape != (a.shape[0], inputs) or b.shape != (outputs, a.shape[0]):
                 raise UserError(
                     f"{directory / _ADAPTER_WEIGHTS}: {list(b.shape)} times {list(a.shape)} for {name}, which is "
@@ -133,14 +135,14 @@ class AdaptedWeights(Weights):
         module, *stored = self._pairs[name]
         a_RI, b_OR = (tensor.read().astype(np.float32) for tensor in stored)
         change_OI = self._scale(module, len(a_RI)) * (b_OR @ a_RI)
-        return weight + (change_OI.T if self._by_inputs else change_OI)
+        return weight + (change_OI.T if self._has_inputs_first else change_OI)
 
     @property
-    def _by_inputs(self) -> bool:
+    def _has_inputs_first(self) -> bool:
         """True for weights with inputs before outputs, such as GPT-2's."""
         return bool(self._config.get("fan_in_fan_out"))
 
-    def _target(self, name: str, directory: Path) -> str:
+    def _find_target_tensor(self, name: str, directory: Path) -> str:
         # Some bases are saved without the prefix of the model with a head.
         for candidate in (f"{name}.weight", f"{name.partition('.')[2]}.weight"):
             if candidate in self.stored:
@@ -164,7 +166,9 @@ def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     return config
 
 
-def _pairs(stored_tensors: dict[str, StoredTensor], directory: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+def _pair_matrices(
+    stored_tensors: dict[str, StoredTensor], directory: Path
+) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Module -> A [R, I] and B [O, R]."""
     file = directory / _ADAPTER_WEIGHTS
     modules = [name.removesuffix(_A) for name in stored_tensors if name.endswith(_A)]

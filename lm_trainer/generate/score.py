@@ -60,7 +60,9 @@ def score(
     graphdef, state = nnx.split(model, nnx.Param)
     engine, max_positions = _Engine(graphdef, nnx.to_pure_dict(state), jnp.dtype(dtype)), model.spec.num_positions
     shared = [i for i, context in enumerate(contexts) if _is_shared(context, max_positions)]
-    for batch, width in _batches(shared, [len(contexts[i].tokens) for i in shared], tokens_at_once, max_positions):
+    for batch, width in _batch_by_length(
+        shared, [len(contexts[i].tokens) for i in shared], tokens_at_once, max_positions
+    ):
         yield from zip(batch, engine.score_shared([contexts[i] for i in batch], width), strict=True)
     separate = [
         (i, Context(contexts[i].tokens, [tokens]))
@@ -68,8 +70,8 @@ def score(
         for tokens in contexts[i].continuations
     ]
     scores: dict[int, Score] = {}
-    for batch, width in _batches(
-        range(len(separate)), [_length(context) for _, context in separate], tokens_at_once, max_positions
+    for batch, width in _batch_by_length(
+        range(len(separate)), [_input_length(context) for _, context in separate], tokens_at_once, max_positions
     ):
         scores |= zip(batch, engine.score_separately([separate[index][1] for index in batch], width), strict=True)
     for i, group in itertools.groupby(range(len(separate)), key=lambda index: separate[index][0]):
@@ -94,12 +96,12 @@ def _is_shared(context: Context, max_positions: int) -> bool:
     )
 
 
-def _length(context: Context) -> int:
+def _input_length(context: Context) -> int:
     # The last token is predicted, and never read.
     return len(context.tokens) + len(context.continuations[0]) - 1
 
 
-def _batches(
+def _batch_by_length(
     indices: Sequence[int], lengths: Sequence[int], tokens_at_once: int, max_width: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yields batches of similar lengths, the longest first, with the width of each."""

@@ -91,9 +91,9 @@ def test_a_url_is_refused_before_anything_is_done(lmt: Lmt, line: tuple[str, ...
 
 
 def _export(out: Any) -> None:
-    from lm_trainer.export.output import complete_directory
+    from lm_trainer.export.output import atomic_directory
 
-    with complete_directory(out, overwrite=False, replaceable=()):
+    with atomic_directory(out, overwrite=False, replaceable=()):
         pass
 
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.export.generation_fields import generation_of_config
+from lm_trainer.export.generation_fields import generation_from_config
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import hf
 from tests.models.common import change
@@ -31,7 +31,7 @@ CHANGES: dict[str, Any] = {
 
 def settings_of(case: str) -> HfSettings:
     raw = json.loads(json.dumps(WRITTEN_BY_4[case]))
-    return HfSettings(raw, {"top_k": 7, **generation_of_config(raw)})
+    return HfSettings(raw, {"top_k": 7, **generation_from_config(raw)})
 
 
 @pytest.mark.parametrize("case", WRITTEN_BY_4)

@@ -231,7 +231,7 @@ class HfCheckpoint:
             UserError: for missing tensors, unknown tensors, wrong shapes, and dtypes that cannot be read exactly.
         """
         with errors_prefixed_with(self.directory):
-            stored = hf.plan_reading(model, self.vocab_size, *self.weights.headers())
+            stored = hf.plan_reading(model, self.vocab_size, *self.weights.shapes_and_files())
         for name in {piece.tensor for pieces in stored.pieces.values() for piece in pieces}:
             # Raises for a dtype that NumPy cannot represent exactly.
             _ = self.weights.stored[name].numpy_dtype
