@@ -67,7 +67,7 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
         state, metrics = setup.compute_step(state, placed)
         seconds.append(time.thread_time() - started)
         jax.block_until_ready((state.params, metrics))
-    runs = StepMemory(config, VOCAB, jax.devices(), "cpu").runs()
+    runs = StepMemory(config, VOCAB, jax.devices(), "cpu").run_counts()
     # The first two steps warm up caches.
     return statistics.median(seconds[2:]), sum(runs.values())
 

@@ -94,13 +94,13 @@ def plan(
     runs = {str(file): load_resolved_config(ctx, file, settings) for file in files}
 
     from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
-    from lm_trainer.plan.comparison import Planned, comparison_lines, price_of, prices
-    from lm_trainer.plan.table import lines
+    from lm_trainer.plan.comparison import PlannedConfig, comparison_lines, find_price, parse_prices
+    from lm_trainer.plan.table import plan_lines
 
     groups = {text: parse_devices(text) for text in devices}
-    price_list = prices(price or [])
+    price_list = parse_prices(price or [])
     room = None if memory is None else parse_bytes(memory)
-    assumed = {text: Assumptions(mfu, price_of(groups[text], text, price_list), room, vocab_size) for text in groups}
+    assumed = {text: Assumptions(mfu, find_price(groups[text], text, price_list), room, vocab_size) for text in groups}
     if len({json.dumps(run.trainer.jax_config, sort_keys=True) for run in runs.values()}) > 1:
         raise UserError(
             "the configurations have different trainer.jax_config, which is of the process: plan one by one"
@@ -127,14 +127,14 @@ def plan(
     clean.echo("compiling ...", err=True)
     if len(pairs) == 1:
         only = planned(*pairs[0])
-        clean.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(lines(only)))
+        clean.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(plan_lines(only)))
         return
     table = []
     for name, text in pairs:
         try:
-            table.append(Planned(name, text, planned(name, text)))
+            table.append(PlannedConfig(name, text, planned(name, text)))
         except UserError as error:
-            table.append(Planned(name, text, None, str(error)))
+            table.append(PlannedConfig(name, text, None, str(error)))
     plans = {"plans": [planned_run.as_dict() for planned_run in table]}
     clean.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
 

@@ -9,7 +9,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.batch import BatchShape
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, vocab_size_of
-from lm_trainer.plan.cost import MFU, Time, Work, training_time
+from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_time
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, compile_temporary, estimate_step, estimate_temporary
 from lm_trainer.profile.flops import flops_per_token, parameter_count
@@ -118,7 +118,7 @@ def plan_rung(
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
     # The batch of the ladder, not of its run config: with `compat` no run would have it.
-    work = Work(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
+    work = RunWork(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
     time = _time(ladder, hardware, work, shape.devices)
     memory = _memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
     return RungPlan(
@@ -149,7 +149,7 @@ def plan_rung(
     )
 
 
-def _time(ladder: LadderConfig, hardware: Hardware, work: Work, devices: int) -> Time | None:
+def _time(ladder: LadderConfig, hardware: Hardware, work: RunWork, devices: int) -> RunTime | None:
     """Training time of a size; None for a CPU, which has no datasheet figures."""
     if hardware.device.lower() == "cpu":
         return None

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.plan.gpu_target import described_gpus, gpu_target
-from lm_trainer.plan.refusal import explained_refusals
+from lm_trainer.plan.gpu_target import gpu_target, supported_gpus
+from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_memory
 from tests.conftest import RunLmt
 
@@ -36,7 +36,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-@pytest.mark.parametrize("kind", described_gpus())
+@pytest.mark.parametrize("kind", supported_gpus())
 def test_descriptions_agree_with_the_datasheets(kind: str, monkeypatch: pytest.MonkeyPatch):
     plugin(monkeypatch, jax_cuda12_pjrt="0.10.2", jaxlib="0.10.2")
     target = gpu_target(kind, 8)
@@ -72,12 +72,12 @@ def left_behind() -> set[Path]:
 
 def test_a_refused_program_is_kept_and_named():
     before = left_behind()
-    with explained_refusals("TPU v5"):
+    with explain_refusals("TPU v5"):
         jax.jit(lambda x: jnp.sin(x) * 3).lower(1.0).compile()
     assert left_behind() == before
 
     def refused() -> None:
-        with explained_refusals("TPU v5"):
+        with explain_refusals("TPU v5"):
             jax.jit(lambda x: jnp.cos(x) * 5).lower(1.0).compile()
             raise jax.errors.JaxRuntimeError("INTERNAL: no such register\nand a trace of it")
 
@@ -95,7 +95,7 @@ def test_a_refused_program_is_kept_and_named():
 
 def test_other_errors_leave_no_files():
     before = left_behind()
-    with pytest.raises(ValueError, match="mine"), explained_refusals("TPU v5"):
+    with pytest.raises(ValueError, match="mine"), explain_refusals("TPU v5"):
         raise ValueError("mine")
     assert left_behind() == before
 

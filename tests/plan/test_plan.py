@@ -22,7 +22,7 @@ from lm_trainer.plan.estimate import Traces, estimate_step
 from lm_trainer.plan.fit import find_largest, possible_rows
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.programs import ProgramWork, step_time
-from lm_trainer.plan.table import lines
+from lm_trainer.plan.table import plan_lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
@@ -179,7 +179,7 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     found = plan_run(config, parse_devices("2xH100"), places, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
     assert found.fit is not None
     assert (found.fit.rows, found.fit.together, found.fit.bytes) == (1, 4, peaks[4])
-    text = "\n".join(lines(found))
+    text = "\n".join(plan_lines(found))
     assert re.search(
         r"1 row, as it is, .* with trainer.microbatches_per_gather=4 \(the same numbers; .* by itself\)", text
     )
@@ -215,7 +215,7 @@ def test_the_table_says_what_is_as_good_as_it_gets():
     group, places = DeviceGroup(2, "NVIDIA H100 80GB HBM3"), jax.devices()[:2]
 
     def text(memory: int | None) -> str:
-        return "\n".join(lines(plan_run(config, group, places, Assumptions(vocab_size=VOCAB, memory=memory))))
+        return "\n".join(plan_lines(plan_run(config, group, places, Assumptions(vocab_size=VOCAB, memory=memory))))
 
     assert re.search(r"largest microbatch +2 rows, as it is", text(None))
     assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
@@ -239,7 +239,7 @@ def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
     assert plan.ring.share == pytest.approx(257 / 512)
     hidden = (1 - plan.ring.share) * (4 * 64 + 3 * 2) * length
     assert plan.ring.computed_flops_per_token == pytest.approx(plan.work.flops_per_token - 3 * hidden)
-    text = "\n".join(lines(plan))
+    text = "\n".join(plan_lines(plan))
     assert re.search(r"attention +ring of 8: 50.2% of all pairs computed", text)
     assert "keeps no scores" not in text
 
@@ -247,7 +247,7 @@ def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
 @pytest.mark.slow
 def test_the_table_says_what_is_not_known():
     config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
-    text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
+    text = "\n".join(plan_lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
     assert "n/a: how much memory 'cpu' has is not known; give --memory" in text
     assert "n/a: no datasheet figure for float32 on 'cpu'" in text
     assert "XLA's plan for a CPU" in text

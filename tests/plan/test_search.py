@@ -18,11 +18,11 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
 from lm_trainer.plan.devices import budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
-from lm_trainer.plan.layouts import Layout, layouts
+from lm_trainer.plan.layouts import Layout, enumerate_layouts
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.search import CompiledLayout
 from lm_trainer.plan.search_table import search_lines
-from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
+from lm_trainer.plan.speed import LayoutWork, Machine, StepCost, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import build_setup
@@ -81,7 +81,7 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
 ):
     trace_each_model_once(monkeypatch)
     config = load(path, [], RunConfig).config
-    found = list(layouts(config, VOCAB, 4))
+    found = list(enumerate_layouts(config, VOCAB, 4))
     assert len({layout.overrides for layout in found}) == len(found) > 100
     for layout in found[:: len(found) // samples]:
         read = with_resolved_gather(load(path, layout.overrides, RunConfig).config, VOCAB)
@@ -91,7 +91,7 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
 
 def test_layouts_say_which_of_their_settings_make_another_run(path: Path):
     config = with_resolved_gather(load(path, [], RunConfig).config, VOCAB)
-    found = list(layouts(config, VOCAB, 4))
+    found = list(enumerate_layouts(config, VOCAB, 4))
 
     @functools.cache
     def hash_with(overrides: tuple[str, ...]) -> str:
@@ -116,25 +116,25 @@ def test_axes_are_those_that_the_model_admits():
                                  "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
                        "trainer": {"train_batch_size": 16}})  # fmt: skip
     every = {1, 2, 4}
-    assert axes_of([*layouts(llama, VOCAB, 4)]) == {
+    assert axes_of([*enumerate_layouts(llama, VOCAB, 4)]) == {
         "pipeline": {1, 2},
         "context": every,
         "expert": {1},
         "model": {1, 2},
     }
     mixtral = config_of({"model": MIXTRAL, "trainer": {"train_batch_size": 16}})
-    found = axes_of([*layouts(mixtral, VOCAB, 4)])
+    found = axes_of([*enumerate_layouts(mixtral, VOCAB, 4)])
     assert found == {"pipeline": {1}, "context": every, "expert": every, "model": {1, 2}}
 
 
 def test_what_is_given_stays(path: Path):
     config = load(path, ["trainer.elastic_shards=8"], RunConfig).config
-    found = list(layouts(config, VOCAB, 2))
+    found = list(enumerate_layouts(config, VOCAB, 2))
     assert min(layout.plan.count for layout in found) == 8
     assert {layout.plan.batch_size for layout in found} == {16}
     fast = load(path, ["trainer.determinism=fast"], RunConfig).config
-    assert {layout.config.trainer.gather for layout in layouts(fast, VOCAB, 2)} == {"auto"}
-    assert {layout.config.trainer.gather for layout in layouts(config, VOCAB, 2)} == {"model", "layer"}
+    assert {layout.config.trainer.gather for layout in enumerate_layouts(fast, VOCAB, 2)} == {"auto"}
+    assert {layout.config.trainer.gather for layout in enumerate_layouts(config, VOCAB, 2)} == {"model", "layer"}
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[
     assert found.bytes == pytest.approx(planned.bytes, rel=0.25)
 
 
-def work_of(config: RunConfig, **changes: Any) -> Work:
+def work_of(config: RunConfig, **changes: Any) -> LayoutWork:
     spec = config.model.spec(VOCAB)
     given = {
         "spec": spec,
@@ -215,7 +215,7 @@ def work_of(config: RunConfig, **changes: Any) -> Work:
         "backend": "cudnn",
         "training_flops": 6000,
     }
-    return Work(**{**given, **changes})
+    return LayoutWork(**{**given, **changes})
 
 
 MACHINE = Machine("NVIDIA H100 80GB HBM3", 1e6, Bandwidths(1e9, 1e3, "none", between_nodes=1e1))
