@@ -166,7 +166,7 @@ def status(
 
     import json
 
-    from lm_trainer.ladder.fit.register import scores
+    from lm_trainer.ladder.fit.register import score_registrations
 
     runs = {
         ladder.run_name(name, seed): ladder.get_checkpoints(name, seed=seed)
@@ -178,7 +178,7 @@ def status(
             run: [{"name": c.name, "step": c.step, "tokens": c.tokens, "exists": c.exists} for c in checkpoints]
             for run, checkpoints in runs.items()
         }
-        if predictions := scores(ladder):
+        if predictions := score_registrations(ladder):
             plain["predictions"] = [score.as_dict() for score in predictions]
         clean.echo(json.dumps(plain, indent=1))
         return
@@ -186,7 +186,7 @@ def status(
         clean.echo(run_name)
         for checkpoint in checkpoints:
             clean.echo(f"  {checkpoint.display()}")
-    for score in scores(ladder):
+    for score in score_registrations(ladder):
         clean.echo(score.line())
 
 
@@ -222,7 +222,7 @@ def metrics(
     """
     ladder = load_ladder(ctx, config, overrides)
 
-    from lm_trainer.ladder.metrics import FORMATS, rows_of, write
+    from lm_trainer.ladder.metrics import FORMATS, collect_rows, write_rows
     from lm_trainer.ladder.tables import metrics_table
 
     kind = kind or (out.suffix.lstrip(".") if out else None)
@@ -231,13 +231,13 @@ def metrics(
     rows = [
         row
         for name in _chosen(ladder, size)
-        for row in rows_of(
+        for row in collect_rows(
             ladder, name, prefix, discover_all=discover_all, alternative_dirs=tuple(alternative_dir or ())
         )
     ]
     if not rows:
         raise UserError(f"{ladder.dir} has no metrics of this ladder yet; start it with: lmt ladder run {config}")
-    text = metrics_table(rows) if kind is None else write(rows, kind, out)
+    text = metrics_table(rows) if kind is None else write_rows(rows, kind, out)
     if text is not None:
         clean.echo(text, nl=False)
 

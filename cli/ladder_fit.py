@@ -56,12 +56,12 @@ def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **opt
 def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
     """A saved fit, or a fit of a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
-    from lm_trainer.ladder.fit.sources import fit_of
+    from lm_trainer.ladder.fit.sources import read_or_fit
 
     if _is_ladder(source):
         return fit_points(_points(ctx, source, overrides))
     _no_settings(source, overrides)
-    return fit_of(source)
+    return read_or_fit(source)
 
 
 def _no_settings(source: Path, overrides: list[str] | None) -> None:
@@ -120,7 +120,7 @@ def fit(
 
     points = _points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
 
-    from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
+    from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
     from lm_trainer.ladder.fit.fitting import Settings, save
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.isoflop import fit_isoflop
@@ -132,8 +132,8 @@ def fit(
     if as_json:
         clean.echo(json.dumps(law_fit.as_dict(), indent=1))
         return
-    effect = influence(law_fit)
-    clean.echo(fit_text(law_fit, backtest(law_fit), effect, notes(law_fit, effect), fit_isoflop(points)))
+    effect = measure_influence(law_fit)
+    clean.echo(fit_text(law_fit, backtest(law_fit), effect, collect_caveats(law_fit, effect), fit_isoflop(points)))
 
 
 def predict(
@@ -184,7 +184,7 @@ def predict(
     assert params is not None
     assert tokens is not None
     prediction = law.predict(law_fit, params, tokens, **limits)
-    clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.lines(prediction)))
+    clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.prediction_lines(prediction)))
 
 
 def compare(
@@ -234,7 +234,7 @@ def compare(
         clean.echo(json.dumps([m.as_dict() for m in comparisons], indent=1))
         return
     clean.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
-    clean.echo(multipliers.compare_text(comparisons, first.settings.level))
+    clean.echo(multipliers.format_comparison(comparisons, first.settings.level))
 
 
 def register(
@@ -292,14 +292,14 @@ def register(
     targets: list[tuple[str, float, float]] = []
     if size is not None:
         ladder = load_ladder(ctx, source, overrides)
-        targets = [*registry.targets(ladder, size)]
-        out = out or registry.default_path(ladder, size)
+        targets = [*registry.targets_to_predict(ladder, size)]
+        out = out or registry.registration_path(ladder, size)
     elif params is not None and tokens is not None:
         targets = [(f"N {params:g}, D {tokens:g}", params, tokens)]
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
     predictions = [(name, predict_run(law_fit, n, d, **limits)) for name, n, d in targets]
     assert out is not None
-    digest = registry.write(out, law_fit, predictions, size=size)
+    digest = registry.write_registration(out, law_fit, predictions, size=size)
     for name, prediction in predictions:
         run = prediction.run
         clean.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")

@@ -119,8 +119,8 @@ def plan_rung(
     total = parameter_count(spec)
     # The batch of the ladder, not of its run config: with `compat` no run would have it.
     work = RunWork(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
-    time = _time(ladder, hardware, work, shape.devices)
-    memory = _memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
+    time = _training_time(ladder, hardware, work, shape.devices)
+    memory = _peak_memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
     return RungPlan(
         size=size_spec,
         model_params=total,
@@ -149,7 +149,7 @@ def plan_rung(
     )
 
 
-def _time(ladder: LadderConfig, hardware: Hardware, work: RunWork, devices: int) -> RunTime | None:
+def _training_time(ladder: LadderConfig, hardware: Hardware, work: RunWork, devices: int) -> RunTime | None:
     """Training time of a size; None for a CPU, which has no datasheet figures."""
     if hardware.device.lower() == "cpu":
         return None
@@ -164,7 +164,7 @@ def _time(ladder: LadderConfig, hardware: Hardware, work: RunWork, devices: int)
     return time
 
 
-def _memory(
+def _peak_memory(
     ladder: LadderConfig, size_spec: str, vocab_size: int, shape: BatchShape, hardware: Hardware, *, compiled: bool
 ) -> PhaseBytes:
     config, length = run_config(ladder, size_spec, vocab_size=vocab_size), ladder.sequence_length

@@ -134,9 +134,9 @@ def _points(path: Any) -> None:
 
 
 def _metrics(path: Any) -> None:
-    from lm_trainer.ladder.metrics import write
+    from lm_trainer.ladder.metrics import write_rows
 
-    write([{"size": "1k", "loss": np.float32(1)}], "csv", path)
+    write_rows([{"size": "1k", "loss": np.float32(1)}], "csv", path)
 
 
 def _picture(path: Any) -> None:

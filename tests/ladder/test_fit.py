@@ -16,12 +16,12 @@ import pytest
 from scipy.optimize import differential_evolution
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
+from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict
 from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
-from lm_trainer.ladder.fit.points import Points, from_rows
+from lm_trainer.ladder.fit.points import Points, points_from_rows
 from lm_trainer.ladder.fit.predict import optimum, predict
 from lm_trainer.ladder.fit.settings import DELTA, Settings
 from lm_trainer.ladder.fit.sources import table_points
@@ -117,7 +117,7 @@ def test_the_published_fit_of_the_olmo_ladder(
     assert float(paper.law.loss(*THIRTEEN_B)) == pytest.approx(at_13b, abs=5e-4)
     for fitted in (paper, fit(points)):
         for target, value in measured.items():
-            assert predict(fitted, *target, extrapolate=True).run.holds(value)
+            assert predict(fitted, *target, extrapolate=True).run.contains(value)
 
 
 def test_a_prediction_at_other_tokens_per_parameter_is_warned_of() -> None:
@@ -125,7 +125,7 @@ def test_a_prediction_at_other_tokens_per_parameter_is_warned_of() -> None:
     fitted = fit(table_points(RUNGS, metric="c4_loss"))
     prediction = predict(fitted, 3169537280, 31695372800)
     assert prediction.ratio < 1
-    assert not prediction.run.holds(2.99637)
+    assert not prediction.run.contains(2.99637)
     assert "D / N is 10, outside that of the points (20 to 200)" in prediction.warnings[0]
 
 
@@ -135,7 +135,7 @@ def test_variable_projection_of_the_olmo_ladder() -> None:
     relative = np.exp(-fitted.errors) - 1
     assert (relative**2).mean() == pytest.approx(9.98e-6, rel=1e-3)
     # Two methods on the same points disagree about E by two thirds; the fit says that it cannot know.
-    assert any("E, alpha, beta are not identified" in note for note in notes(fitted))
+    assert any("E, alpha, beta are not identified" in note for note in collect_caveats(fitted))
     assert all(abs(held.error) < 0.01 for held in backtest(fitted))
 
 
@@ -154,14 +154,14 @@ def test_an_outlier_is_found_and_named() -> None:
     points = planted(0.001)
     points.loss[7] *= 1.02
     fitted = fit(points, Settings(draws=50))
-    effect = influence(fitted)
+    effect = measure_influence(fitted)
     assert int(np.argmax(np.abs(effect.z_scores))) == 7
-    assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in notes(fitted, effect))
+    assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in collect_caveats(fitted, effect))
     # Left out by hand, it shifts the prediction by what is said.
     reduced = fit(points.select(np.arange(len(points)) != 7), Settings(draws=50))
     ahead = points.num_params[-1] * 10**0.5, points.tokens[-1] * 10**0.5
     assert float(reduced.law.loss(*ahead) / fitted.law.loss(*ahead) - 1) == pytest.approx(effect.shifts[7], abs=1e-7)
-    assert not any("outlier" in note for note in notes(fit(planted(0.001), Settings(draws=50))))
+    assert not any("outlier" in note for note in collect_caveats(fit(planted(0.001), Settings(draws=50))))
 
 
 def test_the_back_test_leaves_the_largest_size_out() -> None:
@@ -170,18 +170,19 @@ def test_the_back_test_leaves_the_largest_size_out() -> None:
     assert [h.label for h in held] == [
         label for label, n in zip(points.labels, points.num_params, strict=True) if n == points.num_params.max()
     ]
-    assert all(h.predicted.holds(h.measured) for h in held)
+    assert all(h.predicted.contains(h.measured) for h in held)
 
 
 def test_constants_at_their_bounds_are_said() -> None:
     flat = planted(law=Law(2.0, 0.0, 410.7, 0.34, 0.28))
     assert any(
-        "no effect of the number of parameters" in n or "alpha" in n for n in notes(fit(flat, Settings(draws=50)))
+        "no effect of the number of parameters" in n or "alpha" in n
+        for n in collect_caveats(fit(flat, Settings(draws=50)))
     )
     with pytest.raises(UserError, match=r"does not depend on parameters|beyond"):
         optimum(fit(flat, Settings(draws=50)), 1e30)
     no_floor = planted(law=Law(0.0, 20.0, 60.0, 0.1, 0.15), noise=0.003)
-    assert any("E" in note for note in notes(fit(no_floor, Settings(draws=50))))
+    assert any("E" in note for note in collect_caveats(fit(no_floor, Settings(draws=50))))
 
 
 def test_draws_depend_on_their_seed_and_unit_alone(tmp_path: Path) -> None:
@@ -231,15 +232,15 @@ def _rows(**changes: object) -> list[dict[str, object]]:
 def test_rows_become_points() -> None:
     rows = _rows()
     undecayed = [{**row, "name": "period 0, 1xC pre-decay", "eval/loss": 9.0} for row in rows[:3]]
-    points = from_rows([*rows, *undecayed], source="x")
+    points = points_from_rows([*rows, *undecayed], source="x")
     assert len(points) == len(rows)
     assert any("left out 3 points measured before a decay" in note for note in points.notes)
-    assert len(from_rows([*rows, *undecayed], source="x", pre_decay=True)) == len(rows) + 3
-    hole = from_rows([*rows[:-1], {**rows[-1], "eval/loss": None}], source="x")
+    assert len(points_from_rows([*rows, *undecayed], source="x", pre_decay=True)) == len(rows) + 3
+    hole = points_from_rows([*rows[:-1], {**rows[-1], "eval/loss": None}], source="x")
     assert len(hole) == len(rows) - 1
     assert any("was not measured at" in note for note in hole.notes)
     size = str(rows[0]["size"])
-    assert len(from_rows(rows, source="x", without=[size]).sizes) == len(points.sizes) - 1
+    assert len(points_from_rows(rows, source="x", without=[size]).sizes) == len(points.sizes) - 1
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_what_no_law_follows_from_is_refused(
     rows: list[dict[str, object]], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        fit(from_rows(rows, source="x", **options), Settings(draws=50))  # pyright: ignore[reportArgumentType]
+        fit(points_from_rows(rows, source="x", **options), Settings(draws=50))  # pyright: ignore[reportArgumentType]
 
 
 def test_settings_are_checked() -> None:
@@ -292,8 +293,8 @@ def test_intervals_cover_the_truth_at_their_nominal_rate() -> None:
             for low, high in [fitted.interval(name)]
         ]
         predictions = [predict(fitted, *target, extrapolate=True) for target in targets]
-        inside += [p.law.holds(float(HOFFMANN.loss(*t))) for p, t in zip(predictions, targets, strict=True)]
+        inside += [p.law.contains(float(HOFFMANN.loss(*t))) for p, t in zip(predictions, targets, strict=True)]
         run = float(HOFFMANN.loss(*targets[0])) * np.exp(0.003 * np.random.default_rng([seed, 9]).standard_normal())
-        hits += [*inside, predictions[0].run.holds(run)]
+        hits += [*inside, predictions[0].run.contains(run)]
     rates = hits / trials
     assert ((rates > 0.85) & (rates < 0.96)).all(), rates
