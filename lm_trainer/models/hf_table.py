@@ -117,7 +117,7 @@ class ParamInfo:
     @property
     def part_axes(self) -> tuple[str, ...]:
         """Axes of one tensor in the file: of one layer, of one expert."""
-        return self.axes[self.stacked + (self.moe_spec > 0) :]
+        return self.axes[self.stacked + (self.experts > 0) :]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
