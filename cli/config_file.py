@@ -21,7 +21,7 @@ def config_file(ctx: typer.Context, requested: Path) -> Path:
     """
     file = source_file(ctx, requested)
     if not file.exists() and _is_bare(file):
-        raise ConfigError([f"{requested}: no such file {_searched()}{_similar(requested)}"])
+        raise ConfigError([f"{requested}: no such file {_describe_search()}{_suggest_similar(requested)}"])
     return file
 
 
@@ -50,12 +50,12 @@ def _search_directories() -> list[Path]:
     return [Path(), Path("configs"), *(path for path in shipped if path != Path("configs").resolve())]
 
 
-def _searched() -> str:
+def _describe_search() -> str:
     _, *directories = _search_directories()
     return f"here, in {' or in '.join(map(str, directories))}"
 
 
-def _similar(requested: Path) -> str:
+def _suggest_similar(requested: Path) -> str:
     from lm_trainer.config.document import nearest
 
     files = [path for directory in _search_directories() for path in sorted(directory.glob("*.y*ml"))]

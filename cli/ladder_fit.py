@@ -43,28 +43,28 @@ def _is_ladder(source: Path) -> bool:
     return source.suffix in (".yaml", ".yml")
 
 
-def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
+def _load_points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
     """The measured points of a ladder or a table."""
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
     if _is_ladder(source):
         return ladder_points(load_ladder(ctx, source, overrides), **options)
-    _no_settings(source, overrides)
+    _refuse_settings(source, overrides)
     return table_points(source, **options)
 
 
-def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
+def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
     """A saved fit, or a fit of a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import read_or_fit
 
     if _is_ladder(source):
-        return fit_points(_points(ctx, source, overrides))
-    _no_settings(source, overrides)
+        return fit_points(_load_points(ctx, source, overrides))
+    _refuse_settings(source, overrides)
     return read_or_fit(source)
 
 
-def _no_settings(source: Path, overrides: list[str] | None) -> None:
+def _refuse_settings(source: Path, overrides: list[str] | None) -> None:
     if overrides:
         raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
 
@@ -118,7 +118,7 @@ def fit(
     """
     import json
 
-    points = _points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
+    points = _load_points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
 
     from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
     from lm_trainer.ladder.fit.fitting import Settings, save
@@ -172,7 +172,7 @@ def predict(
 
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
-    law_fit = _fit(ctx, source, overrides)
+    law_fit = _load_fit(ctx, source, overrides)
 
     from lm_trainer.ladder.fit import predict as law
 
@@ -218,7 +218,7 @@ def compare(
     """
     import json
 
-    first, second = _fit(ctx, a), _fit(ctx, b)
+    first, second = _load_fit(ctx, a), _load_fit(ctx, b)
 
     from lm_trainer.ladder.fit import compare as multipliers
 
@@ -284,7 +284,7 @@ def register(
         raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
     if size is None and out is None:
         raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
-    law_fit = _fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit import register as registry
     from lm_trainer.ladder.fit.predict import predict as predict_run
@@ -336,7 +336,7 @@ def report(
     """
     if (params is None) != (tokens is None):
         raise UserError("--params and --tokens belong together")
-    law_fit = _fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit.predict import predict as predict_run
     from lm_trainer.ladder.fit.report import write_report

@@ -90,7 +90,7 @@ def plan(
     from lm_trainer.core.runtime import prepare_process
 
     prepare_process()  # before anything imports jax
-    files, settings = _files(ctx, config, overrides or [])
+    files, settings = _split_files_and_settings(ctx, config, overrides or [])
     runs = {str(file): load_resolved_config(ctx, file, settings) for file in files}
 
     from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
@@ -109,37 +109,37 @@ def plan(
     emulated = emulate_devices(next(iter(runs.values())).trainer, max(group.count for group in groups.values()))
     pairs = [(name, text) for name in runs for text in groups]
 
-    def planned(name: str, text: str) -> "RunPlan":
-        places = _target_devices(groups[text], emulated, own_compiler=own_compiler)
-        return plan_run(runs[name], groups[text], places, assumed[text], own_compiler=own_compiler)
+    def plan_on_devices(name: str, text: str) -> "RunPlan":
+        devices_of_plan = _target_devices(groups[text], emulated, own_compiler=own_compiler)
+        return plan_run(runs[name], groups[text], devices_of_plan, assumed[text], own_compiler=own_compiler)
 
     if search:
         options = [] if memory is None else ["--memory", memory]
         options += [] if vocab_size is None else ["--vocab-size", str(vocab_size)]
         searches = []
         for name, text in pairs:
-            compile_one = _compiler(name, settings, text, options) if own_compiler else None
-            searches.append(_search(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
+            compile_one = _make_compile_function(name, settings, text, options) if own_compiler else None
+            searches.append(_search_and_print(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
         if as_json:
             clean.echo(json.dumps(searches[0] if len(searches) == 1 else {"searches": searches}, indent=1))
         return
     # On stderr: stdout may be JSON for another program.
     clean.echo("compiling ...", err=True)
     if len(pairs) == 1:
-        only = planned(*pairs[0])
+        only = plan_on_devices(*pairs[0])
         clean.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(plan_lines(only)))
         return
     table = []
     for name, text in pairs:
         try:
-            table.append(PlannedConfig(name, text, planned(name, text)))
+            table.append(PlannedConfig(name, text, plan_on_devices(name, text)))
         except UserError as error:
             table.append(PlannedConfig(name, text, None, str(error)))
     plans = {"plans": [planned_run.as_dict() for planned_run in table]}
     clean.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
 
 
-def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
+def _split_files_and_settings(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
     """Splits the words into configuration files, which come first, and settings."""
     files = [first]
     for word in words:
@@ -163,7 +163,7 @@ def _target_devices(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) 
     return target_devices(group)
 
 
-def _search(
+def _search_and_print(
     run: "RunConfig", group: "DeviceGroup", assumptions: Any, compile_one: Callable[..., Any] | None, *, as_json: bool
 ) -> dict[str, Any]:
     """Runs a search, prints it unless JSON is requested, and returns it as plain data."""
@@ -178,7 +178,7 @@ def _search(
     return result.as_dict()
 
 
-def _compiler(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
+def _make_compile_function(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
     """Returns a function that compiles a layout in a separate process, because a compiler may abort its process."""
     import subprocess
     import sys
@@ -201,13 +201,13 @@ def _compiler(config: str, settings: list[str], devices: str, options: list[str]
         ]
         done = subprocess.run([*command, "--compile", "--json"], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UserError(_reason(done.stderr))
+            raise UserError(_failure_reason(done.stderr))
         return CompiledLayout.from_json(json.loads(done.stdout))
 
     return compile_one
 
 
-def _reason(stderr: str) -> str:
+def _failure_reason(stderr: str) -> str:
     """One line with the reason for a failure: the command's error, else the message of the compiler that aborted."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if (error := next((line for line in lines if line.startswith("error: ")), None)) is not None:

@@ -134,7 +134,7 @@ def test_paragraphs_of_help_fill_the_width_of_the_terminal() -> None:
     ],
 )
 def test_flow(text: str, flown: str) -> None:
-    assert help_text.flow(text) == flown
+    assert help_text.reflow(text) == flown
 
 
 class TestEnds:
