@@ -15,7 +15,7 @@ from tests.conftest import ROOT, users_environment
 
 pytest.importorskip("benchmarks.peers", reason="benchmarks are no part of an unpacked archive")
 
-from benchmarks.peers.agreement import FLOAT32, STEPS, Trace, disagreements
+from benchmarks.peers.agreement import FLOAT32, STEPS, Trace, find_disagreements
 from benchmarks.peers.kinds import KINDS
 
 SAME = Trace([5.5, 5.4, 5.3, 5.2], 40.0)
@@ -32,13 +32,13 @@ SAME = Trace([5.5, 5.4, 5.3, 5.2], 40.0)
     ],
 )
 def test_a_peer_that_trains_otherwise_is_refused(losses: Sequence[float], norm: float, said: str) -> None:
-    (problem,) = disagreements({"lmt": SAME, "peer": Trace(losses, norm)}, "lmt", FLOAT32)
+    (problem,) = find_disagreements({"lmt": SAME, "peer": Trace(losses, norm)}, "lmt", FLOAT32)
     assert said in problem
 
 
 def test_rounding_is_no_disagreement() -> None:
     close = Trace([loss + 1e-5 for loss in SAME.losses], SAME.norm * (1 + 1e-7))
-    assert disagreements({"lmt": SAME, "peer": close}, "lmt", FLOAT32) == []
+    assert find_disagreements({"lmt": SAME, "peer": close}, "lmt", FLOAT32) == []
 
 
 def run_peers(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
