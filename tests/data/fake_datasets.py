@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.shapes_and_files.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         if match := re.fullmatch(
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, content: bytes) -> None:
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.shapes_and_files.get("Range") or ""):
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             start, stop = int(match[1]), int(match[2] or len(content) - 1) + 1
             total = len(content)
             content = content[start:stop]

@@ -66,7 +66,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._send(403, b"", body=body)
         if not path.is_file():
             return self._send(404, b"", body=body)
-        content, requested = path.read_bytes(), self.shapes_and_files.get("Range")
+        content, requested = path.read_bytes(), self.headers.get("Range")
         if not requested or not self.server.knows_ranges:
             return self._send(200, content, body=body)
         first, last = (int(number) for number in requested.removeprefix("bytes=").split("-"))

@@ -74,12 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._serve("POST")
 
     def _serve(self, method: str) -> None:
-        body = self.rfile.read(int(self.shapes_and_files.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{method} {path}")
         if self.hub.answer:
             return self._send(self.hub.answer, {"error": "the hub says no"})
-        authorized = self.shapes_and_files.get("Authorization") == f"Bearer {TOKEN}"
+        authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if path == "/api/validate-yaml":
             return self._send(200, {"errors": [], "warnings": []})
         if path == "/api/whoami-v2":

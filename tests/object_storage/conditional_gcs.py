@@ -45,7 +45,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         _, query = self._asked()
-        content = self.rfile.read(int(self.shapes_and_files["Content-Length"]))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
         with self.server.one_at_a_time:
             held, generation = self._holds(query["name"], query), next(self.server.generations)
             if held:

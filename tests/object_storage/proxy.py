@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one(self) -> None:
         self.server.requests.append((self.command, self.path))
-        self.body = self.rfile.read(int(self.shapes_and_files.get("content-length") or 0))
+        self.body = self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.server.fault is not None and self.server.fault(self):
             return
         status, headers, content = self.forward()
@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
         """Sends the request on and returns the answer."""
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
         try:
-            upstream.request(self.command, self.path, self.body, dict(self.shapes_and_files.items()))
+            upstream.request(self.command, self.path, self.body, dict(self.headers.items()))
             answer = upstream.getresponse()
             return answer.status, answer.getheaders(), answer.read()
         finally:
