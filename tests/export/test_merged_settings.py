@@ -43,8 +43,8 @@ def test_what_is_not_changed_is_written_as_it_was(case: str) -> None:
     if not model.spec(rows).embedding.learned_positions:
         shorter = change(model, seq_len=8)
         assert source.for_model(shorter, rows, ByteTokenizer()) == source
-        asked = source.for_model(shorter, rows, ByteTokenizer(), context=16)
-        assert hf.config_from_hf(asked.config)[0].seq_len == 16
+        with_context = source.for_model(shorter, rows, ByteTokenizer(), context=16)
+        assert hf.config_from_hf(with_context.config)[0].seq_len == 16
 
 
 @pytest.mark.parametrize("case", WRITTEN_BY_4)
@@ -64,7 +64,7 @@ def test_a_change_is_read_back(case: str) -> None:
         assert read.spec(rows) == changed.spec(rows), name
         assert written.generation == source.generation
         # Fields that have nothing to do with it stay.
-        kept = {key for key in source.config if written.config.get(key) == source.config[key]}
-        assert len(kept) >= len(source.config) - 4, name
+        unchanged = {key for key in source.config if written.config.get(key) == source.config[key]}
+        assert len(unchanged) >= len(source.config) - 4, name
         tried += 1
     assert tried

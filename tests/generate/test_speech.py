@@ -13,7 +13,7 @@ from lm_trainer.generate.speech import transcribe_features
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.models import WhisperConfig
 from tests.models.speech import VOCAB, features
-from tests.models.test_whisper import make, ours
+from tests.models.test_whisper import make, read_model
 
 LANGUAGES = {"<|en|>": 40, "<|de|>": 41, "<|fr|>": 42}
 TASKS = {"transcribe": 44, "translate": 45}
@@ -39,7 +39,7 @@ ROWS = 6
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     directory = tmp_path_factory.mktemp("speech")
     reference = make(directory, init_std=0.4)
-    config, params = ours(directory)
+    config, params = read_model(directory)
     graph = nnx.split(nnx.eval_shape(lambda: config.build(VOCAB, rngs=nnx.Rngs(0))), nnx.Param)[0]
     return reference, nnx.merge(graph, params)
 

@@ -208,11 +208,11 @@ def test_a_key_makes_the_weights_of_its_rngs() -> None:
     )
     key = jax.random.key(3)
     builds = (lambda: config.build(11, key=key), lambda: config.build(11, rngs=nnx.Rngs(key)))
-    ours, theirs = (
+    by_key, by_rngs = (
         jax.tree.leaves(jax.jit(lambda build=build: nnx.to_pure_dict(nnx.state(build(), nnx.Param)))())
         for build in builds
     )
-    assert all(np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    assert all(np.array_equal(x, y) for x, y in zip(by_key, by_rngs, strict=True))
     with pytest.raises(ValueError, match="either rngs or key"):
         config.build(11)
 

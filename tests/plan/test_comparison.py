@@ -19,9 +19,9 @@ TRAINER = {"train_batch_size": 8, "num_train_steps": 10, "mp": "p=f32,c=bfloat16
 
 
 def test_a_price_is_of_all_kinds_or_of_one():
-    given = parse_prices(["3", "H100=2.5", "v5p=4.2"])
+    price_list = parse_prices(["3", "H100=2.5", "v5p=4.2"])
     for written, price in (("8xH100", 2.5), ("8 x h100", 2.5), ("v5p:2x2x2", 4.2), ("64xv5p", 4.2), ("8xA100", 3.0)):
-        assert find_price(parse_devices(written), written, given) == price
+        assert find_price(parse_devices(written), written, price_list) == price
     assert find_price(parse_devices("8xH100"), "8xH100", parse_prices(["NVIDIA H100 80GB HBM3=2"])) == 2
     assert find_price(parse_devices("8xH100"), "8xH100", parse_prices(["v5p=2"])) is None
 
@@ -63,7 +63,7 @@ def test_the_command_plans_all_of_them(run_lmt: RunLmt, in_tmp_path: Path):
     done = run_lmt("plan", *pairs, "--price", "H100=2", "--json")
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)["plans"]
-    assert [(each["config"], each["wanted"]) for each in plans] == [
+    assert [(plan["config"], plan["wanted"]) for plan in plans] == [
         (name, devices) for name in ("a.yaml", "b.yaml") for devices in ("2xH100", "8xv5p")
     ]
     first, second = plans[:2]

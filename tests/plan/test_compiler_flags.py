@@ -28,9 +28,9 @@ ADDED = {"all-reduce": 24.0, "all-to-all": 1.0}
 def test_flags_are_named_where_gathers_became_sums(devices: str, data: int, sent: dict[str, float], advised: bool):
     mesh = {"replica": 64 // data, "data": data}
     programs = [ProgramWork("a", 1, (), sent, {}), ProgramWork("b", 2, (), {"all-to-all": 3.0}, {})]
-    found = all_gather_advice(parse_devices(devices), mesh, programs)
-    assert (found is not None) == advised
-    assert found is None or SPARSE_CORES in found
+    advice = all_gather_advice(parse_devices(devices), mesh, programs)
+    assert (advice is not None) == advised
+    assert advice is None or SPARSE_CORES in advice
 
 
 def test_the_documentation_names_the_same_flags():

@@ -71,20 +71,20 @@ def left_behind() -> set[Path]:
 
 
 def test_a_refused_program_is_kept_and_named():
-    before = left_behind()
+    present = left_behind()
     with explain_refusals("TPU v5"):
         jax.jit(lambda x: jnp.sin(x) * 3).lower(1.0).compile()
-    assert left_behind() == before
+    assert left_behind() == present
 
     def refused() -> None:
         with explain_refusals("TPU v5"):
             jax.jit(lambda x: jnp.cos(x) * 5).lower(1.0).compile()
             raise jax.errors.JaxRuntimeError("INTERNAL: no such register\nand a trace of it")
 
-    with pytest.raises(UserError, match="compiler for TPU v5 refuses a program: INTERNAL: no such register; ") as said:
+    with pytest.raises(UserError, match="compiler for TPU v5 refuses a program: INTERNAL: no such register; ") as error:
         refused()
-    (directory,) = left_behind() - before
-    program = Path(str(said.value).rpartition("the program is in ")[2])
+    (directory,) = left_behind() - present
+    program = Path(str(error.value).rpartition("the program is in ")[2])
     assert program.parent == directory
     assert "cosine" in program.read_text()
     assert jax.config.values["jax_dump_ir_to"] == ""
@@ -94,10 +94,10 @@ def test_a_refused_program_is_kept_and_named():
 
 
 def test_other_errors_leave_no_files():
-    before = left_behind()
+    present = left_behind()
     with pytest.raises(ValueError, match="mine"), explain_refusals("TPU v5"):
         raise ValueError("mine")
-    assert left_behind() == before
+    assert left_behind() == present
 
 
 def has_plugin() -> bool:
