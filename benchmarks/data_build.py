@@ -74,7 +74,7 @@ def main() -> None:
         tokenizer, documents = trained.with_backend(kind), read_installed_code(megabytes * 10**6)
         with tempfile.TemporaryDirectory() as directory:
             for path in write_sources(Path(directory), documents):
-                pairs = compare(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
+                pairs = compare_rates(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
                 rows.append([tokenizer.backend, path.name, f"{utf8_bytes(documents) / 1e6:.0f}", *table_cells(pairs)])
             parts = write_parts(
                 Path(directory), read_installed_code(options.parallel_megabytes[kind is HfTokenizer] * 10**6)
@@ -128,7 +128,7 @@ def write_sources(directory: Path, documents: list[str]) -> list[Path]:
     return [text, lines, packed, parquet]
 
 
-def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
+def compare_rates(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
     """The rates of the tokenizer and of the builder, round by round."""
     config = DataConfig(train_urls=[str(source)])
     if source.suffix == ".txt":  # text files are split into pieces
@@ -144,7 +144,7 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
     for number in range(rounds + 1):
         # Python caches the UTF-8 encoding of a string once a tokenizer has asked for it.
         texts = [str(document, "utf-8") for document in stored]
-        pair = measure_rate(partial(encode, texts, tokenizer), total), measure_rate(build, total)
+        pair = measure_rate(partial(encode_in_batches, texts, tokenizer), total), measure_rate(build, total)
         shutil.rmtree(f"{source}.cache")
         if number:  # the first round is a warm-up
             pairs.append(pair)
@@ -200,7 +200,7 @@ def measure_rate(work: Callable[[], None], size: int) -> Rate:
     return Rate(size / 1e6 / (time.perf_counter() - clock), size / 1e6 / (time.process_time() - cpu))
 
 
-def encode(documents: list[str], tokenizer: HfTokenizer) -> None:
+def encode_in_batches(documents: list[str], tokenizer: HfTokenizer) -> None:
     batch, size = [], 0
     for text in documents:
         batch.append(text)

@@ -65,7 +65,7 @@ def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> An
     from lm_trainer.run.build.setup import build_setup
     from lm_trainer.run.config.run_config import RunConfig
 
-    settings, shape = dict(KINDS[kind]), shape_of(size)
+    settings, shape = dict(KINDS[kind]), select_shape(size)
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
     llama = {"num_kv_heads": shape.kv_heads, "intermediate_dim": shape.mlp_width}
     config = RunConfig.model_validate(
@@ -88,7 +88,7 @@ def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> An
     return build_setup(config, shape.vocab, jax.devices()[:devices])
 
 
-def shape_of(size: argparse.Namespace) -> Shape:
+def select_shape(size: argparse.Namespace) -> Shape:
     """The model selected by the options."""
     custom = Shape(
         "gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048
@@ -96,11 +96,11 @@ def shape_of(size: argparse.Namespace) -> Shape:
     return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch) if size.shape else custom
 
 
-def batch_of(size: argparse.Namespace) -> Any:
+def make_batch(size: argparse.Namespace) -> Any:
     """Random rows for the model."""
     from lm_trainer.profile.workload import random_batch
 
-    shape = shape_of(size)
+    shape = select_shape(size)
     return random_batch(size.batch, shape.seq_len, shape.vocab)
 
 
@@ -108,7 +108,7 @@ def make_timed_step(setup: Any, size: argparse.Namespace) -> Callable[[Any], tup
     """A function that advances a state by one step, and returns its seconds and CPU seconds too."""
     import jax
 
-    batch = batch_of(size)
+    batch = make_batch(size)
     setup.step.compile(batch)
     placed = setup.step.put(batch)
 
@@ -154,7 +154,7 @@ def read_program_figures(kind: str, devices: int, size: argparse.Namespace) -> t
     programs, sent = MeasuredPrograms(), dict[str, float]()
     with on_one_shard():
         setup = build_setup_of_kind(kind, devices, size)
-    row = jax.tree.map(lambda x: x[:1], batch_of(size))
+    row = jax.tree.map(lambda x: x[:1], make_batch(size))
     with programs.of_rows(1) as measure:
         record = setup.rehearse(row, jax.default_backend(), measure)
     for key, runs in record.runs.items():
@@ -233,7 +233,7 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     yield ""
     yield f"`{shlex.join(['python', '-m', *SELF[2:], *size.forwarded])}` on {device.device_kind} ({device.platform}),"
     yield f"{platform.platform()}, {available_cores()} CPU cores; Python {platform.python_version()}, {packages}."
-    yield f"Commit {current_commit()}. {shape_of(size).describe()}; {size.mp}, with"
+    yield f"Commit {current_commit()}. {select_shape(size).describe()}; {size.mp}, with"
     yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.pairs} steps of each kind in turn."
     yield describe_load("at the start")
     yield ""

@@ -213,7 +213,7 @@ def report(results: dict[str, Any]) -> str:
         f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU cores; devices are emulated.",
     ]
     if table := [results[key] for key in results if key.startswith("table/")]:
-        lines += _table(table)
+        lines += _results_table(table)
     for kind in KINDS:
         runs = {key: value for key, value in results.items() if key.startswith(f"{kind}/")}
         unequal = [f"- {value['run']}: {value['difference']}" for value in runs.values() if value["difference"]]
@@ -229,7 +229,7 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _results_table(rows: list[dict[str, Any]]) -> list[str]:
     equal = len({(row["losses"], row["weights"]) for row in rows}) <= 1
     return [
         "",

@@ -109,20 +109,20 @@ def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         start = (time.monotonic(), cpu_seconds())
         data = open_data(config.data.model_copy(update={"cache_dir": cache}), seq_len=256, seed=0, background=True)
-        marks |= elapsed_since(start, "open")
+        marks |= seconds_since(start, "open")
         batch = next(data.train(16, rows=range(16), num_steps=1))
-        marks |= elapsed_since(start, "first_batch")
+        marks |= seconds_since(start, "first_batch")
         marks |= {"tokens_at_first_batch": data.num_train_tokens, "complete_at_first_batch": int(data.complete)}
         setup = build_setup(config, data.tokenizer.vocab_size)
         setup.step.compile(batch)
         _, metrics = setup.step(setup.init(), setup.step.put(batch), 1e-3)
         assert float(metrics["loss"]) > 0
-        marks |= elapsed_since(start, "first_step")
+        marks |= seconds_since(start, "first_step")
         data.close()
     return marks
 
 
-def elapsed_since(start: tuple[float, float], name: str) -> dict[str, float]:
+def seconds_since(start: tuple[float, float], name: str) -> dict[str, float]:
     wall, cpu = time.monotonic() - start[0], cpu_seconds() - start[1]
     return {f"{name}_s": round(wall, 2), f"{name}_cpu_s": round(cpu, 2)}
 

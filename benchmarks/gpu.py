@@ -48,7 +48,7 @@ class Part:
     """Time limit."""
 
 
-def parts(small: bool, directory: Path) -> Iterator[Part]:
+def make_parts(small: bool, directory: Path) -> Iterator[Part]:
     """All parts in order of importance."""
     gpt2, llama = (_workload_arguments(name, small) for name in ("gpt2_124m", "llama_1b"))
     repeats = ["--repeats", "2"] if small else []
@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        by_name = {part.name: part for part in parts(options.small, directory)}
+        by_name = {part.name: part for part in make_parts(options.small, directory)}
         if unknown := set(options.only or ()) - set(by_name):
             sys.exit(f"--only {' '.join(sorted(unknown))}: there are {', '.join(by_name)}")
         chosen = [part for part in by_name.values() if not options.only or part.name in options.only]

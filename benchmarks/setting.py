@@ -16,9 +16,9 @@ LMT = [sys.executable, "-c", "from cli.main import main; main()"]
 
 
 def describe_setting(*packages: str) -> str:
-    versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-    machine = f"{_processor()}, {available_cores()} cores"
-    return f"{machine}; Python {platform.python_version()}, {versions}; commit {_commit()}."
+    versions = ", ".join(f"{package} {_package_version(package)}" for package in packages)
+    machine = f"{_processor_name()}, {available_cores()} cores"
+    return f"{machine}; Python {platform.python_version()}, {versions}; commit {_current_commit()}."
 
 
 def describe_load(when: str = "at the end") -> str:
@@ -42,7 +42,7 @@ def markdown_table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -51,14 +51,14 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _commit() -> str:
+def _current_commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

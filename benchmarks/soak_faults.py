@@ -98,7 +98,7 @@ class Attempt:
             )
             if timestamp - sampled > 0.1:
                 sampled = timestamp
-                self._sample()
+                self._sample_usage()
             time.sleep(0.0005)
         return False
 
@@ -116,7 +116,7 @@ class Attempt:
             self.process.kill()
         return self.process.wait()
 
-    def _sample(self) -> None:
+    def _sample_usage(self) -> None:
         process = Path(f"/proc/{self.process.pid}")
         with contextlib.suppress(OSError, IndexError, ValueError):
             pages = int((process / "statm").read_text().split()[1])

@@ -53,7 +53,7 @@ SHARES = (0.0, 0.03, 0.1)
 """Fractions of requests with transient faults."""
 
 
-def configuration(directory: Path, base: str) -> dict[str, Any]:
+def make_configuration(directory: Path, base: str) -> dict[str, Any]:
     text = " ".join(f"{word} {word * word}" for word in range(4000))
     (directory / "train.txt").write_text(text)
     return {
@@ -94,7 +94,7 @@ class Soak:
     def start(self, machine: str, devices: int, base: str, *overrides: str) -> subprocess.Popen[str]:
         directory = self.out / machine
         directory.mkdir(exist_ok=True)
-        (self.out / "run.yaml").write_text(json.dumps(configuration(self.out, base)))
+        (self.out / "run.yaml").write_text(json.dumps(make_configuration(self.out, base)))
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = {**os.environ, **environment("s3", self.proxy.endpoint), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
         env |= {"LMT_PROGRESS": "plain", "JAX_PLATFORMS": "cpu"}

@@ -101,7 +101,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
         )
     code, text = world.run(*command, fault=fault)
     hit = world.read_hits()
-    _check_end(world, lap, code, text, hit)
+    _check_exit(world, lap, code, text, hit)
     if not hit:
         happened = "the call did not come"
     elif lap.fault.action == "vanish":
@@ -116,7 +116,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
         differing = _find_differences(world, lap, expected)
         assert not differing, f"after exit code 0, other than undisturbed: {', '.join(differing)}"
     if code or lap.fault.action == "vanish":
-        _run_again(world, lap, command)
+        _rerun(world, lap, command)
         differing = _find_differences(world, lap, expected)
         assert not differing, f"after the same command again, other than undisturbed: {', '.join(differing)}"
     # Drafts in a vanished directory are cleaned up only at the next start.
@@ -125,7 +125,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
     return happened
 
 
-def _check_end(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
+def _check_exit(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
     action = lap.fault.action
     assert "Traceback" not in text, f"a traceback, exit code {code}, at {hit}:\n{text[-3500:]}"
     if not hit or action in ("shorten", "clock"):
@@ -163,7 +163,7 @@ def _restore_directory(world: World, fault: Fault) -> str:
     return "it was made again" if recreated else "it was put back"
 
 
-def _run_again(world: World, lap: Lap, command: tuple[str, ...]) -> None:
+def _rerun(world: World, lap: Lap, command: tuple[str, ...]) -> None:
     code, text = world.run(*command)
     if lap.command == "export-hf" and code == 2 and "is not empty" in text:
         return  # it was already complete before the fault

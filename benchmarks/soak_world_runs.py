@@ -31,7 +31,7 @@ COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 _DRAFT_NAME = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
 
 
-def configuration(data: Path) -> dict[str, Any]:
+def make_configuration(data: Path) -> dict[str, Any]:
     """A tiny run with every kind of file; JSON is YAML."""
     documents = [" ".join(f"{word} {word * word}" for word in range(7 * i, 7 * i + 60)) for i in range(120)]
     lines = [json.dumps({"text": document}) for document in documents]
@@ -115,7 +115,7 @@ class World:
         self._data.mkdir(exist_ok=True)
         self.config = self.out / "run.yaml"
         if not self.config.exists():
-            self.config.write_text(json.dumps(configuration(self._data), indent=1))
+            self.config.write_text(json.dumps(make_configuration(self._data), indent=1))
         self.environment = {
             "JAX_COMPILATION_CACHE_DIR": str(self.out / "compiled"),
             **os.environ,

@@ -82,7 +82,7 @@ def _flip_bit(handler: Handler) -> bool:
     return True
 
 
-def _truncate(handler: Handler) -> bool:
+def _truncate_object(handler: Handler) -> bool:
     """Answers with half of the object, as if it were complete."""
     status, headers, content = handler.forward()
     handler.answer(status, headers, content[: len(content) // 2] if handler.command == "GET" else content)
@@ -94,7 +94,7 @@ LIES = {
     "500 from there on": refuse(500, "InternalError"),
     "a time-out": delay(8.0),
     "a body that is cut off": cut,
-    "a body that is short": _truncate,
+    "a body that is short": _truncate_object,
     "a flipped bit": _flip_bit,
     "stale listings": None,
     "lost answers": lose_answer,
@@ -117,7 +117,7 @@ def _s3_endpoint() -> str:
         return _endpoints[0]
 
 
-def _train(world: World, proxy: Proxy, prefix: str, *more: str) -> tuple[int, str]:
+def _run_train(world: World, proxy: Proxy, prefix: str, *more: str) -> tuple[int, str]:
     base = f"s3://{BUCKET}/{prefix}"
     settings = (f"trainer.checkpointer.base_path={base}/checkpoints", f"data.cache_dir={base}/cache")
     return world.run(
@@ -150,7 +150,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
     assert fault is not None
     proxy.fault = _Window(fault, lap.first, lap.count)
     try:
-        code, text = _train(world, proxy, prefix)
+        code, text = _run_train(world, proxy, prefix)
     finally:
         proxy.fault = None
     assert "Traceback" not in text, f"a traceback, exit code {code}\n{text[-3500:]}"
@@ -161,7 +161,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
         assert _read_losses(world)["losses"] == expected["losses"], f"other losses\n{text[-1500:]}"
     shutil.rmtree(world.lap)
     world.lap.mkdir()
-    rerun_code, text = _train(world, proxy, prefix)
+    rerun_code, text = _run_train(world, proxy, prefix)
     assert rerun_code == 0, f"the same command in an empty directory: exit code {rerun_code}\n{text[-2500:]}"
     assert _read_losses(world)["losses"] == expected["losses"], f"other losses in an empty directory\n{text[-1500:]}"
     return f"exit code {code}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import clean
-from cli.config_file import config_file, source_file
+from cli.config_file import find_config_file, find_source_file
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, expanded, path_problem
 
@@ -49,11 +49,11 @@ def _check_local_or_bucket(param: typer.CallbackParam, value: Any) -> Any:
 
 
 def _find_config(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    return config_file(ctx, _check_paths(param, value))
+    return find_config_file(ctx, _check_paths(param, value))
 
 
 def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    return source_file(ctx, _check_paths(param, value))
+    return find_source_file(ctx, _check_paths(param, value))
 
 
 def _check_paths(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:

@@ -17,7 +17,7 @@ from cli.common import (
     path_option,
     resolve_model_section,
 )
-from cli.config_file import config_file
+from cli.config_file import find_config_file
 from lm_trainer.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -226,4 +226,4 @@ def diff(
 
 def _resolve_config_file(ctx: typer.Context, path: Path) -> Path:
     """The configuration file at a path, or in a run directory."""
-    return path / "config.yaml" if path.is_dir() else config_file(ctx, path)
+    return path / "config.yaml" if path.is_dir() else find_config_file(ctx, path)

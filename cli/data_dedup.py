@@ -118,10 +118,10 @@ def _totals_as_dict(result: "DedupReport") -> dict[str, Any]:
 def _groups_as_dicts(data: "Data", result: "DedupReport", limit: int, chars: int) -> list[dict[str, Any]]:
     from lm_trainer.data.corpus import Origins
 
-    origins, shown = Origins(data), []
+    origins, groups = Origins(data), []
     for (name, document), copies in list(result.groups.items())[:limit]:
         location, text = origins.passage(name, document, chars)
-        alike = [
+        duplicates = [
             {
                 "where": origins.passage(duplicate.set, duplicate.document, 0)[0],
                 "similarity": round(duplicate.similarity, 3),
@@ -129,8 +129,8 @@ def _groups_as_dicts(data: "Data", result: "DedupReport", limit: int, chars: int
             | {"why": "exact" if duplicate.exact else "near", "tokens": duplicate.tokens}
             for duplicate in copies[:limit]
         ]
-        shown.append({"kept": location, "text": text, "documents": len(copies), "others": alike})
-    return shown
+        groups.append({"kept": location, "text": text, "documents": len(copies), "others": duplicates})
+    return groups
 
 
 def _print_report(result: "DedupReport", groups: list[dict[str, Any]], *, exact: bool, threshold: float) -> None:

@@ -9,7 +9,7 @@ import typer
 from cli import clean
 from cli.build_progress import build_progress
 from cli.common import JsonOption, OverridesArgument, load_resolved_config, path_option, storage_argument
-from cli.config_file import config_file
+from cli.config_file import find_config_file
 from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
 
@@ -100,7 +100,7 @@ def _read_text(file: Path) -> str:
 def load_configuration_and_step(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
     """The configuration of a run and its last step (None for a configuration file)."""
     if run.endswith((".yaml", ".yml")):
-        return load_resolved_config(ctx, config_file(ctx, Path(run)), overrides), None
+        return load_resolved_config(ctx, find_config_file(ctx, Path(run)), overrides), None
     import os
 
     from lm_trainer.reproduce.record import RunRecord

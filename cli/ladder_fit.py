@@ -178,7 +178,7 @@ def predict(
 
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
     if flops is not None:
-        best = law.optimum(law_fit, flops, **limits)
+        best = law.find_optimum(law_fit, flops, **limits)
         clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(law_fit, best)))
         return
     assert params is not None

@@ -9,7 +9,7 @@ import typer
 
 from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
-from cli.config_file import config_file, source_file
+from cli.config_file import find_config_file, find_source_file
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,7 +100,9 @@ def plan(
     groups = {text: parse_devices(text) for text in devices}
     price_list = parse_prices(price or [])
     room = None if memory is None else parse_bytes(memory)
-    assumed = {text: Assumptions(mfu, find_price(groups[text], text, price_list), room, vocab_size) for text in groups}
+    assumptions_by_devices = {
+        text: Assumptions(mfu, find_price(groups[text], text, price_list), room, vocab_size) for text in groups
+    }
     if len({json.dumps(run.trainer.jax_config, sort_keys=True) for run in runs.values()}) > 1:
         raise UserError(
             "the configurations have different trainer.jax_config, which is of the process: plan one by one"
@@ -111,7 +113,9 @@ def plan(
 
     def plan_on_devices(name: str, text: str) -> "RunPlan":
         devices_of_plan = _target_devices(groups[text], emulated, own_compiler=own_compiler)
-        return plan_run(runs[name], groups[text], devices_of_plan, assumed[text], own_compiler=own_compiler)
+        return plan_run(
+            runs[name], groups[text], devices_of_plan, assumptions_by_devices[text], own_compiler=own_compiler
+        )
 
     if search:
         options = [] if memory is None else ["--memory", memory]
@@ -119,7 +123,9 @@ def plan(
         searches = []
         for name, text in pairs:
             compile_one = _make_compile_function(name, settings, text, options) if own_compiler else None
-            searches.append(_search_and_print(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
+            searches.append(
+                _search_and_print(runs[name], groups[text], assumptions_by_devices[text], compile_one, as_json=as_json)
+            )
         if as_json:
             clean.echo(json.dumps(searches[0] if len(searches) == 1 else {"searches": searches}, indent=1))
         return
@@ -145,12 +151,12 @@ def _split_files_and_settings(ctx: typer.Context, first: Path, words: list[str])
     for word in words:
         if "=" in word or word.startswith("-"):
             break
-        file = source_file(ctx, Path(word))
+        file = find_source_file(ctx, Path(word))
         if not file.is_file():
             # Possibly a setting without its value, which the loader reports better.
             if not word.endswith((".yaml", ".yml")):
                 break
-            file = config_file(ctx, file)
+            file = find_config_file(ctx, file)
         files.append(file)
     return files, words[len(files) - 1 :]
 

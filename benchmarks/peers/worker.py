@@ -43,14 +43,14 @@ def main() -> None:
             reset_peak()
         else:
             count = int(arguments[0])
-            steps = [timed_step(trainer, done + i) for i in range(count)]
+            steps = [time_step(trainer, done + i) for i in range(count)]
             done += count
             wall, cpu, loss = (list(x) for x in zip(*steps, strict=True))
             say(wall=wall, cpu=cpu, loss=loss, idle=woken - rested, peak=peak_bytes())
         rested = time.process_time()
 
 
-def timed_step(trainer: Any, index: int) -> tuple[float, float, float]:
+def time_step(trainer: Any, index: int) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds of all threads of this process, and the loss."""
     cpu, wall = time.process_time(), time.perf_counter()
     loss = trainer.step(index)

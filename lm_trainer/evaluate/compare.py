@@ -116,10 +116,10 @@ def _ratio_difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np
 
 def _pair_documents(a: Documents, b: Documents) -> tuple[Documents, Documents, np.ndarray]:
     common, in_a, in_b = np.intersect1d(a.numbers_D, b.numbers_D, return_indices=True)
-    return _select(a, in_a), _select(b, in_b), common
+    return _select_documents(a, in_a), _select_documents(b, in_b), common
 
 
-def _select(documents: Documents, indices: np.ndarray) -> Documents:
+def _select_documents(documents: Documents, indices: np.ndarray) -> Documents:
     counts_D = documents.bytes_D
     return Documents(
         documents.numbers_D[indices],

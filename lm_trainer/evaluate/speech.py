@@ -80,9 +80,9 @@ def _group_by_prompt(batch: Batch) -> dict[tuple[int, ...], list[int]]:
     """The rows without padding, by the tokens before the first trained one."""
     rows_by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens_S, weights_S) in enumerate(zip(batch.tokens, batch.weights, strict=True)):
-        learnt = np.flatnonzero(weights_S > 0)
-        if len(learnt):
-            rows_by_prompt.setdefault(tuple(tokens_S[: learnt[0] + 1].tolist()), []).append(row)
+        trained_positions = np.flatnonzero(weights_S > 0)
+        if len(trained_positions):
+            rows_by_prompt.setdefault(tuple(tokens_S[: trained_positions[0] + 1].tolist()), []).append(row)
     return rows_by_prompt
 
 

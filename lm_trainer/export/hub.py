@@ -68,10 +68,10 @@ def prepare_push(name: str) -> str:
 
     if "/" not in name:
         check_push(f"user/{name}")
-        with _hub_errors(name):
+        with _explain_hub_errors(name):
             name = f"{HfApi(token=_find_token()).whoami()['name']}/{name}"
     check_push(name)
-    with _hub_errors(name):
+    with _explain_hub_errors(name):
         _open_repository(HfApi(token=_find_token()), name, public=False)
     return name
 
@@ -92,7 +92,7 @@ def push(
 
     check_push(name)
     api = HfApi(token=_find_token())
-    with local_copy_of_export(directory) as copy, _hub_errors(name):
+    with local_copy_of_export(directory) as copy, _explain_hub_errors(name):
         private = _open_repository(api, name, public=public)
         api.upload_folder(
             repo_id=name,
@@ -129,7 +129,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 
     _check_name(name)
     _check_online()
-    with _hub_errors(name):
+    with _explain_hub_errors(name):
         # Never pickles or code: only files that are read without executing them.
         patterns = list(DOWNLOADED) if weights else [CONFIG]
         # False, not None: None would use the token of a login, without the user's request.
@@ -165,7 +165,7 @@ def _check_online() -> None:
 
 
 @contextlib.contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
+def _explain_hub_errors(name: str) -> Iterator[None]:
     """Turns failures of the hub's client into messages that name the remedy and hide the token."""
     from huggingface_hub.errors import HfHubHTTPError
 

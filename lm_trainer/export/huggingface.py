@@ -122,7 +122,7 @@ def _settings_to_export(model: TextModel, options: ExportOptions) -> HfSettings:
     longest = config if context is None else config.model_copy(update={"seq_len": context})
     settings = defaults = HfSettings.default_for(longest, model.vocab_size, model.tokenizer)
     if model.settings is not None:
-        settings = model.settings.for_model(config, model.vocab_size, model.tokenizer, context=context)
+        settings = model.settings.adapt_to_model(config, model.vocab_size, model.tokenizer, context=context)
     # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
     dtypes = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
     return replace(settings, config={**settings.config, **dtypes, "architectures": defaults.config["architectures"]})
@@ -166,7 +166,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
         hf.plan_reading(config, vocab_size, *weights.shapes_and_files())
         params = hf.params_from_hf(config, vocab_size, weights)
     name = name or directory.resolve().name
-    return TextModel(config, vocab_size, params, loaded, name, settings=settings.for_tokenizer(loaded, base))
+    return TextModel(config, vocab_size, params, loaded, name, settings=settings.adapt_to_tokenizer(loaded, base))
 
 
 def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:

@@ -109,7 +109,7 @@ class AdaptedWeights(Weights):
     def __init__(self, directory: Path, base: Path):
         super().__init__(base)
         file = directory / ADAPTER_CONFIG
-        self._config = _check_config(read_json(file), file)
+        self._config = _check_adapter_config(read_json(file), file)
         try:
             stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
@@ -134,7 +134,7 @@ class AdaptedWeights(Weights):
             return weight
         module, *stored = self._pairs[name]
         a_RI, b_OR = (tensor.read().astype(np.float32) for tensor in stored)
-        change_OI = self._scale(module, len(a_RI)) * (b_OR @ a_RI)
+        change_OI = self._adapter_scale(module, len(a_RI)) * (b_OR @ a_RI)
         return weight + (change_OI.T if self._has_inputs_first else change_OI)
 
     @property
@@ -149,14 +149,14 @@ class AdaptedWeights(Weights):
                 return candidate
         raise UserError(f"{directory / _ADAPTER_WEIGHTS}: an adapter for {name}, which {self.directory} does not have")
 
-    def _scale(self, module: str, rank: int) -> float:
+    def _adapter_scale(self, module: str, rank: int) -> float:
         patterns = self._config.get("alpha_pattern") or {}
         alphas = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(alphas, self._config.get("lora_alpha", rank))
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def _check_adapter_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not read; merge it with PEFT, or use LORA")
     for key, value in config.items():

@@ -79,7 +79,7 @@ class HfSettings:
 
         return replace(self, config=add_end_token(self.config), generation=add_end_token(self.generation))
 
-    def for_tokenizer(self, tokenizer: HfTokenizer, model_directory: Path) -> Self:
+    def adapt_to_tokenizer(self, tokenizer: HfTokenizer, model_directory: Path) -> Self:
         """Returns settings for a tokenizer whose end-of-document token may differ from the model's.
 
         Args:
@@ -90,7 +90,7 @@ class HfSettings:
         same_end = token_text(named.get("eos_token")) == tokenizer.named_tokens()["eos_token"]
         return self if same_end else self.with_end_token(tokenizer.eos_id)
 
-    def for_model(
+    def adapt_to_model(
         self, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer, *, context: int | None = None
     ) -> Self:
         """Updates the settings with the user's changes to the model; unchanged values keep the source's form.

@@ -197,7 +197,7 @@ def _score_full(
 ) -> tuple[jax.Array, jax.Array]:
     """Log probabilities of the targets, and whether they are the most likely tokens, [B, T] each."""
     model: Decoder = nnx.merge(program.graphdef, params)
-    h_BTD = model.hidden(tokens_BT, _positions(tokens_BT), jnp.zeros_like(tokens_BT), dtype=program.dtype)
+    h_BTD = model.hidden(tokens_BT, _position_ids(tokens_BT), jnp.zeros_like(tokens_BT), dtype=program.dtype)
     return _score_hidden(model, h_BTD, targets_BT)
 
 
@@ -208,7 +208,7 @@ def _prefill(
     """Computes the cache after the contexts, and the logits [B, V] after each one's last token."""
     model: Decoder = nnx.merge(program.graphdef, params)
     cache = model.init_cache(tokens_BT.shape[0], program.capacity, dtype=program.dtype)
-    h_BTD, cache = model.decode_hidden(tokens_BT, _positions(tokens_BT), cache)
+    h_BTD, cache = model.decode_hidden(tokens_BT, _position_ids(tokens_BT), cache)
     return cache, model.logits(h_BTD[jnp.arange(tokens_BT.shape[0]), lengths_B - 1])
 
 
@@ -227,13 +227,13 @@ def _continue_from_cache(
     if continuations_BT.shape[1] == 1:
         return first[0][:, None], first[1][:, None]
     inputs_BT = continuations_BT[:, :-1]
-    h_BTD, _ = model.decode_hidden(inputs_BT, lengths_B[:, None] + _positions(inputs_BT), cache)
+    h_BTD, _ = model.decode_hidden(inputs_BT, lengths_B[:, None] + _position_ids(inputs_BT), cache)
     remaining = _score_hidden(model, h_BTD, continuations_BT[:, 1:])
     log_probs_BT, greedy_BT = (jnp.concatenate([a[:, None], b], axis=1) for a, b in zip(first, remaining, strict=True))
     return log_probs_BT, greedy_BT
 
 
-def _positions(tokens_BT: jax.Array) -> jax.Array:
+def _position_ids(tokens_BT: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
 
 

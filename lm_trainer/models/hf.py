@@ -21,10 +21,10 @@ from lm_trainer.models.hf_table import (
     PendingTensor,
     check_tensors,
     file_tensors,
+    params_from_tensors,
     pending_tensors,
-    read_config,
-    read_tensors,
-    write_config,
+    settings_from_hf,
+    settings_to_hf,
 )
 from lm_trainer.nn.init import LOGICAL_AXES
 
@@ -44,7 +44,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
         supported = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
         raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {supported}")
     family = config_class.hf_family()
-    fields = read_config(family, hf)
+    fields = settings_from_hf(family, hf)
     vocab_size = hf.get("vocab_size")
     # A bool is an int in Python, but not a number in JSON.
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
@@ -69,7 +69,7 @@ def config_to_hf(
     Raises:
         UserError: for a setting that the format cannot express.
     """
-    config = write_config(model_config.hf_family(), model_config)
+    config = settings_to_hf(model_config.hf_family(), model_config)
     return {
         **config,
         "vocab_size": vocab_size,
@@ -89,7 +89,7 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
     shapes = _param_info_tree(model_config, vocab_size)
-    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors))
+    return from_named_leaves(shapes, params_from_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors))
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -108,7 +108,7 @@ def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any])
         UserError: for a setting that the format cannot express, or parameters of another configuration.
     """
     # Called for its errors: a setting that the format cannot express must not be lost silently.
-    write_config(model_config.hf_family(), model_config)
+    settings_to_hf(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
     leaves = _infos_by_name(_param_info_tree(model_config, vocab_size))
@@ -124,7 +124,7 @@ def check_writable(model_config: DecoderConfig) -> None:
     """Raises `UserError` if the format cannot express a setting or a parameter of the model."""
     # One token is enough: no table depends on the vocabulary size.
     family, vocab_size = model_config.hf_family(), 1
-    write_config(family, model_config)
+    settings_to_hf(family, model_config)
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(family, leaves)
     _check_mapped(family, leaves, {part.path for entry in entries for part in entry.parts})

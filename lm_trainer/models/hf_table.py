@@ -209,7 +209,7 @@ class PendingTensor:
         return tensor if dtype is None else tensor.astype(dtype, copy=False)
 
 
-def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
+def settings_from_hf(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Reads our settings from the content of a config.json.
 
     Raises:
@@ -235,7 +235,7 @@ def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
+def settings_to_hf(family: HfFamily, config: Any) -> dict[str, Any]:
     """Returns the content of config.json without the fields that depend on vocabulary and tokenizer.
 
     Raises:
@@ -259,7 +259,7 @@ def _to_hf_value(entry: HfField, value: Any) -> Any:
     return entry.write.get(value, value) if isinstance(value, str) else value
 
 
-def read_tensors(
+def params_from_tensors(
     family: HfFamily, leaves: Mapping[str, ParamInfo], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Reads our parameters by dotted path from the tensors of a file; exact, in the dtypes of the file.
@@ -327,7 +327,7 @@ def _stack_slices(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) ->
     return np.stack([pieces[index] for index in sorted(pieces)]).reshape(leaf.shape)
 
 
-def write_tensors(
+def tensors_from_params(
     family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.

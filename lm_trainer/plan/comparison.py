@@ -85,21 +85,21 @@ def comparison_lines(plans: Sequence[PlannedConfig]) -> Iterator[str]:
         for planned in plans
     )
     head = ["configuration", "devices", "peak", "of", "fits", "step", "tokens/s", "time", *(["cost"] if priced else [])]
-    yield from align_columns([head, *(_row(planned, priced=priced) for planned in plans)])
+    yield from align_columns([head, *(_comparison_row(planned, priced=priced) for planned in plans)])
     for planned in plans:
         if planned.refused is not None:
             yield f"{planned.config} on {planned.devices}: {planned.refused}"
     yield "note: Steps and times are those at the assumed MFU (--mfu); lmt plan of one of them says more."
 
 
-def _row(planned: PlannedConfig, *, priced: bool) -> list[str]:
+def _comparison_row(planned: PlannedConfig, *, priced: bool) -> list[str]:
     plan = planned.plan
     if plan is None:
         return [planned.config, planned.devices, "none: below", *[""] * (5 + priced)]
-    room = "n/a" if plan.budget is None else format_bytes(plan.budget.bytes)
+    budget_text = "n/a" if plan.budget is None else format_bytes(plan.budget.bytes)
     rate_fields = throughput_and_fit(plan)
     fits = {None: "n/a", True: "yes", False: "NO"}[rate_fields["fits"]]
-    row = [planned.config, planned.devices, format_bytes(plan.memory.peak.bytes), room, fits]
+    row = [planned.config, planned.devices, format_bytes(plan.memory.peak.bytes), budget_text, fits]
     if plan.time is None:
         return [*row, "n/a", "n/a", "n/a", *(["n/a"] if priced else [])]
     cost = "n/a" if plan.time.cost is None else f"{plan.time.cost:,.2f}"

@@ -185,10 +185,10 @@ def estimate_temporary(
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
     # For each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of attention
     # and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
-    wide = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
-    inside = 8 * spec.hidden_dim + (3 * wide + 4 * width) // tensor
+    mlp_width = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
+    inside = 8 * spec.hidden_dim + (3 * mlp_width + 4 * width) // tensor
     # Only results of products with weights.
-    products = 2 * spec.hidden_dim + (2 * wide + width + 2 * kv_width) // tensor
+    products = 2 * spec.hidden_dim + (2 * mlp_width + width + 2 * kv_width) // tensor
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
     # differs; a ring holds the scores of one block of keys.
     ring = attention.scores.backend == "ring"

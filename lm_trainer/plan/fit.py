@@ -59,7 +59,7 @@ def _can_share_batches(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractM
     return True
 
 
-def find_fit(memory: StepMemory, limit: int, rows: int) -> MicrobatchFit:
+def find_fitting_microbatch(memory: StepMemory, limit: int, rows: int) -> MicrobatchFit:
     """Finds a step of at most `limit` bytes per device, as close to the configured one as possible.
 
     Layer by layer, the number of microbatches that share a gather does not affect the bits. So smaller groups are tried
@@ -71,21 +71,21 @@ def find_fit(memory: StepMemory, limit: int, rows: int) -> MicrobatchFit:
         rows: the configured rows of a microbatch.
     """
     if memory.plan().peak.bytes <= limit:
-        return find_largest(memory, limit)
+        return find_largest_microbatch(memory, limit)
     trainer, mesh = memory.config.trainer, memory.setup.sharding.mesh
     layerwise = memory.setup.gathers_layers
     for together in memory.largest_step().smaller_groups(mesh, trainer.microbatches_per_gather) if layerwise else ():
         peak = memory.with_gather(together).plan().peak.bytes
         if peak <= limit:
             return MicrobatchFit(rows, peak, rows, memory.largest_step().count, None, None, together)
-    largest = find_largest(memory, limit)
+    largest = find_largest_microbatch(memory, limit)
     if largest.rows is not None or not layerwise:
         return largest
-    one = find_largest(memory.with_gather(1), limit)
+    one = find_largest_microbatch(memory.with_gather(1), limit)
     return largest if one.rows is None and one.bytes >= largest.bytes else dataclasses.replace(one, together=1)
 
 
-def find_largest(memory: StepMemory, limit: int) -> MicrobatchFit:
+def find_largest_microbatch(memory: StepMemory, limit: int) -> MicrobatchFit:
     """The largest microbatch whose step takes at most `limit` bytes on a device.
 
     Temporary memory grows almost linearly with the rows, so a few compiled sizes guide the search. The result has been

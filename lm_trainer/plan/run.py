@@ -16,8 +16,8 @@ from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_peak, training_time
-from lm_trainer.plan.devices import Budget, DeviceGroup, budget
-from lm_trainer.plan.fit import MicrobatchFit, find_fit
+from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
+from lm_trainer.plan.fit import MicrobatchFit, find_fitting_microbatch
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
 from lm_trainer.plan.refusal import explain_refusals
@@ -139,7 +139,7 @@ def plan_run(
             f"trainer.max_devices: {trainer.max_devices} of {group.count} devices would leave the others idle; plan "
             f"for {trainer.max_devices}, or set trainer.max_devices=null"
         )
-    limit = budget(group.kind, assumptions.memory)
+    limit = memory_budget(group.kind, assumptions.memory)
     vocab_override = assumptions.vocab_size
     vocab_size, assumed = find_vocabulary(config) if vocab_override is None else Vocabulary(vocab_override)
     platform = device_platform(group.kind)
@@ -176,7 +176,7 @@ def plan_run(
         memory=planned,
         budget=limit,
         # With the devices' own compiler, each size would take minutes.
-        fit=None if limit is None or own_compiler else find_fit(memory, limit.bytes, rows),
+        fit=None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, rows),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.cost import training_peak
-from lm_trainer.plan.devices import Budget, DeviceGroup, budget
+from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
 from lm_trainer.plan.layouts import Layout, enumerate_layouts
 from lm_trainer.plan.run import Assumptions, attention_backend
@@ -162,8 +162,8 @@ def search_layouts(
     """
     vocab_size, _ = Vocabulary(assumptions.vocab_size) if assumptions.vocab_size else find_vocabulary(config)
     machine = _make_machine(config, group, assumptions)
-    limit = budget(group.kind, assumptions.memory)
-    room = None if limit is None else int((1 - MARGIN) * limit.bytes)
+    limit = memory_budget(group.kind, assumptions.memory)
+    usable_bytes = None if limit is None else int((1 - MARGIN) * limit.bytes)
     pricing = _Pricing(config, vocab_size, group, machine)
     priced = _price_layouts(pricing, enumerate_layouts(config, vocab_size, group.count))
     if not priced:
@@ -171,7 +171,7 @@ def search_layouts(
             f"--search: {group.count} devices cannot share the batch of trainer.train_batch_size in any layout: use "
             f"fewer devices, or lower trainer.elastic_shards where it is set"
         )
-    ranked, same_numbers, tried = _choose_candidates(priced, pricing, room)
+    ranked, same_numbers, tried = _choose_candidates(priced, pricing, usable_bytes)
     search = Search(
         devices=group,
         budget=limit,
@@ -318,12 +318,12 @@ def _compile_best(search: Search, count: int, compile_one: Compile) -> Search:
     for candidate in search.ranked:
         if len(fitting) == count:
             break
-        judged = _compile_candidate(candidate, limit, compile_one)
-        (fitting if judged.fits else rejected).append(judged)
+        compiled = _compile_candidate(candidate, limit, compile_one)
+        (fitting if compiled.fits else rejected).append(compiled)
     same_numbers = search.same_numbers
     if same_numbers is not None:
-        settled = {candidate.layout.overrides: candidate for candidate in (*fitting, *rejected)}
-        same_numbers = settled.get(same_numbers.layout.overrides) or _compile_candidate(
+        compiled_by_overrides = {candidate.layout.overrides: candidate for candidate in (*fitting, *rejected)}
+        same_numbers = compiled_by_overrides.get(same_numbers.layout.overrides) or _compile_candidate(
             same_numbers, limit, compile_one
         )
     return replace(

@@ -15,7 +15,7 @@ from lm_trainer.data.tokenizer.files import TOKENIZER_FILES
 from lm_trainer.export.files import DOWNLOADED, FILES
 from lm_trainer.export.generation_fields import GENERATION_FIELDS
 from lm_trainer.models import MODEL_CONFIGS
-from lm_trainer.models.hf_table import HfFamily, read_config
+from lm_trainer.models.hf_table import HfFamily, settings_from_hf
 
 FAMILIES = {config.hf.model_type: config.hf for config in MODEL_CONFIGS if isinstance(config.hf, HfFamily)}
 
@@ -115,7 +115,7 @@ def test_every_field_of_a_family_is_known(model_type: str) -> None:
     config_class, family = auto.CONFIG_MAPPING[model_type], FAMILIES[model_type]
     config = config_class()
     raw = Read(config.to_dict())
-    read_config(family, raw)
+    settings_from_hf(family, raw)
     fields = {field.name for field in dataclasses.fields(config_class)} | set(raw)
     # A window that no layer has: where layers have one, the field is read.
     without = WITHOUT_EFFECT | ({"sliding_window"} if model_type == "qwen3_moe" else set())

@@ -38,12 +38,12 @@ def settings_of(case: str) -> HfSettings:
 def test_what_is_not_changed_is_written_as_it_was(case: str) -> None:
     source = settings_of(case)
     model, rows = hf.config_from_hf(source.config)
-    assert source.for_model(model, rows, ByteTokenizer()) == source
+    assert source.adapt_to_model(model, rows, ByteTokenizer()) == source
     # So it is where rows to train on are shorter, unless positions have parameters.
     if not model.spec(rows).embedding.learned_positions:
         shorter = change(model, seq_len=8)
-        assert source.for_model(shorter, rows, ByteTokenizer()) == source
-        with_context = source.for_model(shorter, rows, ByteTokenizer(), context=16)
+        assert source.adapt_to_model(shorter, rows, ByteTokenizer()) == source
+        with_context = source.adapt_to_model(shorter, rows, ByteTokenizer(), context=16)
         assert hf.config_from_hf(with_context.config)[0].seq_len == 16
 
 
@@ -59,7 +59,7 @@ def test_a_change_is_read_back(case: str) -> None:
             changed = change(model, **{name: value})
         except ValidationError:  # no change of this model
             continue
-        written = source.for_model(changed, rows, ByteTokenizer())
+        written = source.adapt_to_model(changed, rows, ByteTokenizer())
         read, _ = hf.config_from_hf(written.config)
         assert read.spec(rows) == changed.spec(rows), name
         assert written.generation == source.generation

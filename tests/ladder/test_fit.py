@@ -22,7 +22,7 @@ from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
 from lm_trainer.ladder.fit.points import Points, points_from_rows
-from lm_trainer.ladder.fit.predict import optimum, predict
+from lm_trainer.ladder.fit.predict import find_optimum, predict
 from lm_trainer.ladder.fit.settings import DELTA, Settings
 from lm_trainer.ladder.fit.sources import table_points
 
@@ -57,7 +57,7 @@ def test_planted_constants_are_recovered(method: str) -> None:
     # The optimum by brute force, since a formula could repeat a mistake.
     sizes = np.geomspace(1e9, 1e12, 100001)
     assert n == pytest.approx(sizes[np.argmin(HOFFMANN.loss(sizes, 1e24 / 6 / sizes))], rel=1e-3)
-    best = optimum(fitted, 1e24, extrapolate=True)
+    best = find_optimum(fitted, 1e24, extrapolate=True)
     assert (best.num_params.value, best.tokens.value) == (pytest.approx(n, rel=1e-5), pytest.approx(d, rel=1e-5))
 
 
@@ -180,7 +180,7 @@ def test_constants_at_their_bounds_are_said() -> None:
         for n in collect_caveats(fit(flat, Settings(draws=50)))
     )
     with pytest.raises(UserError, match=r"does not depend on parameters|beyond"):
-        optimum(fit(flat, Settings(draws=50)), 1e30)
+        find_optimum(fit(flat, Settings(draws=50)), 1e30)
     no_floor = planted(law=Law(0.0, 20.0, 60.0, 0.1, 0.15), noise=0.003)
     assert any("E" in note for note in collect_caveats(fit(no_floor, Settings(draws=50))))
 

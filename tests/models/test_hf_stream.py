@@ -9,7 +9,7 @@ import pytest
 
 from lm_trainer.models import hf
 from lm_trainer.models.hf_stream import Slices, read_block
-from lm_trainer.models.hf_table import HfFamily, write_tensors
+from lm_trainer.models.hf_table import HfFamily, tensors_from_params
 from tests.models.common import TINY, VOCAB
 from tests.models.speech import TINY as SPEECH
 
@@ -41,7 +41,7 @@ def test_blocks_of_every_parameter(family: str) -> None:
     rng = np.random.default_rng(0)
     leaves = hf.param_infos(config, VOCAB)
     params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
-    tensors = write_tensors(config.hf_family(), leaves, params)
+    tensors = tensors_from_params(config.hf_family(), leaves, params)
     stored = hf.plan_reading(config, VOCAB, {name: x.shape for name, x in tensors.items()}, {})
     assert stored.pieces.keys() == params.keys()
     for name, x in params.items():
@@ -54,7 +54,7 @@ def test_blocks_of_every_parameter(family: str) -> None:
 def test_no_more_is_read_than_the_rows_and_columns_of_the_block() -> None:
     config = TINY["llama"]
     leaves = hf.param_infos(config, VOCAB)
-    tensors = write_tensors(config.hf_family(), leaves, {n: np.zeros(x.shape) for n, x in leaves.items()})
+    tensors = tensors_from_params(config.hf_family(), leaves, {n: np.zeros(x.shape) for n, x in leaves.items()})
     stored = hf.plan_reading(config, VOCAB, {name: x.shape for name, x in tensors.items()}, {})
     read: dict[str, Slices] = {}
 

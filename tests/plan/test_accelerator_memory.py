@@ -36,7 +36,7 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     trainer: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
 ):
     # The largest microbatch that fits, which is not looked at here, would take further programs.
-    monkeypatch.setattr("lm_trainer.plan.run.find_fit", lambda *_: None)
+    monkeypatch.setattr("lm_trainer.plan.run.find_fitting_microbatch", lambda *_: None)
 
     def temporary() -> int:
         config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, **trainer}})

@@ -17,9 +17,9 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
-from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
+from lm_trainer.plan.devices import memory_budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import Traces, estimate_step
-from lm_trainer.plan.fit import find_largest, possible_rows
+from lm_trainer.plan.fit import find_largest_microbatch, possible_rows
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.programs import ProgramWork, step_time
 from lm_trainer.plan.table import plan_lines
@@ -158,7 +158,7 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
     peaks = {rows: memory.plan(rows).peak.bytes for rows in sizes}
     assert len(set(peaks.values())) == len(sizes)
     for limit in (max(peaks.values()), (peaks[2] + peaks[4]) // 2, peaks[2], min(peaks.values()) - 1):
-        fit = find_largest(memory, limit)
+        fit = find_largest_microbatch(memory, limit)
         assert fit.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
         if fit.rows is None:
             assert fit.bytes == peaks[fit.least_rows] == min(peaks.values())
@@ -289,7 +289,7 @@ def test_devices_and_bytes_as_people_write_them(monkeypatch: pytest.MonkeyPatch)
     assert parse_devices("v5p:4x4x4") == DeviceGroup(64, "TPU v5", "4x4x4")
     assert (parse_bytes("80GiB"), parse_bytes("1.5 gb")) == (80 * 2**30, 1_500_000_000)
     # JAX by itself takes a part of a GPU's memory, and all of a TPU's.
-    budgets = {kind: getattr(budget(kind), "bytes", None) for kind in ("NVIDIA H200", "TPU v4", "cpu")}
+    budgets = {kind: getattr(memory_budget(kind), "bytes", None) for kind in ("NVIDIA H200", "TPU v4", "cpu")}
     assert budgets == {"NVIDIA H200": 0.75 * 141e9, "TPU v4": 32e9, "cpu": None}
 
 

@@ -16,7 +16,7 @@ from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
-from lm_trainer.plan.devices import budget
+from lm_trainer.plan.devices import memory_budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
 from lm_trainer.plan.layouts import Layout, enumerate_layouts
 from lm_trainer.plan.memory import StepMemory
@@ -287,7 +287,7 @@ def test_the_command_prints_settings_that_training_takes(run_lmt: RunLmt, path: 
     assert checked.returncode == 0, checked.stderr
     search = json.loads(run_lmt("plan", path, "--devices", "4xH100", "--search", "--json").stdout)
     assert search["ranked"][0]["overrides"] == settings[:end]
-    assert search["budget"]["bytes"] == budget("NVIDIA H100 80GB HBM3").bytes  # pyright: ignore[reportOptionalMemberAccess]
+    assert search["budget"]["bytes"] == memory_budget("NVIDIA H100 80GB HBM3").bytes  # pyright: ignore[reportOptionalMemberAccess]
     assert [path.name for path in path.parent.iterdir()] == ["small.yaml"]
 
 

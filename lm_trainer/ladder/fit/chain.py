@@ -19,7 +19,7 @@ _FEWEST = 6
 
 
 @dataclass(frozen=True)
-class Chain:
+class AccuracySigmoid:
     """Constants of the sigmoid: numbers, or arrays of one shape for many sigmoids."""
 
     a: Any
@@ -37,7 +37,9 @@ class Chain:
         return {name: np.asarray(value).tolist() for name, value in asdict(self).items()}
 
 
-def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) -> tuple[Chain, Chain]:
+def fit_accuracy_sigmoid(
+    loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int
+) -> tuple[AccuracySigmoid, AccuracySigmoid]:
     """Least squares, with the ideal point (loss 0, accuracy 1) as in the paper, and `draws` resamples of the points.
 
     Args:
@@ -64,7 +66,7 @@ def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) 
         # Redraw resamples with too few different points or a constant accuracy: they determine no sigmoid.
         if len(np.unique(chosen)) >= _FEWEST - 1 and np.ptp(accuracy[chosen]) > 0:
             rows.append(_fit_sigmoid(loss[chosen], accuracy[chosen], best))
-    return Chain(*best), Chain(*np.array(rows).reshape(-1, 4).T)
+    return AccuracySigmoid(*best), AccuracySigmoid(*np.array(rows).reshape(-1, 4).T)
 
 
 def _fit_sigmoid(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np.ndarray:
@@ -74,7 +76,7 @@ def _fit_sigmoid(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | Non
     loss, accuracy = np.append(loss, 0.0), np.append(accuracy, 1.0)
 
     def accuracy_errors(x: np.ndarray) -> np.ndarray:
-        return Chain(*x).accuracy(loss) - accuracy
+        return AccuracySigmoid(*x).accuracy(loss) - accuracy
 
     middle, spread = float(np.median(loss[:-1])), max(float(np.ptp(loss[:-1])), 1e-3)
     low = float(accuracy.min())

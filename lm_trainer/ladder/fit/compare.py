@@ -79,11 +79,11 @@ def compare(
     multipliers = []
     for value in flops:
         ratio = check_range(nearer, value, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-        multipliers.append(_compare_at(a, b, value, per_param, ratio))
+        multipliers.append(_compare_at_compute(a, b, value, per_param, ratio))
     return multipliers
 
 
-def _compare_at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
+def _compare_at_compute(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
     level, count = a.settings.level, min(a.settings.draws, b.settings.draws)
     # Shuffled, since bootstraps with the same seed draw the same points.
     order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)

@@ -75,11 +75,11 @@ def measure_influence(fitted: Fit) -> Influence:
     """Refits without each point, one at a time."""
     points, count = fitted.points, len(fitted.points)
     design = Design.from_points(points.num_params, points.tokens)
-    start_RK = np.tile(design.constants(fitted.law), (count, 1))
+    start_RK = np.tile(design.to_constants(fitted.law), (count, 1))
     # Law r has weight 0 for point r, so all laws are refined as one batch.
     weights_RP = 1.0 - np.eye(count)
     loss_RP = np.tile(points.loss, (count, 1))
-    laws = design.law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
+    laws = design.to_law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
     ahead = _extrapolation_target(fitted)
     shifts = laws.loss(*ahead) / fitted.law.loss(*ahead) - 1
     errors_RP = np.log(points.loss / laws.select(np.s_[:, None]).loss(points.num_params, points.tokens))
@@ -116,17 +116,17 @@ def _bound_caveats(fitted: Fit) -> list[str]:
 
 
 def _identifiability_caveats(fitted: Fit) -> list[str]:
-    messages, wide, level = [], [], fitted.settings.level
+    messages, unidentified, level = [], [], fitted.settings.level
     for name in ("E", "alpha", "beta"):
         low, high = fitted.interval(name)
         # Wider than a factor of two, and not only by rounding.
         if high > 2 * max(low, 1e-12) and high - low > 1e-6:
-            wide.append(name)
-    if wide:
-        verb = "is" if len(wide) == 1 else "are"
+            unidentified.append(name)
+    if unidentified:
+        verb = "is" if len(unidentified) == 1 else "are"
         messages.append(
-            f"{', '.join(wide)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; trust "
-            "predictions near the rungs, not these constants"
+            f"{', '.join(unidentified)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; "
+            "trust predictions near the rungs, not these constants"
         )
     # Logarithms: constants multiply and divide each other, so their trade-offs are linear in log space.
     table = np.log(np.maximum([getattr(fitted.draws, name) for name in CONSTANTS], 1e-300))

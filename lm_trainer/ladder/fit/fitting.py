@@ -13,7 +13,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.fit.bootstrap import central_interval, fit_resamples
-from lm_trainer.ladder.fit.chain import Chain, fit_chain
+from lm_trainer.ladder.fit.chain import AccuracySigmoid, fit_accuracy_sigmoid
 from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
 from lm_trainer.ladder.fit.points import Points
@@ -36,9 +36,9 @@ class Fit:
     law: Law
     draws: Law
     """The laws of the resamples; each constant is an array (draws,)."""
-    chain: Chain | None = None
+    chain: AccuracySigmoid | None = None
     """The sigmoid from the loss to an accuracy."""
-    chain_draws: Chain | None = None
+    chain_draws: AccuracySigmoid | None = None
 
     @property
     def errors(self) -> np.ndarray:
@@ -91,13 +91,15 @@ def fit(points: Points, settings: Settings | None = None) -> Fit:
         law = fit_huber(points, settings.start)
     else:
         design = Design.from_points(points.num_params, points.tokens)
-        law = design.law(fit_by_variable_projection(design, points.loss))
+        law = design.to_law(fit_by_variable_projection(design, points.loss))
     # Plain floats, as JSON returns them: a saved and reloaded fit then has the same digest.
     law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
     drawn = fit_resamples(points, law, settings)
     if points.task is None:
         return Fit(points, settings, law, drawn)
-    chain, chains = fit_chain(points.loss, points.task, draws=min(settings.draws, _CHAIN_DRAWS), seed=settings.seed)
+    chain, chains = fit_accuracy_sigmoid(
+        points.loss, points.task, draws=min(settings.draws, _CHAIN_DRAWS), seed=settings.seed
+    )
     return Fit(points, settings, law, drawn, chain, chains)
 
 
@@ -146,14 +148,14 @@ def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
         return values and kind(**{key: np.asarray(value) for key, value in values.items()})
 
     try:
-        chain = plain["chain"] and Chain(**plain["chain"])
+        chain = plain["chain"] and AccuracySigmoid(**plain["chain"])
         return Fit(
             Points.from_dict(plain["points"]),
             Settings(**plain["settings"]),
             Law(**plain["law"]),
             arrays(Law, plain["draws"]),
             chain,
-            arrays(Chain, plain["chain_draws"]),
+            arrays(AccuracySigmoid, plain["chain_draws"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(

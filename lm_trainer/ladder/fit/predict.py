@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.fit.bootstrap import central_interval, student_factor
+from lm_trainer.ladder.fit.bootstrap import central_interval, student_t_factor
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import training_flops
 
@@ -104,7 +104,7 @@ def predict(
     drawn = fit.draws.loss(num_params, tokens)
     # A measurement is the law of a draw times independent noise. The noise estimated from so few residuals is itself
     # uncertain, so it is widened by Student's factor, as for the draws.
-    noise = fit.noise * student_factor(len(fit.points), level)
+    noise = fit.noise * student_t_factor(len(fit.points), level)
     single = drawn * np.exp(noise * np.random.default_rng([fit.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
     if fit.chain is not None and fit.chain_draws is not None:
@@ -128,7 +128,7 @@ def predict(
     )
 
 
-def optimum(
+def find_optimum(
     fit: Fit, flops: float, *, max_extrapolation: float = MAX_EXTRAPOLATION, extrapolate: bool = False
 ) -> Optimum:
     """Parameters and tokens with the lowest loss for a compute of 6 N D.

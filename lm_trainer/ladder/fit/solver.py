@@ -77,13 +77,13 @@ class Design:
         n_P, d_P = np.log(num_params_P), np.log(tokens_P)
         return cls(n_P - n_P.mean(), d_P - d_P.mean(), float(n_P.mean()), float(d_P.mean()))
 
-    def law(self, constants_RK: np.ndarray) -> Law:
+    def to_law(self, constants_RK: np.ndarray) -> Law:
         """The law in units of one, of constants (R, K) in units of the means."""
         e, a, b, alpha, beta = np.moveaxis(constants_RK, -1, 0)
         return Law(e, a * np.exp(alpha * self.log_n_mean), b * np.exp(beta * self.log_d_mean), alpha, beta)
 
-    def constants(self, law: Law) -> np.ndarray:
-        """The inverse of `law`."""
+    def to_constants(self, law: Law) -> np.ndarray:
+        """The inverse of `to_law`."""
         a = law.A * np.exp(-np.multiply(law.alpha, self.log_n_mean))
         b = law.B * np.exp(-np.multiply(law.beta, self.log_d_mean))
         return np.stack(np.broadcast_arrays(law.E, a, b, law.alpha, law.beta), -1)

@@ -59,7 +59,7 @@ class HfStart:
     def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
         """Returns the settings of the checkpoint, for exports of the run; None if an earlier attempt saved them."""
         source = self.source
-        return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
+        return None if source is None else source.settings.adapt_to_tokenizer(tokenizer, source.directory)
 
     def attach(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of the checkpoint as initial values."""
