@@ -38,7 +38,7 @@ _SMALL_LLAMA = ["model.num_kv_heads=1", "model.intermediate_dim=64"]
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     """One or several commands, which all must succeed."""
 
     name: str
@@ -48,26 +48,26 @@ class Part:
     """Time limit."""
 
 
-def make_parts(small: bool, directory: Path) -> Iterator[Part]:
+def make_parts(small: bool, directory: Path) -> Iterator[BenchmarkPart]:
     """All parts in order of importance."""
     gpt2, llama = (_workload_arguments(name, small) for name in ("gpt2_124m", "llama_1b"))
     repeats = ["--repeats", "2"] if small else []
     mfu = [[*LMT, "bench", "mfu", *of, "--roofline"] for of in (gpt2, llama)]
-    yield Part("mfu", "MFU and roofline of both workloads", tuple(mfu), 4)
+    yield BenchmarkPart("mfu", "MFU and roofline of both workloads", tuple(mfu), 4)
     shapes = ("tiny", "llama-tiny") if small else ("124m-gpu", "llama-1b")
     turns = ["--turns", "1" if small else "9"]
-    yield Part("peers_gpt2", "GPT-2 beside PyTorch and plain JAX", (_peers_command(shapes[0], turns),), 5)
+    yield BenchmarkPart("peers_gpt2", "GPT-2 beside PyTorch and plain JAX", (_peers_command(shapes[0], turns),), 5)
     # Each of these holds 20 GB of weights and moments, so only two run at a time.
     pairs = [["lmt", "torch compile"], ["lmt", "lmt fast"], ["lmt", "jax twin"]]
-    yield Part(
+    yield BenchmarkPart(
         "peers_llama", "Llama beside each", tuple(_peers_command(shapes[1], [*turns, "--kinds", *p]) for p in pairs), 6
     )
-    yield Part("elastic_cost", "what elastic determinism costs", (_elastic_cost_command(small),), 3)
+    yield BenchmarkPart("elastic_cost", "what elastic determinism costs", (_elastic_cost_command(small),), 3)
     runs = [[*LMT, "train", *gpt2, f"trainer.id={run}"] for run in ("once", "again")]
     compared = [*LMT, "diff", str(directory / "logs/once"), str(directory / "logs/again")]
-    yield Part("determinism", "one run twice, compared bit by bit", (*runs, compared), 4)
+    yield BenchmarkPart("determinism", "one run twice, compared bit by bit", (*runs, compared), 4)
     memory = [[*LMT, "bench", "memory", *of, *repeats] for of in (gpt2, llama)]
-    yield Part("memory", "what recomputation and blocks of the loss save", tuple(memory), 3)
+    yield BenchmarkPart("memory", "what recomputation and blocks of the loss save", tuple(memory), 3)
 
 
 def _workload_arguments(name: str, small: bool) -> list[str]:
@@ -104,7 +104,7 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def run(part: Part, directory: Path, results: Path | None) -> bool:
+def run(part: BenchmarkPart, directory: Path, results: Path | None) -> bool:
     """Runs a part and shows its output; True if all its commands succeeded."""
     print(f"\n# {part.name}: {part.description}\n", flush=True)
     started, text = time.monotonic(), [f"{part.description}: {describe_setting('jax', 'jaxlib', 'torch')}\n"]

@@ -121,12 +121,12 @@ def fit(
     points = _load_points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
 
     from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
-    from lm_trainer.ladder.fit.fitting import Settings, save
+    from lm_trainer.ladder.fit.fitting import FitSettings, save
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.isoflop import fit_isoflop
     from lm_trainer.ladder.fit.tables import fit_text
 
-    law_fit = fit_points(points, Settings(method, start, resample, draws, seed, level))
+    law_fit = fit_points(points, FitSettings(method, start, resample, draws, seed, level))
     if out:
         save(law_fit, out)
     if as_json:

@@ -144,7 +144,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     return SetLosses(held_out.name, rows.tags, held_out, documents, rows.num_split(ends_D))
 
 
-class Group(NamedTuple):
+class GroupAverages(NamedTuple):
     """Averages over several sets."""
 
     name: str
@@ -158,19 +158,19 @@ class Group(NamedTuple):
     macro_bits_per_byte: Mean | None
 
 
-def group_means(sets: Sequence[SetLosses]) -> list[Group]:
+def group_means(sets: Sequence[SetLosses]) -> list[GroupAverages]:
     """The averages of every group of `groups_of`."""
     by_name = {losses.name: losses for losses in sets}
     groups = groups_of({losses.name: losses.tags for losses in sets})
     return [_average_group(name, [by_name[member] for member in members]) for name, members in groups.items()]
 
 
-def _average_group(name: str, sets: Sequence[SetLosses]) -> Group:
+def _average_group(name: str, sets: Sequence[SetLosses]) -> GroupAverages:
     first, *other_documents = [losses.documents for losses in sets]
     joined = first.concatenate(other_documents)
     bits = [losses.documents.bits_per_byte for losses in sets]
     known_bits = [losses for losses in bits if losses is not None]
-    return Group(
+    return GroupAverages(
         name,
         tuple(losses.name for losses in sets),
         joined.loss,

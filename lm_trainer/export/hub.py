@@ -27,7 +27,7 @@ TOKEN_VARIABLE = "HF_TOKEN"
 _STALE = ["*.safetensors", "*.safetensors.index.json"]
 
 
-class Pushed(NamedTuple):
+class PushedModel(NamedTuple):
     """Address and visibility of a pushed model."""
 
     url: str
@@ -78,7 +78,7 @@ def prepare_push(name: str) -> str:
 
 def push(
     directory: StoragePath, name: str, *, public: bool, patterns: Collection[str], message: str = "Upload the model"
-) -> Pushed:
+) -> PushedModel:
     """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 
     Creates the repository if necessary, private unless `public`. Deletes weights of an earlier push that are not part
@@ -101,7 +101,7 @@ def push(
             delete_patterns=_STALE,
             commit_message=message,
         )
-    return Pushed(f"{api.endpoint}/{name}", private)
+    return PushedModel(f"{api.endpoint}/{name}", private)
 
 
 def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:

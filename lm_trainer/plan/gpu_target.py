@@ -108,7 +108,7 @@ def gpu_target(kind: str, count: int) -> dict[str, str]:
     _check_cuda_plugin()
     # Slices, nodes of a slice, devices of a node.
     topology = f"1x1x{count}" if count <= NODE else f"1x{-(-count // NODE)}x{NODE}"
-    return {"target_config": _GPUS[kind].text(kind), "topology": topology}
+    return {"target_config": _GPUS[kind].to_target_config(kind), "topology": topology}
 
 
 def _check_cuda_plugin() -> None:

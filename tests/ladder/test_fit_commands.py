@@ -28,7 +28,7 @@ from lm_trainer.ladder.fit.register import (
     targets_to_predict,
     write_registration,
 )
-from lm_trainer.ladder.fit.settings import Settings
+from lm_trainer.ladder.fit.settings import FitSettings
 from lm_trainer.ladder.fit.sources import ladder_points
 from lm_trainer.run.config.run_config import numeric_identity
 from tests.ladder.test_fit import HOFFMANN, RUNGS, planted
@@ -140,7 +140,7 @@ def test_fit_predict_register_run_score(ladder: ModelLadder, tmp_path: Path) -> 
 
 
 def test_a_registered_prediction_is_not_overwritten(tmp_path: Path) -> None:
-    fitted = fit(planted(0.001), Settings(draws=50))
+    fitted = fit(planted(0.001), FitSettings(draws=50))
     predictions = [("x", predict(fitted, 1e9, 1e11))]
     digest = write_registration(tmp_path / "p.json", fitted, predictions)
     assert len(digest) == 64
@@ -151,7 +151,7 @@ def test_a_registered_prediction_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_multiplier_is_the_compute_that_is_saved() -> None:
     """A recipe that sees every token and parameter as 1.25 of the other needs 1.25^2 less compute at fixed D / N."""
     better = Law(1.69, 406.4 / 1.25**0.34, 410.7 / 1.25**0.28, 0.34, 0.28)
-    a, b, worse = (fit(planted(0.0005, seed=s, law=law), Settings(draws=200)) for s, law in
+    a, b, worse = (fit(planted(0.0005, seed=s, law=law), FitSettings(draws=200)) for s, law in
                    ((1, HOFFMANN), (2, better), (3, Law(2.2, 406.4, 410.7, 0.34, 0.28))))  # fmt: skip
     multipliers = compare(a, b, flops=[1e21, 1e22], tokens_per_param=20)
     for m in multipliers:
@@ -169,7 +169,7 @@ def test_a_multiplier_is_the_compute_that_is_saved() -> None:
 
 
 def test_no_difference_is_claimed_where_there_is_none() -> None:
-    fits = [fit(planted(0.003, seed=seed), Settings(draws=200)) for seed in range(20, 32)]
+    fits = [fit(planted(0.003, seed=seed), FitSettings(draws=200)) for seed in range(20, 32)]
     pairs = list(zip(fits[::2], fits[1::2], strict=True))
     claims = [format_comparison(compare(a, b)[1:2], 0.9) for a, b in pairs]
     assert sum("no difference is shown" in claim for claim in claims) >= len(pairs) - 1
@@ -178,7 +178,7 @@ def test_no_difference_is_claimed_where_there_is_none() -> None:
     assert compare(a, a)[0].multiplier.low < 1 < compare(a, a)[0].multiplier.high
     other = Points(**{**vars(b.points), "metric": "eval/bpb"})
     with pytest.raises(UserError, match="a comparison needs one metric"):
-        compare(a, fit(other, Settings(draws=50)))
+        compare(a, fit(other, FitSettings(draws=50)))
 
 
 def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: 
 def test_names_from_outside_are_text_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw_plots", lambda *_: [("<b>loss</b>", "<svg></svg>", "a & <i>b</i>")])
     points = planted(0.003, seed=0)
-    fitted = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), Settings(draws=50))
+    fitted = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), FitSettings(draws=50))
     report.write_report(tmp_path / "page.html", fitted, title="<script>alert(1)</script>")
     page = (tmp_path / "page.html").read_text()
     assert not re.search("<(script|b|i)>", page)

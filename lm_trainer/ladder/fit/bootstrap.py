@@ -13,7 +13,7 @@ from scipy import stats
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.law import Law
 from lm_trainer.ladder.fit.points import Points
-from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, Settings
+from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, FitSettings
 from lm_trainer.ladder.fit.solver import Design, refine
 
 _FEWEST_RUNS = 8
@@ -21,7 +21,7 @@ _ATTEMPTS = 100
 """Maximum number of attempts per resample."""
 
 
-def fit_resamples(points: Points, law: Law, settings: Settings) -> Law:
+def fit_resamples(points: Points, law: Law, settings: FitSettings) -> Law:
     """Fits laws to resamples of the points; their constants are arrays.
 
     `residuals` keeps every N and D and redraws the errors of log L: each is divided by sqrt(1 - its leverage), all are

@@ -125,8 +125,8 @@ def _identifiability_caveats(fitted: Fit) -> list[str]:
     if unidentified:
         verb = "is" if len(unidentified) == 1 else "are"
         messages.append(
-            f"{', '.join(unidentified)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; "
-            "trust predictions near the rungs, not these constants"
+            f"{', '.join(unidentified)} {verb} not identified: the {level:.0%} interval spans more than a factor of "
+            "two; trust predictions near the rungs, not these constants"
         )
     # Logarithms: constants multiply and divide each other, so their trade-offs are linear in log space.
     table = np.log(np.maximum([getattr(fitted.draws, name) for name in CONSTANTS], 1e-300))

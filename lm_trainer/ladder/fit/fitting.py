@@ -17,7 +17,7 @@ from lm_trainer.ladder.fit.chain import AccuracySigmoid, fit_accuracy_sigmoid
 from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
 from lm_trainer.ladder.fit.points import Points
-from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, Settings
+from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, FitSettings
 from lm_trainer.ladder.fit.solver import Design, fit_by_variable_projection
 
 _FEWEST_POINTS = NUM_CONSTANTS + 1
@@ -32,7 +32,7 @@ class Fit:
     """A law with its bootstrap."""
 
     points: Points
-    settings: Settings
+    settings: FitSettings
     law: Law
     draws: Law
     """The laws of the resamples; each constant is an array (draws,)."""
@@ -79,13 +79,13 @@ class Fit:
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def fit(points: Points, settings: Settings | None = None) -> Fit:
+def fit(points: Points, settings: FitSettings | None = None) -> Fit:
     """Fits the law.
 
     Raises:
         UserError: if the points do not determine a law.
     """
-    settings = settings or Settings()
+    settings = settings or FitSettings()
     _check_points(points)
     if settings.method == "huber":
         law = fit_huber(points, settings.start)
@@ -151,7 +151,7 @@ def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
         chain = plain["chain"] and AccuracySigmoid(**plain["chain"])
         return Fit(
             Points.from_dict(plain["points"]),
-            Settings(**plain["settings"]),
+            FitSettings(**plain["settings"]),
             Law(**plain["law"]),
             arrays(Law, plain["draws"]),
             chain,

@@ -23,7 +23,7 @@ _FORMAT = "lm_trainer ladder prediction 1"
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoredPrediction:
     """A registered prediction of one measurement, and the measurement."""
 
     name: str
@@ -128,7 +128,7 @@ def read_registration(path: AnyPath) -> dict[str, Any]:
     return content
 
 
-def score_registrations(ladder: LadderConfig) -> list[Score]:
+def score_registrations(ladder: LadderConfig) -> list[ScoredPrediction]:
     """Every registered prediction of the ladder with its measurement, separately for each seed.
 
     Raises:
@@ -146,5 +146,7 @@ def score_registrations(ladder: LadderConfig) -> list[Score]:
             for row in measured_rows or [None]:
                 name = item["name"] + (f" seed {row['seed']}" if row and ladder.num_seeds > 1 else "")
                 measured = float(row[item["metric"]]) if row else None
-                results.append(Score(name, written, item["metric"], Range(**item["run"]), item["level"], measured))
+                results.append(
+                    ScoredPrediction(name, written, item["metric"], Range(**item["run"]), item["level"], measured)
+                )
     return results
