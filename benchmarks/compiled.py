@@ -123,7 +123,7 @@ NOTES = {
 """Kind of devices -> notes for the reader of its table."""
 
 
-def planned_by(*options: str, flags: str = "") -> dict[str, Any]:
+def run_plan_command(*options: str, flags: str = "") -> dict[str, Any]:
     """The output of `lmt plan` with these options, and `flags` for the TPU compiler.
 
     Raises:
@@ -139,7 +139,7 @@ def planned_by(*options: str, flags: str = "") -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def compiled(case: Case) -> dict[str, Any]:
+def compile_case(case: Case) -> dict[str, Any]:
     """The plan of a case, or the reason for its failure."""
     chips = parse_devices(case.devices).count
     model = {**MODELS[case.model], "gradient_checkpointing": True, "scan_layers": True}
@@ -153,7 +153,7 @@ def compiled(case: Case) -> dict[str, Any]:
         path.write_text(json.dumps(config))
         options = [str(path), "--devices", case.devices, "--vocab-size", str(VOCAB[case.model])]
         try:
-            plan, planned = planned_by(*options, "--compile", flags=case.flags), planned_by(*options)
+            plan, planned = run_plan_command(*options, "--compile", flags=case.flags), run_plan_command(*options)
         except RuntimeError as e:
             return {"case": str(case), "failed": str(e)}
     temporary = [
@@ -216,7 +216,7 @@ def main() -> None:
     cases, _ = COMPILERS[options.kind]
     for case in cases:
         if options.only in str(case) and str(case) not in results:
-            results[str(case)] = compiled(case)
+            results[str(case)] = compile_case(case)
             data_file.parent.mkdir(parents=True, exist_ok=True)
             data_file.write_text(json.dumps(results, indent=1) + "\n")
             rows = [results[str(listed)] for listed in cases if str(listed) in results]

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.runtime import available_cores, keep_freed_memory
 from lm_trainer.data import DataConfig
 from lm_trainer.data.cache.kvstore import KvStore
@@ -71,27 +71,30 @@ def main() -> None:
     trained = train_bpe(TrainedBpe(vocab_size=options.vocab_size, sample_bytes=2 << 20), shards)
     rows, scaled = [], []
     for kind, megabytes in ((FastTokenizer, options.megabytes), (HfTokenizer, options.slow_megabytes)):
-        tokenizer, documents = trained.with_backend(kind), installed(megabytes * 10**6)
+        tokenizer, documents = trained.with_backend(kind), read_installed_code(megabytes * 10**6)
         with tempfile.TemporaryDirectory() as directory:
             for path in write_sources(Path(directory), documents):
-                pairs = compare(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
-                rows.append([tokenizer.backend, path.name, f"{size(documents) / 1e6:.0f}", *columns(pairs)])
-            parts = write_parts(Path(directory), installed(options.parallel_megabytes[kind is HfTokenizer] * 10**6))
-            scaled.append([tokenizer.backend, *scaling(parts, tokenizer, options.parallel_rounds)])
+                pairs = compare_rates(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
+                rows.append([tokenizer.backend, path.name, f"{utf8_bytes(documents) / 1e6:.0f}", *table_cells(pairs)])
+            parts = write_parts(
+                Path(directory), read_installed_code(options.parallel_megabytes[kind is HfTokenizer] * 10**6)
+            )
+            scaled.append([tokenizer.backend, *measure_scaling(parts, tokenizer, options.parallel_rounds)])
     heads = ["backend", "source", "MB", "tokenizer, MB/s", "builder", "share (range)"]
     print("# The builder and the tokenizer alone\n")
-    print(setting("tokenizers", "fastokens", "orjson", "pyarrow", "tensorstore"), load())
+    print(describe_setting("tokenizers", "fastokens", "orjson", "pyarrow", "tensorstore"), describe_load())
     heads += [
         "tokenizer, MB per CPU-s",
         "builder",
         "share (range)",
         f"share by the clock, {available_cores()} busy cores",
     ]
-    print(f"\n{table(heads, rows)}")
-    print(f"\n{table(['backend', 'MB', 'processes', 'one process, MB/s', 'all', 'all / one', 'cores in use'], scaled)}")
+    print(f"\n{markdown_table(heads, rows)}")
+    heads_of_scaling = ["backend", "MB", "processes", "one process, MB/s", "all", "all / one", "cores in use"]
+    print(f"\n{markdown_table(heads_of_scaling, scaled)}")
 
 
-def installed(max_bytes: int) -> list[str]:
+def read_installed_code(max_bytes: int) -> list[str]:
     """The installed Python code, file by file, up to a number of bytes."""
     documents, total = [], 0
     for root in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")):
@@ -107,7 +110,7 @@ def installed(max_bytes: int) -> list[str]:
     return documents
 
 
-def size(documents: list[str]) -> int:
+def utf8_bytes(documents: list[str]) -> int:
     """Total size in UTF-8 bytes."""
     return sum(len(text.encode()) for text in documents)
 
@@ -125,7 +128,7 @@ def write_sources(directory: Path, documents: list[str]) -> list[Path]:
     return [text, lines, packed, parquet]
 
 
-def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
+def compare_rates(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
     """The rates of the tokenizer and of the builder, round by round."""
     config = DataConfig(train_urls=[str(source)])
     if source.suffix == ".txt":  # text files are split into pieces
@@ -141,7 +144,7 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
     for number in range(rounds + 1):
         # Python caches the UTF-8 encoding of a string once a tokenizer has asked for it.
         texts = [str(document, "utf-8") for document in stored]
-        pair = rate(partial(encode, texts, tokenizer), total), rate(build, total)
+        pair = measure_rate(partial(encode_in_batches, texts, tokenizer), total), measure_rate(build, total)
         shutil.rmtree(f"{source}.cache")
         if number:  # the first round is a warm-up
             pairs.append(pair)
@@ -157,19 +160,19 @@ def write_parts(directory: Path, documents: list[str]) -> list[Path]:
     return paths
 
 
-def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]:
+def measure_scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]:
     """Columns of the second table."""
     config, stored = DataConfig(train_urls=[str(path) for path in paths]), sum(path.stat().st_size for path in paths)
     cache = paths[0].parent / "cache"
 
     def build(processes: int) -> tuple[float, float]:
         """MB per second, and the average number of cores used by all processes."""
-        started, used = time.perf_counter(), cpu_of_all()
+        started, used = time.perf_counter(), cpu_seconds_with_children()
         options = BuildOptions(num_workers=processes)
         Build("train", KvStore(str(cache)), config.shards("train"), tokenizer, options).run()
         seconds = time.perf_counter() - started
         shutil.rmtree(cache)
-        return stored / 1e6 / seconds, (cpu_of_all() - used) / seconds
+        return stored / 1e6 / seconds, (cpu_seconds_with_children() - used) / seconds
 
     pairs = [(build(1), build(available_cores())) for _ in range(rounds)]
     one, several, busy = (statistics.median(x) for x in zip(*((a[0], b[0], b[1]) for a, b in pairs), strict=True))
@@ -184,12 +187,12 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
     ]
 
 
-def cpu_of_all() -> float:
+def cpu_seconds_with_children() -> float:
     """CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
-def rate(work: Callable[[], None], size: int) -> Rate:
+def measure_rate(work: Callable[[], None], size: int) -> Rate:
     """The rate of a function in a new thread."""
     clock, cpu = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(1) as pool:
@@ -197,7 +200,7 @@ def rate(work: Callable[[], None], size: int) -> Rate:
     return Rate(size / 1e6 / (time.perf_counter() - clock), size / 1e6 / (time.process_time() - cpu))
 
 
-def encode(documents: list[str], tokenizer: HfTokenizer) -> None:
+def encode_in_batches(documents: list[str], tokenizer: HfTokenizer) -> None:
     batch, size = [], 0
     for text in documents:
         batch.append(text)
@@ -208,20 +211,20 @@ def encode(documents: list[str], tokenizer: HfTokenizer) -> None:
     tokenizer.encode_batch(batch)
 
 
-def columns(pairs: list[tuple[Rate, Rate]]) -> list[str]:
+def table_cells(pairs: list[tuple[Rate, Rate]]) -> list[str]:
     cells = []
     for metric in (lambda rate: rate.clock, lambda rate: rate.cpu):
         tokenizer, builder = ([metric(pair[side]) for pair in pairs] for side in (0, 1))
         cells += [
             f"{statistics.median(tokenizer):.1f}",
             f"{statistics.median(builder):.1f}",
-            _share(tokenizer, builder),
+            _format_ratio(tokenizer, builder),
         ]
     busy_share = statistics.median(available_cores() * builder.cpu / tokenizer.clock for tokenizer, builder in pairs)
     return [*cells, f"{busy_share:.2f}"]
 
 
-def _share(tokenizer: list[float], builder: list[float]) -> str:
+def _format_ratio(tokenizer: list[float], builder: list[float]) -> str:
     shares = sorted(b / a for a, b in zip(tokenizer, builder, strict=True))
     return f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 TEXTS = ("It was a bright cold day in April, and the clocks", "return the length of the", "self")
 
@@ -39,7 +39,7 @@ def main() -> None:
         with file.open("wb") as out:
             for _ in range(-(-chosen.tokens // len(corpus))):
                 out.write(corpus.astype(np.uint16).tobytes())
-        mapped = Mapped(np.memmap(file, np.uint16, "r"))
+        mapped = MemoryMappedTokens(np.memmap(file, np.uint16, "r"))
         counts = np.bincount(corpus[:65536], minlength=len(texts))
         rows = []
         for text in TEXTS:
@@ -56,12 +56,12 @@ def main() -> None:
             every = (seconds, plain, used)
             rate, other, cpu = (mapped.tokens.nbytes / statistics.median(samples) / 1e9 for samples in every)
             rows.append([repr(text), f"{occurrences:,}", f"{rate:.2f}", f"{other:.2f}", f"{cpu:.2f}"])
-    print(setting("numpy"), load())
+    print(describe_setting("numpy"), describe_load())
     print(f"\n{len(mapped):,} tokens, {mapped.tokens.nbytes / 1e9:.1f} GB.\n")
-    print(table(["text", "occurrences", "GB/s", "GB/s of a comparison", "GB per CPU-s"], rows))
+    print(markdown_table(["text", "occurrences", "GB/s", "GB/s of a comparison", "GB per CPU-s"], rows))
 
 
-class Mapped:
+class MemoryMappedTokens:
     """A memory map with the interface of a token stream."""
 
     def __init__(self, tokens: np.ndarray):

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
@@ -53,22 +53,22 @@ def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
     return Ledger(parts=names, tokens=[PART] * parts), np.concatenate(lengths)
 
 
-def plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callable[[int], None]:
+def make_plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callable[[int], None]:
     """A hand-written loader: rows at random offsets of memory-mapped files, copied one by one, ignoring documents."""
     maps = [np.memmap(directory / f"parts/00000-{part:05d}.bin", DTYPE, "r") for part in range(parts)]
     order = np.random.default_rng(0).permutation(parts * PART // seq_len - 1)
 
-    def run(step: int) -> None:
+    def load_batch(step: int) -> None:
         rows = np.empty((batch, seq_len + 1), np.int32)
         for row in range(batch):
             part, offset = divmod(int(order[(step * batch + row) % len(order)]) * seq_len, PART)
             piece = maps[part][offset : offset + seq_len + 1]
             rows[row, : len(piece)] = piece
 
-    return run
+    return load_batch
 
 
-def cost(run: Callable[[int], object], steps: range) -> float:
+def cpu_seconds_per_step(run: Callable[[int], object], steps: range) -> float:
     """CPU seconds per step."""
     started = time.process_time()
     for step in steps:
@@ -76,33 +76,33 @@ def cost(run: Callable[[int], object], steps: range) -> float:
     return (time.process_time() - started) / len(steps)
 
 
-def cost_of_iterator(order: TrainOrder, batch: int, steps: int) -> float:
+def iterator_cpu_seconds_per_step(order: TrainOrder, batch: int, steps: int) -> float:
     """CPU seconds per step through the prefetch threads; prefetched but unused steps are included."""
     ahead = 6
     iterator = TrainIterator(order, BatchSchedule.constant(batch), range(batch), range(steps + ahead))
     for _ in range(ahead):
         next(iterator)
-    seconds = cost(lambda _: next(iterator), range(steps))
+    seconds = cpu_seconds_per_step(lambda _: next(iterator), range(steps))
     iterator.close()
     return seconds
 
 
-def summary(seconds: list[float], tokens: int) -> dict[str, float]:
+def summarize_rates(seconds: list[float], tokens: int) -> dict[str, float]:
     rates = sorted(tokens / second / 1e6 for second in seconds)
     return {"median": statistics.median(rates), "least": rates[0], "most": rates[-1], "samples": len(rates)}
 
 
-def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[str, TrainOrder]:
+def make_orders(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[str, TrainOrder]:
     chunks = Chunks(stream, seq_len, EOS)
 
-    def single(shuffle: ShuffleConfig) -> TrainOrder:
+    def order_of_one_set(shuffle: ShuffleConfig) -> TrainOrder:
         return TrainOrder([TrainSet("train", chunks, chunks.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
 
     packed = PackedRows(stream, pack_best_fit(lengths, seq_len), seq_len, EOS)
     sets = [TrainSet(name, chunks, chunks.num_rows, FullShuffle(), seed) for seed, name in enumerate("abc")]
     return {
-        "no shuffle": single(NoShuffle()),
-        "full shuffle": single(FullShuffle()),
+        "no shuffle": order_of_one_set(NoShuffle()),
+        "full shuffle": order_of_one_set(FullShuffle()),
         "mixture of three": TrainOrder(sets, Mixture([(0, cycle_counts((0.5, 0.3, 0.2)))])),
         "best-fit packing": TrainOrder(
             [TrainSet("train", packed, packed.num_rows, FullShuffle(), 0)], Mixture([(0, (1,))])
@@ -126,9 +126,10 @@ def report(result: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             "# Loading, against a plain loop over a memory map",
-            f"{setting('numpy', 'grain')} Batches of {result['batch']} rows of {result['seq_len']} tokens. {load()}",
-            table(["order", "Mtok per CPU-s", "range", "cost / plain loop's"], rates),
-            table(["a batch at step", "cost / that at step 0"], seeks),
+            f"{describe_setting('numpy', 'grain')} Batches of {result['batch']} rows of {result['seq_len']} tokens. "
+            f"{describe_load()}",
+            markdown_table(["order", "Mtok per CPU-s", "range", "cost / plain loop's"], rates),
+            markdown_table(["a batch at step", "cost / that at step 0"], seeks),
         ]
     )
 
@@ -147,24 +148,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         ledger, lengths = write_tokens(directory, args.parts)
-        orders = orders_of(TokenStream(KvStore(name), ledger, DTYPE), lengths, seq_len)
-        plain = plain_loop(directory, args.parts, batch, seq_len)
+        orders = make_orders(TokenStream(KvStore(name), ledger, DTYPE), lengths, seq_len)
+        plain = make_plain_loop(directory, args.parts, batch, seq_len)
         full = orders["full shuffle"]
         seconds: dict[str, list[float]] = {}
         seeks: dict[int, list[float]] = {step: [] for step in SEEKS}
         for _ in range(args.samples):
-            seconds.setdefault("plain loop", []).append(cost(plain, range(args.steps)))
+            seconds.setdefault("plain loop", []).append(cpu_seconds_per_step(plain, range(args.steps)))
             for label, order in orders.items():
                 read = order.read
-                samples = cost(
+                samples = cpu_seconds_per_step(
                     lambda step, read=read: read(np.arange(step * batch, (step + 1) * batch)), range(args.steps)
                 )
                 seconds.setdefault(label, []).append(samples)
-            seconds.setdefault("full shuffle, iterator", []).append(cost_of_iterator(full, batch, args.steps))
+            seconds.setdefault("full shuffle, iterator", []).append(
+                iterator_cpu_seconds_per_step(full, batch, args.steps)
+            )
             for step in SEEKS:
                 first = step * batch
                 seeks[step].append(
-                    cost(lambda i, first=first: full.read(np.arange(first, first + batch) + i), range(20))
+                    cpu_seconds_per_step(
+                        lambda i, first=first: full.read(np.arange(first, first + batch) + i), range(20)
+                    )
                 )
     result: dict[str, Any] = {
         "python": platform.python_version(),
@@ -172,7 +177,9 @@ def main() -> None:
         "machine": platform.machine(),
         "batch": batch,
         "seq_len": seq_len,
-        "million_tokens_per_cpu_second": {label: summary(samples, tokens) for label, samples in seconds.items()},
+        "million_tokens_per_cpu_second": {
+            label: summarize_rates(samples, tokens) for label, samples in seconds.items()
+        },
         "cost_over_plain_loop": {
             label: statistics.median(a / b for a, b in zip(samples, seconds["plain loop"], strict=True))
             for label, samples in seconds.items()

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.setting import LMT, load, setting, table
+from benchmarks.setting import LMT, describe_load, describe_setting, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,8 +37,8 @@ def main() -> None:
     step = statistics.median(1e3 * line["throughput/step_time"] for line in steps)
     row = [str(len(shares)), f"{step:.0f}", f"{statistics.median(shares):.3f}", f"{max(shares):.3f}"]
     print("# The share of a run that waits for data\n")
-    print(setting("jax", "grain"), f"{options.config.name}, {options.steps} steps.", load())
-    print(f"\n{table(['steps that tell', 'ms a step, median', 'waiting, %, median', 'most'], [row])}")
+    print(describe_setting("jax", "grain"), f"{options.config.name}, {options.steps} steps.", describe_load())
+    print(f"\n{markdown_table(['steps that tell', 'ms a step, median', 'waiting, %, median', 'most'], [row])}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 PROMPT, NEW = 64, 64
 SIZES = {"30M": (384, 8, 1024, 8192), "124M": (768, 12, 2048, 32000)}
@@ -34,13 +34,13 @@ def main() -> None:
         [
             "# Decoding beside transformers",
             "",
-            f"{setting('jax', 'torch', 'transformers')} {load()}",
+            f"{describe_setting('jax', 'torch', 'transformers')} {describe_load()}",
             "",
             f"Llama, float32, random weights, on the CPU: {PROMPT} tokens are read and {NEW} written to each row, "
             f"always the likeliest; medians of {options.repeats} interleaved pairs. Beside other work, the ratio of "
             "processor time tells more than that of time on the clock.",
             "",
-            table(
+            markdown_table(
                 ["model", "rows", "lmt, tokens/s", "transformers, tokens/s", "lmt / transformers", "by processor time"],
                 rows,
             ),
@@ -59,7 +59,7 @@ def measure(name: str, batch: int, repeats: int) -> list[str]:
     from lm_trainer.data.tokenizer.bytes import ByteTokenizer
     from lm_trainer.export.huggingface import read_hf
     from lm_trainer.generate.engine import generate
-    from lm_trainer.generate.layout import for_decoding
+    from lm_trainer.generate.layout import to_decoding_layout
     from lm_trainer.generate.sampling import GenerateSettings
 
     width, layers, mlp, vocabulary = SIZES[name]
@@ -80,7 +80,7 @@ def measure(name: str, batch: int, repeats: int) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         peer.save_pretrained(scratch)
         ByteTokenizer().save(scratch)
-        model = for_decoding(read_hf(Path(scratch)).build())
+        model = to_decoding_layout(read_hf(Path(scratch)).build())
     prompts = np.random.default_rng(0).integers(0, 256, (batch, PROMPT)).tolist()
     settings, ids = GenerateSettings(max_new_tokens=NEW, temperature=0), torch.tensor(prompts)
     mask = torch.ones_like(ids)

@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 VOCAB, LENGTH = 64, 8
 
@@ -67,7 +67,7 @@ def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
         state, metrics = setup.compute_step(state, placed)
         seconds.append(time.thread_time() - started)
         jax.block_until_ready((state.params, metrics))
-    runs = StepMemory(config, VOCAB, jax.devices(), "cpu").runs()
+    runs = StepMemory(config, VOCAB, jax.devices(), "cpu").run_counts()
     # The first two steps warm up caches.
     return statistics.median(seconds[2:]), sum(runs.values())
 
@@ -93,9 +93,9 @@ def main() -> None:
         share = seconds / chosen.step_seconds
         rows.append([determinism, f"{programs}", f"{1000 * seconds:.0f}", f"{microseconds:.0f}", f"{share:.1%}"])
     heads = ["step", "programs of a device", "ms of the host", "us a program and device", f"of {chosen.step_seconds} s"]
-    print(setting("jax", "jaxlib"), load())
+    print(describe_setting("jax", "jaxlib"), describe_load())
     print(f"\n{chosen.layers} layers, {chosen.microbatches} microbatches on each of {chosen.devices} devices.\n")
-    print(table(heads, rows))
+    print(markdown_table(heads, rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.shapes import SHAPES, Shape
-from benchmarks.setting import load
+from benchmarks.setting import describe_load
 
 SELF = [sys.executable, "-m", "benchmarks.elastic_cost"]
 RECOMPUTING = ", recomputing"
@@ -58,14 +58,14 @@ class Cost:
     """Bytes sent by each device per step, by collective."""
 
 
-def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
+def build_setup_of_kind(kind: str, devices: int, size: argparse.Namespace) -> Any:
     """The training setup for the model of `size`."""
     import jax
 
     from lm_trainer.run.build.setup import build_setup
     from lm_trainer.run.config.run_config import RunConfig
 
-    settings, shape = dict(KINDS[kind]), shape_of(size)
+    settings, shape = dict(KINDS[kind]), select_shape(size)
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
     llama = {"num_kv_heads": shape.kv_heads, "intermediate_dim": shape.mlp_width}
     config = RunConfig.model_validate(
@@ -88,7 +88,7 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
     return build_setup(config, shape.vocab, jax.devices()[:devices])
 
 
-def shape_of(size: argparse.Namespace) -> Shape:
+def select_shape(size: argparse.Namespace) -> Shape:
     """The model selected by the options."""
     custom = Shape(
         "gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048
@@ -96,38 +96,38 @@ def shape_of(size: argparse.Namespace) -> Shape:
     return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch) if size.shape else custom
 
 
-def batch_of(size: argparse.Namespace) -> Any:
+def make_batch(size: argparse.Namespace) -> Any:
     """Random rows for the model."""
     from lm_trainer.profile.workload import random_batch
 
-    shape = shape_of(size)
+    shape = select_shape(size)
     return random_batch(size.batch, shape.seq_len, shape.vocab)
 
 
-def step_of(setup: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
+def make_timed_step(setup: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
     """A function that advances a state by one step, and returns its seconds and CPU seconds too."""
     import jax
 
-    batch = batch_of(size)
+    batch = make_batch(size)
     setup.step.compile(batch)
     placed = setup.step.put(batch)
 
-    def run(state: Any) -> tuple[Any, float, float]:
+    def timed_step(state: Any) -> tuple[Any, float, float]:
         started, used = time.perf_counter(), time.process_time()
         state, metrics = setup.step(state, placed, 1e-3)
         jax.block_until_ready((state.params, metrics))
         return state, time.perf_counter() - started, time.process_time() - used
 
-    return run
+    return timed_step
 
 
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     """Measures all kinds on some devices, alternating."""
     # With 8 devices each has one microbatch, so both kinds of `fast` are the same.
     kinds = [kind for kind in size.kinds if not (kind == "fast in microbatches" and devices == 8)]
-    programs = {kind: plan(kind, devices, size) for kind in kinds}
+    programs = {kind: build_setup_of_kind(kind, devices, size) for kind in kinds}
     state = programs[kinds[0]].init()
-    runs = {kind: step_of(setup, size) for kind, setup in programs.items()}
+    runs = {kind: make_timed_step(setup, size) for kind, setup in programs.items()}
     for run in runs.values():
         # The first kind compiles programs that the others reuse.
         for _ in range(2):
@@ -140,10 +140,10 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
             state, elapsed, used = runs[kind](state)
             seconds[kind].append(elapsed)
             cpu[kind].append(used)
-    return {kind: Cost(seconds[kind], cpu[kind], *read_off(kind, devices, size)) for kind in kinds}
+    return {kind: Cost(seconds[kind], cpu[kind], *read_program_figures(kind, devices, size)) for kind in kinds}
 
 
-def read_off(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
+def read_program_figures(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
     """Figures of the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
     import jax
 
@@ -153,8 +153,8 @@ def read_off(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, 
 
     programs, sent = MeasuredPrograms(), dict[str, float]()
     with on_one_shard():
-        setup = plan(kind, devices, size)
-    row = jax.tree.map(lambda x: x[:1], batch_of(size))
+        setup = build_setup_of_kind(kind, devices, size)
+    row = jax.tree.map(lambda x: x[:1], make_batch(size))
     with programs.of_rows(1) as measure:
         record = setup.rehearse(row, jax.default_backend(), measure)
     for key, runs in record.runs.items():
@@ -164,14 +164,14 @@ def read_off(kind: str, devices: int, size: argparse.Namespace) -> tuple[float, 
     return max(phase.parts["temporary"] for phase in phases), max(phase.bytes for phase in phases), sent
 
 
-def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
+def measure_peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
     """Peak memory of a device over some steps, if the backend reports it; measured in a new process."""
     command = [*SELF, "--peak-of", kind, "--devices", str(devices), *size.forwarded]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
-def table(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
+def table_lines(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     """Measures each number of devices in a new process: unused devices would mean unused threads."""
     yield (
         "| devices | step | median ms | spread ms | CPU ms | time / fast | CPU / fast | time / elastic | CPU / elastic "
@@ -184,7 +184,7 @@ def table(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
         yield from done.stdout.splitlines()
 
 
-def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
+def table_rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
     """The table rows for a number of devices."""
     import jax
 
@@ -195,12 +195,14 @@ def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
         # Recomputing kinds are compared with recomputing kinds.
         baselines = [costs.get(baseline + RECOMPUTING * kind.endswith(RECOMPUTING)) for baseline in ("fast", "elastic")]
         ratios = " | ".join(
-            f"{against(cost.seconds, baseline.seconds)} | {against(cost.cpu, baseline.cpu)}" if baseline else "- | -"
+            f"{median_ratio(cost.seconds, baseline.seconds)} | {median_ratio(cost.cpu, baseline.cpu)}"
+            if baseline
+            else "- | -"
             for baseline in baselines
         )
         low, _, high = statistics.quantiles(cost.seconds, n=4)
         sent = sum(cost.sent.values())
-        peak = f"{peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
+        peak = f"{measure_peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
         yield (
             f"| {devices} | {kind} | {1e3 * statistics.median(cost.seconds):.1f} "
             f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {1e3 * statistics.median(cost.cpu):.1f} | {ratios} "
@@ -209,14 +211,14 @@ def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def against(values: Sequence[float], baseline: Sequence[float]) -> str:
+def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> str:
     """Median over the turns of the ratio of a value to the baseline in the same turn."""
     return f"{statistics.median(a / b for a, b in zip(values, baseline, strict=True)):.3f}"
 
 
 def parameter_bytes(size: argparse.Namespace) -> float:
     """Bytes of all parameters in the dtype used for communication."""
-    shapes = plan(size.kinds[0], 1, size).model.shapes.values()
+    shapes = build_setup_of_kind(size.kinds[0], 1, size).model.shapes.values()
     return float(sum(x.size * x.dtype.itemsize for x in shapes))
 
 
@@ -231,11 +233,11 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     yield ""
     yield f"`{shlex.join(['python', '-m', *SELF[2:], *size.forwarded])}` on {device.device_kind} ({device.platform}),"
     yield f"{platform.platform()}, {available_cores()} CPU cores; Python {platform.python_version()}, {packages}."
-    yield f"Commit {commit()}. {shape_of(size).describe()}; {size.mp}, with"
+    yield f"Commit {current_commit()}. {select_shape(size).describe()}; {size.mp}, with"
     yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.pairs} steps of each kind in turn."
-    yield load("at the start")
+    yield describe_load("at the start")
     yield ""
-    yield from table(counts, size)
+    yield from table_lines(counts, size)
     yield ""
     yield "Times: medians and quartiles; the columns of ratios are medians over the turns of a step's time, or of the"
     yield "CPU time of all threads, by that of the other kind in the same turn; kinds that compute the inside of layers"
@@ -247,7 +249,7 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
         yield f"Emulated devices share {available_cores()} cores: beyond that many devices, times show overhead only."
 
 
-def commit() -> str:
+def current_commit() -> str:
     directory, command = Path(__file__).parent, ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -283,11 +285,11 @@ def main() -> None:
 
     jax.config.update("jax_num_cpu_devices", size.rows_of or 8)
     if size.rows_of:
-        print(*rows(size.rows_of, size), sep="\n")
+        print(*table_rows(size.rows_of, size), sep="\n")
         return
     if size.peak_of:
-        setup = plan(size.peak_of, size.devices[0], size)
-        run, state = step_of(setup, size), setup.init()
+        setup = build_setup_of_kind(size.peak_of, size.devices[0], size)
+        run, state = make_timed_step(setup, size), setup.init()
         for _ in range(4):
             state, _, _ = run(state)
         stats = [device.memory_stats() for device in jax.devices()[: size.devices[0]]]

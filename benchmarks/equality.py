@@ -95,8 +95,8 @@ def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]
     """Trains one run in a new directory; returns the hashes of its results."""
     directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
     directory.mkdir()
-    finish(launch(config, directory, processes, devices, overrides))
-    return hashes_of(directory)
+    wait_for_launcher(launch(config, directory, processes, devices, overrides))
+    return hash_results(directory)
 
 
 def train_killed(config: Path) -> dict[str, str]:
@@ -109,8 +109,8 @@ def train_killed(config: Path) -> dict[str, str]:
         began.append(f"{processes} x {devices} from {newest_checkpoint(directory)}")
         launcher = launch(config, directory, processes, devices, keep)
         if number + 1 == len(CHANGES):
-            finish(launcher)
-            return {"state": f"killed: {', '.join(began)}", **hashes_of(directory)}
+            wait_for_launcher(launcher)
+            return {"state": f"killed: {', '.join(began)}", **hash_results(directory)}
         target = STEPS * (number + 1) // len(CHANGES)
         while launcher.poll() is None and not (
             last_step(metrics) >= target <= newest_checkpoint(directory) + SAVE_EVERY
@@ -140,7 +140,7 @@ def launch(
     )
 
 
-def finish(launcher: subprocess.Popen[str]) -> None:
+def wait_for_launcher(launcher: subprocess.Popen[str]) -> None:
     output = launcher.communicate()[0]
     if launcher.returncode:
         raise SystemExit(f"{launcher.args} ended with {launcher.returncode}:\n{output}")
@@ -157,7 +157,7 @@ def last_step(metrics: Path) -> int:
     return steps[-1] if steps else 0
 
 
-def hashes_of(directory: Path) -> dict[str, str]:
+def hash_results(directory: Path) -> dict[str, str]:
     """The hashes of a finished run's results."""
     from lm_trainer.core.tree import named_leaves
     from lm_trainer.run.weights.saved_model import load_model
@@ -179,7 +179,9 @@ def hashes_of(directory: Path) -> dict[str, str]:
     }
 
 
-def random_runs(kind: str, count: int, steps: int, write: Callable[[str, Any], None], results: dict[str, Any]) -> None:
+def compare_random_runs(
+    kind: str, count: int, steps: int, write: Callable[[str, Any], None], results: dict[str, Any]
+) -> None:
     """Compares the missing runs of one kind, each over a number of steps."""
     from tests.step import random_runs
 
@@ -211,7 +213,7 @@ def report(results: dict[str, Any]) -> str:
         f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU cores; devices are emulated.",
     ]
     if table := [results[key] for key in results if key.startswith("table/")]:
-        lines += _table(table)
+        lines += _results_table(table)
     for kind in KINDS:
         runs = {key: value for key, value in results.items() if key.startswith(f"{kind}/")}
         unequal = [f"- {value['run']}: {value['difference']}" for value in runs.values() if value["difference"]]
@@ -227,7 +229,7 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _results_table(rows: list[dict[str, Any]]) -> list[str]:
     equal = len({(row["losses"], row["weights"]) for row in rows}) <= 1
     return [
         "",
@@ -287,7 +289,7 @@ def main() -> None:
         if arguments.killed and "table/killed" not in results:
             write("table/killed", {"processes": "several", "devices": "several", **train_killed(config)})
     for kind in KINDS:
-        random_runs(kind, getattr(arguments, kind), arguments.steps, write, results)
+        compare_random_runs(kind, getattr(arguments, kind), arguments.steps, write, results)
     arguments.out.write_text(report(results))
     unequal = [key for key, value in results.items() if value.get("difference")]
     rows = {(value["losses"], value["weights"]) for key, value in results.items() if key.startswith("table/")}

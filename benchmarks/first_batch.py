@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 MARKS = {
     "open_s": "seconds until the data are open",
@@ -67,9 +67,10 @@ def report(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> str:
         values = [result[name] for result in rounds]
         rows.append([label, f"{statistics.median(values):,}", ", ".join(f"{value:,}" for value in values)])
     description = f"{12 * options.copies} MB of JSON lines, shuffle: {options.shuffle}, backend: {options.backend}."
-    versions = setting("jax", "grain", "tokenizers", "fastokens")
-    return f"# From an empty cache to the first batch\n\n{versions} {description} {load()}\n\n" + table(
-        ["", "median", "all"], rows
+    versions = describe_setting("jax", "grain", "tokenizers", "fastokens")
+    return (
+        f"# From an empty cache to the first batch\n\n{versions} {description} {describe_load()}\n\n"
+        + markdown_table(["", "median", "all"], rows)
     )
 
 
@@ -108,20 +109,20 @@ def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         start = (time.monotonic(), cpu_seconds())
         data = open_data(config.data.model_copy(update={"cache_dir": cache}), seq_len=256, seed=0, background=True)
-        marks |= since(start, "open")
+        marks |= seconds_since(start, "open")
         batch = next(data.train(16, rows=range(16), num_steps=1))
-        marks |= since(start, "first_batch")
+        marks |= seconds_since(start, "first_batch")
         marks |= {"tokens_at_first_batch": data.num_train_tokens, "complete_at_first_batch": int(data.complete)}
         setup = build_setup(config, data.tokenizer.vocab_size)
         setup.step.compile(batch)
         _, metrics = setup.step(setup.init(), setup.step.put(batch), 1e-3)
         assert float(metrics["loss"]) > 0
-        marks |= since(start, "first_step")
+        marks |= seconds_since(start, "first_step")
         data.close()
     return marks
 
 
-def since(start: tuple[float, float], name: str) -> dict[str, float]:
+def seconds_since(start: tuple[float, float], name: str) -> dict[str, float]:
     wall, cpu = time.monotonic() - start[0], cpu_seconds() - start[1]
     return {f"{name}_s": round(wall, 2), f"{name}_cpu_s": round(cpu, 2)}
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.setting import LMT, setting
+from benchmarks.setting import LMT, describe_setting
 
 ROOT = Path(__file__).resolve().parents[1]
 _SMALL = [
@@ -38,7 +38,7 @@ _SMALL_LLAMA = ["model.num_kv_heads=1", "model.intermediate_dim=64"]
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     """One or several commands, which all must succeed."""
 
     name: str
@@ -48,36 +48,38 @@ class Part:
     """Time limit."""
 
 
-def parts(small: bool, directory: Path) -> Iterator[Part]:
+def make_parts(small: bool, directory: Path) -> Iterator[BenchmarkPart]:
     """All parts in order of importance."""
-    gpt2, llama = (_workload(name, small) for name in ("gpt2_124m", "llama_1b"))
+    gpt2, llama = (_workload_arguments(name, small) for name in ("gpt2_124m", "llama_1b"))
     repeats = ["--repeats", "2"] if small else []
     mfu = [[*LMT, "bench", "mfu", *of, "--roofline"] for of in (gpt2, llama)]
-    yield Part("mfu", "MFU and roofline of both workloads", tuple(mfu), 4)
+    yield BenchmarkPart("mfu", "MFU and roofline of both workloads", tuple(mfu), 4)
     shapes = ("tiny", "llama-tiny") if small else ("124m-gpu", "llama-1b")
     turns = ["--turns", "1" if small else "9"]
-    yield Part("peers_gpt2", "GPT-2 beside PyTorch and plain JAX", (_peers(shapes[0], turns),), 5)
+    yield BenchmarkPart("peers_gpt2", "GPT-2 beside PyTorch and plain JAX", (_peers_command(shapes[0], turns),), 5)
     # Each of these holds 20 GB of weights and moments, so only two run at a time.
     pairs = [["lmt", "torch compile"], ["lmt", "lmt fast"], ["lmt", "jax twin"]]
-    yield Part("peers_llama", "Llama beside each", tuple(_peers(shapes[1], [*turns, "--kinds", *p]) for p in pairs), 6)
-    yield Part("elastic_cost", "what elastic determinism costs", (_elastic_cost(small),), 3)
+    yield BenchmarkPart(
+        "peers_llama", "Llama beside each", tuple(_peers_command(shapes[1], [*turns, "--kinds", *p]) for p in pairs), 6
+    )
+    yield BenchmarkPart("elastic_cost", "what elastic determinism costs", (_elastic_cost_command(small),), 3)
     runs = [[*LMT, "train", *gpt2, f"trainer.id={run}"] for run in ("once", "again")]
     compared = [*LMT, "diff", str(directory / "logs/once"), str(directory / "logs/again")]
-    yield Part("determinism", "one run twice, compared bit by bit", (*runs, compared), 4)
+    yield BenchmarkPart("determinism", "one run twice, compared bit by bit", (*runs, compared), 4)
     memory = [[*LMT, "bench", "memory", *of, *repeats] for of in (gpt2, llama)]
-    yield Part("memory", "what recomputation and blocks of the loss save", tuple(memory), 3)
+    yield BenchmarkPart("memory", "what recomputation and blocks of the loss save", tuple(memory), 3)
 
 
-def _workload(name: str, small: bool) -> list[str]:
+def _workload_arguments(name: str, small: bool) -> list[str]:
     shrunk = [*_SMALL, *(_SMALL_LLAMA if name == "llama_1b" else [])]
     return [str(ROOT / f"benchmarks/workloads/{name}.yaml"), *(shrunk if small else [])]
 
 
-def _peers(shape: str, options: list[str]) -> list[str]:
+def _peers_command(shape: str, options: list[str]) -> list[str]:
     return [sys.executable, "-m", "benchmarks.peers", "--shape", shape, *options]
 
 
-def _elastic_cost(small: bool) -> list[str]:
+def _elastic_cost_command(small: bool) -> list[str]:
     command = [sys.executable, "-m", "benchmarks.elastic_cost", "--devices", "1"]
     if small:
         return [*command, "--pairs", "2", "--batch", "8", "--seq-len", "16", "--hidden", "64", "--layers", "1"]
@@ -93,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        by_name = {part.name: part for part in parts(options.small, directory)}
+        by_name = {part.name: part for part in make_parts(options.small, directory)}
         if unknown := set(options.only or ()) - set(by_name):
             sys.exit(f"--only {' '.join(sorted(unknown))}: there are {', '.join(by_name)}")
         chosen = [part for part in by_name.values() if not options.only or part.name in options.only]
@@ -102,15 +104,15 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def run(part: Part, directory: Path, results: Path | None) -> bool:
+def run(part: BenchmarkPart, directory: Path, results: Path | None) -> bool:
     """Runs a part and shows its output; True if all its commands succeeded."""
     print(f"\n# {part.name}: {part.description}\n", flush=True)
-    started, text = time.monotonic(), [f"{part.description}: {setting('jax', 'jaxlib', 'torch')}\n"]
+    started, text = time.monotonic(), [f"{part.description}: {describe_setting('jax', 'jaxlib', 'torch')}\n"]
     good = True
     for command in part.commands:
         left = 60 * part.minutes - (time.monotonic() - started)
         shown = shlex.join(command).replace(sys.executable, "python").replace(f"{ROOT}/", "")
-        good, output = _output(command, directory, left)
+        good, output = _run_command(command, directory, left)
         text += [f"$ {shown.replace(shlex.join(LMT[1:]), 'lmt').replace('python lmt', 'lmt')}\n", output]
         print(*text[-2:], sep="\n", flush=True)
         if not good:
@@ -122,7 +124,7 @@ def run(part: Part, directory: Path, results: Path | None) -> bool:
     return good
 
 
-def _output(command: list[str], directory: Path, seconds: float) -> tuple[bool, str]:
+def _run_command(command: list[str], directory: Path, seconds: float) -> tuple[bool, str]:
     of_repository = command[1] == "-m"
     try:
         done = subprocess.run(

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.setting import LMT, load, setting, table
+from benchmarks.setting import LMT, describe_load, describe_setting, markdown_table
 from lm_trainer.run.files.listing import last_logged
 
 STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
@@ -34,7 +34,7 @@ class Usage(NamedTuple):
     threads: int
 
     @classmethod
-    def of(cls, pid: int) -> Usage:
+    def read_of_process(cls, pid: int) -> Usage:
         """Reads the usage of a running process."""
         process = Path(f"/proc/{pid}")
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
@@ -59,7 +59,7 @@ def write_config(directory: Path, steps: int, save_every: int) -> Path:
     return config
 
 
-def long_run(directory: Path, steps: int) -> list[list[str]]:
+def measure_long_run(directory: Path, steps: int) -> list[list[str]]:
     """Trains one run in a new process; returns a row for every sixth of its steps."""
     config = write_config(directory, steps, SAVE_EVERY)
     metrics, rows = directory / "logs/run/metrics.jsonl", []
@@ -70,7 +70,7 @@ def long_run(directory: Path, steps: int) -> list[list[str]]:
         while process.poll() is None:
             step = last_logged(metrics)[0]
             if marks and step >= marks[0]:
-                usage, timestamp = Usage.of(process.pid), time.monotonic()
+                usage, timestamp = Usage.read_of_process(process.pid), time.monotonic()
                 rows.append(
                     [
                         f"step {step}",
@@ -86,7 +86,7 @@ def long_run(directory: Path, steps: int) -> list[list[str]]:
     return rows
 
 
-def many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
+def measure_many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
     """Trains runs of a configuration one after another in this process; returns rows for some of them."""
     from lm_trainer.config.loader import load as load_config
     from lm_trainer.run.config.run_config import RunConfig
@@ -105,13 +105,13 @@ def many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:
                 train(run, name="run", progress=progress)
             seconds = time.perf_counter() - began
             if number in marks:
-                rows.append([f"run {number}", *Usage.of(os.getpid()).cells(), f"{seconds:.2f} s"])
+                rows.append([f"run {number}", *Usage.read_of_process(os.getpid()).cells(), f"{seconds:.2f} s"])
     finally:
         os.chdir(original_directory)
     return rows
 
 
-def start_seconds(directory: Path, name: str) -> float:
+def measure_start_seconds(directory: Path, name: str) -> float:
     """Duration of a two-step run in a new process, from the command to its end."""
     began = time.perf_counter()
     command = [*LMT, "train", str(directory / "run.yaml"), f"trainer.id={name}"]
@@ -126,28 +126,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, help="the Markdown file to write")
     options = parser.parse_args(arguments)
     heads = ["", "memory", "open files", "threads", "time"]
-    text = [f"# What grows\n\n{setting('jax', 'orbax-checkpoint', 'grain')}"]
+    text = [f"# What grows\n\n{describe_setting('jax', 'orbax-checkpoint', 'grain')}"]
     with tempfile.TemporaryDirectory() as name:
-        rows = long_run(Path(name), options.steps)
+        rows = measure_long_run(Path(name), options.steps)
         saves = options.steps // SAVE_EVERY
         text.append(f"One run of {options.steps:,} steps with {saves} permanent checkpoints; time is that of a step:")
-        text.append(table(heads, rows))
+        text.append(markdown_table(heads, rows))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         config = write_config(directory, 2, SAVE_EVERY)
-        first = [start_seconds(directory, f"first-{number}") for number in range(4)][1:]
-        rows = many_runs(directory, config, options.runs)
-        last = [start_seconds(directory, f"last-{number}") for number in range(3)]
+        first = [measure_start_seconds(directory, f"first-{number}") for number in range(4)][1:]
+        rows = measure_many_runs(directory, config, options.runs)
+        last = [measure_start_seconds(directory, f"last-{number}") for number in range(3)]
         began = time.perf_counter()
         subprocess.run([*LMT, "runs"], cwd=directory, check=True, capture_output=True)
         listing = time.perf_counter() - began
         text.append(f"{options.runs} runs of two steps in one process and one directory; time is that of a run:")
-        text.append(table(heads, rows))
+        text.append(markdown_table(heads, rows))
         text.append(
             f"A run in a new process took {sorted(first)[1]:.1f} s before and {sorted(last)[1]:.1f} s after them "
             f"(medians of 3); `lmt runs` then takes {listing:.1f} s."
         )
-    text.append(load())
+    text.append(describe_load())
     print("\n\n".join(text))
     if options.table:
         options.table.write_text("\n\n".join(text) + "\n")

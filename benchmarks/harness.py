@@ -41,13 +41,13 @@ def measure(scratch: Path, repeats: int) -> list[str]:
     from lm_eval.models import huggingface
     from lm_eval.tasks import TaskManager
 
-    from benchmarks.setting import load, setting
+    from benchmarks.setting import describe_load, describe_setting
     from lm_trainer.export.huggingface import read_hf
     from lm_trainer.harness.config import HarnessConfig
     from lm_trainer.harness.model import HarnessModel
     from lm_trainer.harness.run import Tasks
 
-    model, tasks = _model(scratch / "model"), _tasks(scratch)
+    model, tasks = _write_model(scratch / "model"), _write_tasks(scratch)
     read = read_hf(model)
     lmt_model = HarnessModel(read.build(), read.tokenizer)  # pyright: ignore[reportArgumentType]
     peer: Any = huggingface.HFLM
@@ -77,7 +77,7 @@ def measure(scratch: Path, repeats: int) -> list[str]:
     return [
         "# lm-evaluation-harness: the model of this package beside the harness's own",
         "",
-        f"{setting('jax', 'torch', 'transformers', 'lm_eval')} {load()}",
+        f"{describe_setting('jax', 'torch', 'transformers', 'lm_eval')} {describe_load()}",
         "",
         f"Llama of 6 layers, 384 wide, float32, random weights, on the CPU; medians of {repeats} interleaved pairs, "
         "after a run of each that is not timed.",
@@ -92,7 +92,7 @@ def measure(scratch: Path, repeats: int) -> list[str]:
     ]
 
 
-def _model(directory: Path) -> Path:
+def _write_model(directory: Path) -> Path:
     import torch
     import transformers
 
@@ -116,12 +116,14 @@ def _model(directory: Path) -> Path:
     return directory
 
 
-def _answers(n: int) -> list[str]:
+def _make_answers(n: int) -> list[str]:
     return [f" {n * n + n}", " None, since it returns nothing", f" an error: f{n} is not defined", " a list of numbers"]
 
 
-def _tasks(directory: Path) -> Path:
-    choice = [{"q": f"def f{n}(x):\n    return x + {n * n}\n\nf{n}({n}) ==", "choices": _answers(n)} for n in range(60)]
+def _write_tasks(directory: Path) -> Path:
+    choice = [
+        {"q": f"def f{n}(x):\n    return x + {n * n}\n\nf{n}({n}) ==", "choices": _make_answers(n)} for n in range(60)
+    ]
     written = [{"q": f"import module{n}\n\ndef main():\n", "a": "x"} for n in range(24)]
     text = [{"text": f"class Foo{n}:\n    def __init__(self):\n        self.x = {n}\n" * 50} for n in range(12)]
     kinds: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {

@@ -33,7 +33,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         largest = write_checkpoint(Path(scratch), arguments.gigabytes)
-        measured = json.loads(_in_own_process(Path(scratch), arguments.devices))
+        measured = json.loads(_measure_in_own_process(Path(scratch), arguments.devices))
     beyond = measured["peak"] - measured["before"] - measured["share"]
     measured |= {"devices": arguments.devices, "largest_file": largest, "beyond_share": beyond}
     print(json.dumps({name: round(value / 1e6) if value > 1e5 else value for name, value in measured.items()}))
@@ -42,7 +42,7 @@ def main() -> None:
         sys.exit("too much")
 
 
-def _in_own_process(directory: Path, devices: int) -> str:
+def _measure_in_own_process(directory: Path, devices: int) -> str:
     flags = f"--xla_force_host_platform_device_count={devices}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, "--read", str(directory)]
@@ -105,15 +105,15 @@ def measure(directory: Path) -> dict[str, int]:
     setup = build_setup(config, source.vocab_size)
     # The first computation starts threads and pools of XLA, whose memory must not be counted.
     jax.block_until_ready(jnp.zeros(8) + 1)
-    baseline = _status("VmRSS")
+    baseline = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     params = source.load(source.config, setup.model.shapes, setup.sharding.storage)
     jax.block_until_ready(params)
     share = sum(shard.data.nbytes for x in params.values() for shard in x.addressable_shards)
-    return {"before": baseline, "peak": _status("VmHWM"), "after": _status("VmRSS"), "share": share}
+    return {"before": baseline, "peak": _status_bytes("VmHWM"), "after": _status_bytes("VmRSS"), "share": share}
 
 
-def _status(key: str) -> int:
+def _status_bytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

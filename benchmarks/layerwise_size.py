@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.setting import load, setting
+from benchmarks.setting import describe_load, describe_setting
 
 DEVICES, VOCAB, ROWS, LENGTH = 8, 2048, 8, 256
 
@@ -50,7 +50,7 @@ def config_of(determinism: str, size: argparse.Namespace) -> Any:
     )
 
 
-def planned(determinism: str, size: argparse.Namespace) -> Any:
+def plan_peak_phase(determinism: str, size: argparse.Namespace) -> Any:
     """The phase with the highest peak on a device."""
     import jax
 
@@ -84,7 +84,7 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def guard(limit_gib: float) -> None:
+def start_memory_guard(limit_gib: float) -> None:
     """Ends the process immediately if it exceeds the limit."""
 
     def watch() -> None:
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--plan-only", action="store_true")
     size = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    guard(size.limit_gib)
+    start_memory_guard(size.limit_gib)
 
     from lm_trainer.core.runtime import set_cpu_threads
 
@@ -120,11 +120,11 @@ def main() -> None:
 
     from lm_trainer.profile.flops import parameter_count
 
-    print(setting("jax", "jaxlib"), load("at the start"))
+    print(describe_setting("jax", "jaxlib"), describe_load("at the start"))
     count = parameter_count(config_of("layerwise", size).model.spec(VOCAB))
     print(f"{count:,} parameters, {ROWS} rows of {LENGTH} tokens, {DEVICES} devices")
     for determinism in ("layerwise", "elastic"):
-        peak = planned(determinism, size)
+        peak = plan_peak_phase(determinism, size)
         parts = ", ".join(f"{name} {DEVICES * size_in_bytes / 2**30:.2f}" for name, size_in_bytes in peak.parts.items())
         print(f"{determinism}: planned {DEVICES * peak.bytes / 2**30:.1f} GiB on all devices, in {peak.name}: {parts}")
     if not size.plan_only:

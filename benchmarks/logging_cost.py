@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 from lm_trainer.core.runtime import prepare_process
 
 NEVER = 10**9
@@ -36,7 +36,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         steps = (options.turns + 1) * options.steps
         runs = {
-            name: start(options.shape, directory / name, every, steps, stack)
+            name: start_run(options.shape, directory / name, every, steps, stack)
             for name, every in (("every step", 1), ("never", NEVER))
         }
         for turn in range(options.turns + 1):
@@ -47,14 +47,14 @@ def main() -> None:
     ratios = sorted(a / b - 1 for a, b in zip(seconds["every step"], seconds["never"], strict=True))
     rows = [[name, f"{1e3 * statistics.median(of):.1f}"] for name, of in seconds.items()]
     print("# The cost of recording every step\n")
-    print(setting("jax", "flax", "tensorboardX"), f"{options.shape}, {options.turns} turns of", end=" ")
-    print(f"{options.steps} steps.", load())
-    print(f"\n{table(['recorded', 'ms a step'], rows)}\n")
+    print(describe_setting("jax", "flax", "tensorboardX"), f"{options.shape}, {options.turns} turns of", end=" ")
+    print(f"{options.steps} steps.", describe_load())
+    print(f"\n{markdown_table(['recorded', 'ms a step'], rows)}\n")
     low, _, high = statistics.quantiles(ratios, n=4)
     print(f"Recording every step: {statistics.median(ratios):+.2%} (quartiles {low:+.2%} to {high:+.2%}).")
 
 
-def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack) -> Callable[[int], float]:
+def start_run(shape: str, directory: Path, every: int, steps: int, stack: ExitStack) -> Callable[[int], float]:
     """A function that continues a run for a number of steps, and returns their duration in seconds."""
     import jax
 
@@ -83,14 +83,14 @@ def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack)
     batch = random_batch(workload.rows, workload.seq_len, workload.vocab)
     running = trainer.training_steps(state, [batch] * steps)
 
-    def run(count: int) -> float:
+    def continue_run(count: int) -> float:
         started = time.perf_counter()
         for _ in range(count):
             info = next(running)
         jax.block_until_ready(info.metrics)
         return time.perf_counter() - started
 
-    return run
+    return continue_run
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def attention_mask(segments: np.ndarray) -> torch.Tensor:
     return torch.where(torch.tensor(allowed), 0.0, torch.finfo(torch.float32).min)[:, None]
 
 
-def losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
+def sum_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
     """The sum of the weighted losses and the sum of the weights."""
     tokens, targets = (torch.tensor(np.asarray(x), dtype=torch.long) for x in (batch.tokens, batch.targets))
     positions = torch.tensor(np.asarray(batch.positions), dtype=torch.long)
@@ -87,7 +87,7 @@ def main() -> None:
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate()(step)
-        total, weight = losses(model, batch)
+        total, weight = sum_losses(model, batch)
         optimizer.zero_grad()
         (total / weight).backward()
         if config.optimizer.max_grad_norm:
@@ -104,7 +104,7 @@ def main() -> None:
     sums = [0.0, 0.0]
     with torch.no_grad():
         for batch in data.validation()["validation"].batches(32, rows=range(32)):
-            total, weight = losses(model, batch)
+            total, weight = sum_losses(model, batch)
             sums = [sums[0] + float(total), sums[1] + weight]
     held_out = [r["eval/loss"] for r in rows if "eval/loss" in r][-1]
     print(f"validation loss: plain {sums[0] / sums[1]:.4f}, lmt {held_out:.4f}; plain took {seconds:.0f} s")

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.setting import setting, table
+from benchmarks.setting import describe_setting, markdown_table
 
 _ADAM = {"type": "adam", "learning_rate": 1e-3}
 _GPT2 = {
@@ -103,7 +103,7 @@ def live_bytes(device: Any) -> int:
 
 
 @contextmanager
-def watched(device: Any) -> Iterator[list[int]]:
+def watch_memory(device: Any) -> Iterator[list[int]]:
     """Collects the bytes in use on `device` during every program of a step."""
     import jax
 
@@ -113,7 +113,7 @@ def watched(device: Any) -> Iterator[list[int]]:
     byte_counts: list[int] = []
     compiled, call = dict[Any, Any](), Program.__call__
 
-    def counted(self: Program, *args: Any) -> Any:
+    def call_and_count(self: Program, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         # Static arguments of a function are not arguments of its program.
         arrays = [x for x in leaves if not isinstance(x, Shares)]
@@ -127,7 +127,7 @@ def watched(device: Any) -> Iterator[list[int]]:
             byte_counts.append(live_bytes(device) + added)
         return executable(*(x for x in args if not isinstance(x, Shares)))
 
-    Program.__call__ = counted
+    Program.__call__ = call_and_count
     try:
         yield byte_counts
     finally:
@@ -158,7 +158,7 @@ def measure_live(config: Any, devices: list[Any]) -> int:
     existing = jax.live_arrays()  # held, to keep all of them alive during the measurement
     baseline = live_bytes(devices[0])
     setup = build_setup(config, VOCAB, devices)
-    with watched(devices[0]) as byte_counts:
+    with watch_memory(devices[0]) as byte_counts:
         train(setup, config)
     del existing
     return max(byte_counts) - baseline
@@ -174,29 +174,29 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
     setup = build_setup(config, VOCAB, devices)
     state = train(setup, config, 2)
     batch = random_batch(len(setup.step.local_rows()), config.model.seq_len, VOCAB)
-    _release()
+    _release_unused_memory()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     for _ in range(STEPS):
         state, metrics = setup.step(state, setup.step.put(batch, state.step), 1e-3)
         jax.block_until_ready((state.params, metrics))
-    highest = _status("VmHWM")
+    highest = _status_bytes("VmHWM")
     del state, metrics
-    _release()
-    return highest - _status("VmRSS")
+    _release_unused_memory()
+    return highest - _status_bytes("VmRSS")
 
 
-def _release() -> None:
+def _release_unused_memory() -> None:
     """Returns unused memory of the process to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _status(name: str) -> int:
+def _status_bytes(name: str) -> int:
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:"))
     return 1024 * int(line.split()[1])
 
 
-def report(name: str, kind: str) -> dict[str, Any]:
+def measure_figures(name: str, kind: str) -> dict[str, Any]:
     """Figures of a shape: the plan and `live`, or only `kernel`."""
     import jax
 
@@ -215,8 +215,8 @@ def report(name: str, kind: str) -> dict[str, Any]:
     return figures
 
 
-def in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
-    """Runs `report` in a new process; `cache` is a directory for compiled programs."""
+def measure_in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
+    """Runs `measure_figures` in a new process; `cache` is a directory for compiled programs."""
     command = [sys.executable, "-m", "benchmarks.plan_error", name, "--figure", kind]
     threshold = str(64 * 1024)
     allocator = {"MALLOC_MMAP_THRESHOLD_": threshold, "MALLOC_TRIM_THRESHOLD_": threshold}
@@ -226,13 +226,13 @@ def in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def row(name: str) -> list[str]:
+def table_row(name: str) -> list[str]:
     """The table row of a shape."""
     count = SHAPES[name].get("devices", 1)
     with tempfile.TemporaryDirectory() as cache:
-        figures = in_own_process(name, "live", cache)
+        figures = measure_in_own_process(name, "live", cache)
         if count == 1:
-            figures |= in_own_process(name, "kernel", cache)
+            figures |= measure_in_own_process(name, "kernel", cache)
     cells = [name, str(count), figures["phase"]]
     for plan, measured in ((figures["plan"], figures["live"]), (figures["plan here"], figures.get("kernel"))):
         megabytes = [f"{x / 2**20:.1f}" for x in (plan, measured or math.nan)]
@@ -247,19 +247,19 @@ def main() -> None:
     parser.add_argument("--figure", choices=("live", "kernel"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.figure:
-        print(json.dumps(report(arguments.shapes[0], arguments.figure)))
+        print(json.dumps(measure_figures(arguments.shapes[0], arguments.figure)))
         return
     rows = []
     for name in arguments.shapes or SHAPES:
-        rows.append(row(name))
+        rows.append(table_row(name))
         print(*rows[-1], sep="  ", flush=True)
     figures = ("plan, MiB", "live, MiB", "error", "plan here, MiB", "kernel, MiB", "error")
     heads = ["shape", "devices", "peak is in", *figures]
     text = f"""# How far `lmt plan` is from the memory that training takes
 
-`python -m benchmarks.plan_error` on {setting("jax", "jaxlib", "flax", "optax")}
+`python -m benchmarks.plan_error` on {describe_setting("jax", "jaxlib", "flax", "optax")}
 
-{table(heads, rows)}
+{markdown_table(heads, rows)}
 
 Bytes of one device at its highest over {STEPS} training steps, with a vocabulary of {VOCAB} and AdamW unless the shape
 says otherwise. `plan` is what `lmt plan` predicts, and `peak is in` the phase where. `live` adds up, whenever a program

@@ -56,7 +56,7 @@ class Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def meshes(devices: list[Any]) -> Iterator[list[Any]]:
+def mesh_devices(devices: list[Any]) -> Iterator[list[Any]]:
     """The chips of each mesh to compile for."""
     # A process compiles only for its host's chips.
     yield [device for device in devices if device.process_index == devices[0].process_index][-1:]
@@ -77,10 +77,10 @@ def program_hashes(determinism: str, devices: list[Any]) -> Iterator[tuple[str, 
             yield name, (compiled if isinstance(compiled, Executable) else compiled.by_name[name]).fingerprint()
 
 
-def hashes_of(topology: str) -> Hashes:
+def hash_programs(topology: str) -> Hashes:
     hashes: Hashes = defaultdict(set)
     devices = list(target_devices(parse_devices(topology)))
-    for mesh in meshes(devices):
+    for mesh in mesh_devices(devices):
         for determinism in PROGRAMS:
             for name, program in program_hashes(determinism, mesh):
                 hashes[name].add(program)
@@ -121,7 +121,7 @@ def main() -> None:
     logging.getLogger("lm_trainer.step.dispatch.executable").addHandler(warnings)
     hashes_by_slice: dict[str, Hashes] = {}
     for topology in SLICES:
-        hashes_by_slice[topology] = hashes_of(topology)
+        hashes_by_slice[topology] = hash_programs(topology)
         options.out.write_text("\n".join(report(hashes_by_slice, warnings.texts)) + "\n")
         print(topology, dict(hashes_by_slice[topology]), flush=True)
 

@@ -15,13 +15,13 @@ LMT = [sys.executable, "-c", "from cli.main import main; main()"]
 """The command `lmt` of the checkout on the Python path."""
 
 
-def setting(*packages: str) -> str:
-    versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-    machine = f"{_processor()}, {available_cores()} cores"
-    return f"{machine}; Python {platform.python_version()}, {versions}; commit {_commit()}."
+def describe_setting(*packages: str) -> str:
+    versions = ", ".join(f"{package} {_package_version(package)}" for package in packages)
+    machine = f"{_processor_name()}, {available_cores()} cores"
+    return f"{machine}; Python {platform.python_version()}, {versions}; commit {_current_commit()}."
 
 
-def load(when: str = "at the end") -> str:
+def describe_load(when: str = "at the end") -> str:
     return f"Other work on the machine: a load of {os.getloadavg()[0]:.1f} {when}."
 
 
@@ -36,13 +36,13 @@ def busy_seconds() -> float | None:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
+def markdown_table(heads: list[str], rows: list[list[str]]) -> str:
     """A Markdown table with all columns but the first aligned to the right."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -51,14 +51,14 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
 
 
-def _commit() -> str:
+def _current_commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

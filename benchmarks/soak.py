@@ -33,7 +33,7 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-def config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
+def tiny_config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
     """A tiny model with dropout, on the language reference included with Python; JSON is YAML."""
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
     files = directory / "train.txt", directory / "validation.txt"
@@ -86,7 +86,7 @@ class Soak:
         self.config = self.out / "run.yaml"
         self.server = WarmLmt(environment(1, self.out / "compiled"))
         if not self.config.exists():
-            self.config.write_text(json.dumps(config(self.out, settings["steps"], settings["rows"]), indent=1))
+            self.config.write_text(json.dumps(tiny_config(self.out, settings["steps"], settings["rows"]), indent=1))
         self.state: dict[str, Any] = {"tier": tier, "seed": seed, "lap": 1, "interruptions": [], "laps": []}
         if self.file.exists():
             self.state = json.loads(self.file.read_text())
@@ -96,23 +96,23 @@ class Soak:
         draft.write_text(json.dumps(self.state, indent=1))
         draft.replace(self.file)
 
-    def lap(self) -> Lap:
+    def current_lap(self) -> Lap:
         return Lap(self.out / f"lap-{self.state['lap']}", self.config, self.server)
 
-    def reference(self) -> dict[str, Any]:
+    def reference_result(self) -> dict[str, Any]:
         """The result and the time of an undisturbed run."""
         if "reference" not in self.state:
             lap = Lap(self.out / "reference", self.config, self.server)
             shutil.rmtree(lap.directory, ignore_errors=True)
             attempt = lap.start(devices=1)
             code = attempt.wait()
-            assert code == 0, attempt.text()
-            self.state["reference"] = {**attempt.measured(), **lap.result(), "disk": lap.disk()}
+            assert code == 0, attempt.read_output()
+            self.state["reference"] = {**attempt.measure(), **lap.read_result(), "disk": lap.disk_bytes()}
             self.state["reference"]["seconds_per_step"] = lap.seconds_per_step()
             self.save()
         return self.state["reference"]
 
-    def name_of_next(self) -> str:
+    def name_next_fault(self) -> str:
         done = len(self.state["interruptions"])
         if self.tier == "ci":
             return CI[done % len(CI)]
@@ -123,16 +123,16 @@ class Soak:
 
     def interrupt(self) -> None:
         number = len(self.state["interruptions"])
-        name = self.name_of_next()
+        name = self.name_next_fault()
         rng = random.Random(f"{self.seed}/{name}/{number}")
         devices = rng.choice(self.devices)
-        lap = self.lap()
+        lap = self.current_lap()
         started, problems = time.monotonic(), []
         attempt = lap.start(devices=devices, fault=name, rng=rng)
         try:
             code = {**FATAL, **MILD}[name](lap, attempt, rng)
         except AssertionError as error:
-            problems, code = [str(error)], attempt.end()
+            problems, code = [str(error)], attempt.kill_and_wait()
         ended = code == 0
         entry = {
             "fault": "none: the lap was over before" if ended else name,
@@ -142,8 +142,8 @@ class Soak:
             "step": lap.last_step(),
             "seconds": round(time.monotonic() - started, 1),
             "problems": problems,
-            **attempt.measured(),
-            "disk": lap.disk(),
+            **attempt.measure(),
+            "disk": lap.disk_bytes(),
         }
         if ended:
             self.finish_lap(devices)
@@ -154,19 +154,19 @@ class Soak:
 
     def finish_lap(self, devices: int) -> None:
         """Runs to the end undisturbed, starts the finished run once more, and compares the result."""
-        lap, reference = self.lap(), self.reference()
+        lap, reference = self.current_lap(), self.reference_result()
         problems, computed = [], 0
         for expected in ("done: step", "was complete already"):
             attempt = lap.start(devices=devices)
             code = attempt.wait()
-            computed += attempt.measured()["computed"]
-            if code != 0 or (expected not in attempt.text() and "complete already" not in attempt.text()):
-                problems.append(f"the last attempt failed:\n{attempt.text()[-2000:]}")
-        lap_result, disk = lap.result(), lap.disk()
+            computed += attempt.measure()["computed"]
+            if code != 0 or (expected not in attempt.read_output() and "complete already" not in attempt.read_output()):
+                problems.append(f"the last attempt failed:\n{attempt.read_output()[-2000:]}")
+        lap_result, disk = lap.read_result(), lap.disk_bytes()
         problems += [
             f"{key} differs from the undisturbed run" for key in lap_result if lap_result[key] != reference[key]
         ]
-        problems += lap.unexpected_files()
+        problems += lap.find_unexpected_files()
         measured = {"devices": devices, "disk": disk, "computed": computed}
         self.state["laps"].append({"lap": self.state["lap"], "problems": problems, **measured, **lap_result})
         self.state["lap"] += 1
@@ -176,13 +176,13 @@ class Soak:
 
     def run(self) -> list[str]:
         """Runs the soak; returns all broken promises."""
-        self.reference()
+        self.reference_result()
         began = time.monotonic()
         while len(self.state["interruptions"]) < self.target:
             self.interrupt()
             self.state["wall"] = self.state.get("wall", 0.0) + time.monotonic() - began
             began = time.monotonic()
-        if self.lap().directory.exists():
+        if self.current_lap().directory.exists():
             self.finish_lap(self.devices[-1])
         self.state["wall"] = self.state.get("wall", 0.0) + time.monotonic() - began
         self.save()

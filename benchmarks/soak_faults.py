@@ -34,7 +34,7 @@ SAVE_EVERY = 40
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 
 
-def environment(devices: int, compiled: Path) -> dict[str, str]:
+def process_environment(devices: int, compiled: Path) -> dict[str, str]:
     """The environment variables of a process.
 
     Args:
@@ -63,7 +63,7 @@ class Attempt:
             self.process = lap.server.start(
                 ["train", str(lap.config)],
                 cwd=lap.directory,
-                env=environment(devices, lap.config.parent / "compiled"),
+                env=process_environment(devices, lap.config.parent / "compiled"),
                 stdout=stream,
                 stderr=stream,
             )
@@ -73,58 +73,60 @@ class Attempt:
         self._first_step = 0
         self._samples: list[tuple[int, int, int]] = []
 
-    def text(self) -> str:
+    def read_output(self) -> str:
         return self.output.read_text(errors="replace")
 
     @property
-    def training(self) -> bool:
+    def is_training(self) -> bool:
         """True once the log has been truncated to the checkpoint from which the attempt resumes."""
         if self._began_at is None and b"compiling the training step" in self.output.read_bytes():
-            self._began_at, self._first_step = self.lap.lines(), self.lap.last_step()
+            self._began_at, self._first_step = self.lap.count_lines(), self.lap.last_step()
         return self._began_at is not None
 
-    def new_lines(self) -> int:
-        return self.lap.lines() - (self._began_at or 0) if self.training else 0
+    def count_new_lines(self) -> int:
+        return self.lap.count_lines() - (self._began_at or 0) if self.is_training else 0
 
-    def until(self, moment: Callable[[], bool]) -> bool:
+    def wait_until(self, moment: Callable[[], bool]) -> bool:
         """Waits for the moment; False if the run ended before."""
         start, sampled = time.monotonic(), 0.0
         while self.process.poll() is None:
             if moment():
                 return True
             timestamp = time.monotonic()
-            assert timestamp - start < PATIENCE, f"nothing came of it in {PATIENCE:.0f} s:\n{self.text()[-2000:]}"
+            assert timestamp - start < PATIENCE, (
+                f"nothing came of it in {PATIENCE:.0f} s:\n{self.read_output()[-2000:]}"
+            )
             if timestamp - sampled > 0.1:
                 sampled = timestamp
-                self._sample()
+                self._sample_usage()
             time.sleep(0.0005)
         return False
 
     def wait(self) -> int:
         """Waits for the process to end by itself."""
-        self.until(lambda: False)
+        self.wait_until(lambda: False)
         return self.process.wait()
 
-    def send(self, number: signal.Signals) -> int:
+    def send_and_wait(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
         return self.wait()
 
-    def end(self) -> int:
+    def kill_and_wait(self) -> int:
         if self.process.poll() is None:
             self.process.kill()
         return self.process.wait()
 
-    def _sample(self) -> None:
+    def _sample_usage(self) -> None:
         process = Path(f"/proc/{self.process.pid}")
         with contextlib.suppress(OSError, IndexError, ValueError):
             pages = int((process / "statm").read_text().split()[1])
             files = len(os.listdir(process / "fd"))
-            if self.training and pages:
-                self._samples.append((self.new_lines(), pages * os.sysconf("SC_PAGE_SIZE"), files))
+            if self.is_training and pages:
+                self._samples.append((self.count_new_lines(), pages * os.sysconf("SC_PAGE_SIZE"), files))
 
-    def measured(self) -> dict[str, Any]:
+    def measure(self) -> dict[str, Any]:
         """Memory of the process in the second quarter of its steps, after compilation, and in the last quarter."""
-        computed = self.lap.last_step() - self._first_step if self.training else 0
+        computed = self.lap.last_step() - self._first_step if self.is_training else 0
         measured: dict[str, Any] = {"computed": max(0, computed)}
         quarter = (self._samples[-1][0] if self._samples else 0) / 4
         early = [sample for sample in self._samples if quarter <= sample[0] <= 2 * quarter]
@@ -153,7 +155,7 @@ class Lap:
             max_file_bytes = max(largest, 12_000) + (rng or random).randrange(2_000, 8_000)
         return Attempt(self, devices, max_file_bytes)
 
-    def lines(self) -> int:
+    def count_lines(self) -> int:
         return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
 
     def last_step(self) -> int:
@@ -161,13 +163,13 @@ class Lap:
             return json.loads(self.metrics.read_bytes().splitlines()[-1])["step"]
         return 0
 
-    def entries(self) -> list[str]:
+    def checkpoint_entries(self) -> list[str]:
         return os.listdir(self.checkpoints) if self.checkpoints.exists() else []
 
-    def steps(self) -> list[int]:
-        return sorted(int(name) for name in self.entries() if name.isdigit())
+    def checkpoint_steps(self) -> list[int]:
+        return sorted(int(name) for name in self.checkpoint_entries() if name.isdigit())
 
-    def disk(self) -> int:
+    def disk_bytes(self) -> int:
         """Bytes of the run, without the output of its attempts."""
         total = 0
         for part in (self.logs, self.checkpoints):
@@ -176,14 +178,14 @@ class Lap:
                     total += file.stat().st_size
         return total
 
-    def result(self) -> dict[str, Any]:
+    def read_result(self) -> dict[str, Any]:
         """Results that must be equal: all numbers in the log as written, and the checksums of the last state."""
         rows = [json.loads(line, parse_float=str) for line in self.metrics.read_text().splitlines()]
         series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
-        last = self.checkpoints / str(self.steps()[-1]) / "_CHECKPOINT_METADATA"
+        last = self.checkpoints / str(self.checkpoint_steps()[-1]) / "_CHECKPOINT_METADATA"
         digests = json.loads(last.read_text())["custom_metadata"]["digests"]
         return {
-            "kept": [step for step in self.steps() if step % SAVE_EVERY == 0],
+            "kept": [step for step in self.checkpoint_steps() if step % SAVE_EVERY == 0],
             "steps": sum("train/loss" in row for row in rows),
             "series": hashlib.sha256(repr(series).encode()).hexdigest()[:16],
             "weights": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16],
@@ -193,58 +195,58 @@ class Lap:
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
 
-    def unexpected_files(self) -> list[str]:
+    def find_unexpected_files(self) -> list[str]:
         """Files that a complete run should not leave behind."""
         allowed = {"config.yaml", "tokenizer", "run", ".lock"}
-        names = [name for name in self.entries() if not name.isdigit() and name not in allowed]
+        names = [name for name in self.checkpoint_entries() if not name.isdigit() and name not in allowed]
         return [f"{name} was left behind" for name in names if not name.endswith(".corrupt")]
 
 
 def wait_for_steps(attempt: Attempt, rng: random.Random, max_steps: int = 25) -> bool:
     """Waits for a few more steps."""
     target = rng.randrange(1, max_steps)
-    return attempt.until(lambda: attempt.new_lines() >= target)
+    return attempt.wait_until(lambda: attempt.count_new_lines() >= target)
 
 
 def kill_when(moment: Callable[[Lap, Attempt], bool]) -> Callable[..., int]:
     def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-        if not attempt.until(lambda: moment(lap, attempt)):
+        if not attempt.wait_until(lambda: moment(lap, attempt)):
             return attempt.wait()
-        return attempt.send(signal.SIGKILL)
+        return attempt.send_and_wait(signal.SIGKILL)
 
     return fault
 
 
-def kill_in_a_step(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-    return attempt.send(signal.SIGKILL) if wait_for_steps(attempt, rng) else attempt.wait()
+def kill_in_step(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    return attempt.send_and_wait(signal.SIGKILL) if wait_for_steps(attempt, rng) else attempt.wait()
 
 
-def stop_by(number: signal.Signals) -> Callable[..., int]:
+def stop_with_signal(number: signal.Signals) -> Callable[..., int]:
     def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
         if not wait_for_steps(attempt, rng):
             return attempt.wait()
         reached = lap.last_step()
-        code = attempt.send(number)
-        assert code in (75, 0), f"ended with {code}, promised was 75:\n{attempt.text()[-2000:]}"
-        assert lap.steps()[-1] >= reached, f"step {reached} was done, and {lap.steps()} are saved"
+        code = attempt.send_and_wait(number)
+        assert code in (75, 0), f"ended with {code}, promised was 75:\n{attempt.read_output()[-2000:]}"
+        assert lap.checkpoint_steps()[-1] >= reached, f"step {reached} was done, and {lap.checkpoint_steps()} are saved"
         return code
 
     return fault
 
 
-def damage(spoil: Callable[[Path, random.Random], None]) -> Callable[..., int]:
+def damage_checkpoint(spoil: Callable[[Path, random.Random], None]) -> Callable[..., int]:
     """Kills the run, damages its newest checkpoint, and checks that a restart reports it and uses the previous one."""
 
     def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-        if not attempt.until(lambda: len(lap.steps()) > 1 and attempt.new_lines() > 2):
+        if not attempt.wait_until(lambda: len(lap.checkpoint_steps()) > 1 and attempt.count_new_lines() > 2):
             return attempt.wait()
-        attempt.send(signal.SIGKILL)
-        previous, spoilt = lap.steps()[-2:]
+        attempt.send_and_wait(signal.SIGKILL)
+        previous, spoilt = lap.checkpoint_steps()[-2:]
         spoil(lap.checkpoints / str(spoilt), rng)
         restarted = lap.start(devices=1)
-        if restarted.until(lambda: restarted.training):
-            restarted.send(signal.SIGKILL)
-        output = restarted.text()
+        if restarted.wait_until(lambda: restarted.is_training):
+            restarted.send_and_wait(signal.SIGKILL)
+        output = restarted.read_output()
         assert f"checkpoint {spoilt} cannot be used" in output, output[-2000:]
         assert f"resumed at step {previous} of" in output, output[-2000:]
         shutil.rmtree(lap.checkpoints / f"{spoilt}.corrupt")
@@ -257,7 +259,7 @@ def largest_file(step: Path) -> Path:
     return max((file for file in step.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
 
-def flip_a_bit(step: Path, rng: random.Random) -> None:
+def flip_bit(step: Path, rng: random.Random) -> None:
     file = largest_file(step)
     content = bytearray(file.read_bytes())
     # The middle holds the numbers of large arrays; at the ends are tables, and a flipped bit in them can be harmless.
@@ -270,27 +272,27 @@ def truncate(step: Path, rng: random.Random) -> None:
     os.truncate(file, rng.randrange(file.stat().st_size // 2))
 
 
-def half_delete(step: Path, rng: random.Random) -> None:
+def delete_half(step: Path, rng: random.Random) -> None:
     largest_file(step).unlink()
 
 
-def spoil_the_metadata(step: Path, rng: random.Random) -> None:
+def corrupt_metadata(step: Path, rng: random.Random) -> None:
     file = step / "_CHECKPOINT_METADATA"
     file.write_text(file.read_text().replace("timestamp", "timesuamp"))
 
 
-def tear_the_record(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+def append_torn_metrics_line(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
     """Leaves an incomplete line, as a power cut can."""
-    code = kill_in_a_step(lap, attempt, rng)
+    code = kill_in_step(lap, attempt, rng)
     if code:
         with lap.metrics.open("ab") as file:
             file.write(b'{"step": 7, "train/lo')
     return code
 
 
-def full_disk(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+def expect_full_disk_error(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
     code = attempt.wait()
-    output = attempt.text()
+    output = attempt.read_output()
     if code:
         assert code == 1, f"ended with {code}, promised was 1:\n{output[-2000:]}"
         assert "Traceback" not in output, output[-3000:]
@@ -301,7 +303,7 @@ def full_disk(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
 
 
 @contextlib.contextmanager
-def read_only(directory: Path) -> Iterator[bool]:
+def made_read_only(directory: Path) -> Iterator[bool]:
     """Makes a directory read-only, for root too, who ignores modes; False if the machine does not allow mounts."""
     if os.geteuid():
         mode = directory.stat().st_mode
@@ -320,14 +322,14 @@ def read_only(directory: Path) -> Iterator[bool]:
         subprocess.run(["umount", "-l", mount_point], check=True)
 
 
-def read_only_directory(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
-    code = kill_in_a_step(lap, attempt, rng)
-    with read_only(lap.logs) as mounted:
+def restart_in_read_only_directory(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    code = kill_in_step(lap, attempt, rng)
+    with made_read_only(lap.logs) as mounted:
         if mounted:
             restarted = lap.start(devices=1)
-            assert restarted.wait() == 2, restarted.text()[-2000:]
-            assert "cannot be written" in restarted.text(), restarted.text()[-2000:]
-            assert "Traceback" not in restarted.text(), restarted.text()[-2000:]
+            assert restarted.wait() == 2, restarted.read_output()[-2000:]
+            assert "cannot be written" in restarted.read_output(), restarted.read_output()[-2000:]
+            assert "Traceback" not in restarted.read_output(), restarted.read_output()[-2000:]
     return code
 
 
@@ -338,51 +340,51 @@ def stop_and_continue(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
         attempt.process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
         attempt.process.send_signal(signal.SIGCONT)
-        lines = attempt.new_lines()
-        attempt.until(lambda: attempt.new_lines() > lines)  # noqa: B023
-    return attempt.send(signal.SIGKILL) if attempt.process.poll() is None else attempt.wait()
+        lines = attempt.count_new_lines()
+        attempt.wait_until(lambda: attempt.count_new_lines() > lines)  # noqa: B023
+    return attempt.send_and_wait(signal.SIGKILL) if attempt.process.poll() is None else attempt.wait()
 
 
-def second_process(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+def start_second_process(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
     if not wait_for_steps(attempt, rng, 4):
         return attempt.wait()
     attempt.process.send_signal(signal.SIGSTOP)
     second = lap.start(devices=1)
     code = second.wait()
     attempt.process.send_signal(signal.SIGCONT)
-    assert code == 2, f"the second ended with {code}:\n{second.text()[-2000:]}"
-    assert f"is in use by process {attempt.process.pid}" in second.text(), second.text()[-2000:]
-    return attempt.send(signal.SIGKILL)
+    assert code == 2, f"the second ended with {code}:\n{second.read_output()[-2000:]}"
+    assert f"is in use by process {attempt.process.pid}" in second.read_output(), second.read_output()[-2000:]
+    return attempt.send_and_wait(signal.SIGKILL)
 
 
-def saving(lap: Lap, attempt: Attempt) -> bool:
-    return attempt.training and any("orbax-checkpoint-tmp" in name for name in lap.entries())
+def is_saving(lap: Lap, attempt: Attempt) -> bool:
+    return attempt.is_training and any("orbax-checkpoint-tmp" in name for name in lap.checkpoint_entries())
 
 
-def deleting(lap: Lap, attempt: Attempt) -> bool:
-    return attempt.training and any(name.startswith(".trash") for name in lap.entries())
+def is_deleting(lap: Lap, attempt: Attempt) -> bool:
+    return attempt.is_training and any(name.startswith(".trash") for name in lap.checkpoint_entries())
 
 
 FATAL: dict[str, Callable[..., int]] = {
     "kill -9 at the start": kill_when(lambda lap, attempt: b"run run, in" in attempt.output.read_bytes()),
-    "kill -9 while compiling": kill_when(lambda lap, attempt: attempt.training),
-    "kill -9 in a step": kill_in_a_step,
-    "kill -9 in a save": kill_when(saving),
-    "kill -9 in a deletion": kill_when(deleting),
-    "SIGTERM": stop_by(signal.SIGTERM),
-    "SIGINT": stop_by(signal.SIGINT),
-    "flipped bit in a checkpoint": damage(flip_a_bit),
-    "truncated checkpoint": damage(truncate),
-    "half-deleted checkpoint": damage(half_delete),
-    "spoilt metadata of a checkpoint": damage(spoil_the_metadata),
-    "torn line of metrics": tear_the_record,
-    "full disk at a checkpoint": full_disk,
-    "full disk at a line of metrics": full_disk,
-    "read-only run directory": read_only_directory,
+    "kill -9 while compiling": kill_when(lambda lap, attempt: attempt.is_training),
+    "kill -9 in a step": kill_in_step,
+    "kill -9 in a save": kill_when(is_saving),
+    "kill -9 in a deletion": kill_when(is_deleting),
+    "SIGTERM": stop_with_signal(signal.SIGTERM),
+    "SIGINT": stop_with_signal(signal.SIGINT),
+    "flipped bit in a checkpoint": damage_checkpoint(flip_bit),
+    "truncated checkpoint": damage_checkpoint(truncate),
+    "half-deleted checkpoint": damage_checkpoint(delete_half),
+    "spoilt metadata of a checkpoint": damage_checkpoint(corrupt_metadata),
+    "torn line of metrics": append_torn_metrics_line,
+    "full disk at a checkpoint": expect_full_disk_error,
+    "full disk at a line of metrics": expect_full_disk_error,
+    "read-only run directory": restart_in_read_only_directory,
 }
 MILD: dict[str, Callable[..., int]] = {
     "stopped and continued": stop_and_continue,
-    "second process on the run": second_process,
+    "second process on the run": start_second_process,
 }
 CI = (
     "kill -9 while compiling",

@@ -38,7 +38,7 @@ class NoCompiler(Exception):
     """This machine has no C compiler."""
 
 
-def build(directory: Path) -> Path:
+def build_library(directory: Path) -> Path:
     """Compiles the library.
 
     Raises:
@@ -78,7 +78,7 @@ class Fault:
     def environment(self, below: Path, log: Path) -> dict[str, str]:
         """Variables for a process with the preloaded library, which logs calls with faults to `log`."""
         return {
-            **watch(below, log),
+            **logging_environment(below, log),
             "WORLD_ACTION": self.action,
             "WORLD_CALL": self.call,
             "WORLD_PATH": self.path,
@@ -101,22 +101,22 @@ class Fault:
         return os.strerror(getattr(errno, self.error))
 
 
-def watch(below: Path, log: Path) -> dict[str, str]:
+def logging_environment(below: Path, log: Path) -> dict[str, str]:
     """Variables for a process that logs every call to `log`, without faults."""
     return {"WORLD_BELOW": str(below), "WORLD_LOG": str(log)}
 
 
-def groups(log: Path) -> dict[tuple[str, str], int]:
+def count_calls(log: Path) -> dict[tuple[str, str], int]:
     """Counts each kind of call on each kind of file: {(call, pattern of paths): count}."""
     counts: dict[tuple[str, str], int] = {}
     for line in log.read_text().splitlines():
         call, _, path = line.partition("\t")
-        key = call, pattern(path)
+        key = call, path_pattern(path)
         counts[key] = counts.get(key, 0) + 1
     return dict(sorted(counts.items()))
 
 
-def pattern(path: str) -> str:
+def path_pattern(path: str) -> str:
     """A pattern for a path and all paths that differ only in numbers and random names."""
     path = re.sub(r"(?<=/d/)[0-9a-f]{8,}(\.__lock)?", "*", path)
     path = re.sub(r"[0-9a-f]{16,}|\d+", "*", path)

@@ -53,7 +53,7 @@ SHARES = (0.0, 0.03, 0.1)
 """Fractions of requests with transient faults."""
 
 
-def configuration(directory: Path, base: str) -> dict[str, Any]:
+def make_configuration(directory: Path, base: str) -> dict[str, Any]:
     text = " ".join(f"{word} {word * word}" for word in range(4000))
     (directory / "train.txt").write_text(text)
     return {
@@ -85,16 +85,16 @@ class Soak:
         self.entries: list[dict[str, Any]] = []
         self.laps: list[dict[str, Any]] = []
         self.machines = 0
-        self.undisturbed = self._undisturbed()
+        self.undisturbed = self._run_undisturbed()
 
     @property
-    def base(self) -> str:
+    def lap_url(self) -> str:
         return f"s3://{BUCKET}/seed-{self.seed}/lap-{len(self.laps) + 1}"
 
     def start(self, machine: str, devices: int, base: str, *overrides: str) -> subprocess.Popen[str]:
         directory = self.out / machine
         directory.mkdir(exist_ok=True)
-        (self.out / "run.yaml").write_text(json.dumps(configuration(self.out, base)))
+        (self.out / "run.yaml").write_text(json.dumps(make_configuration(self.out, base)))
         flags = f"--xla_force_host_platform_device_count={devices}"
         env = {**os.environ, **environment("s3", self.proxy.endpoint), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
         env |= {"LMT_PROGRESS": "plain", "JAX_PLATFORMS": "cpu"}
@@ -103,7 +103,7 @@ class Soak:
             command, cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def numbers(self, machine: str) -> list[dict[str, Any]]:
+    def read_results(self, machine: str) -> list[dict[str, Any]]:
         """Losses of all steps, and the fingerprints of steps whose saving does not depend on the clock."""
         lines = (self.out / machine / "logs/run/metrics.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
@@ -120,33 +120,35 @@ class Soak:
         method, part, max_count = MOMENTS[moment]
         count, share, devices = rng.randint(1, max_count), rng.choice(SHARES), rng.choice((1, 1, 2, 4))
         if rng.random() < 0.5:
-            shutil.rmtree(self.out / self.machine(), ignore_errors=True)
+            shutil.rmtree(self.out / self.machine_name(), ignore_errors=True)
             self.machines += 1
         self.proxy.fault = sometimes(PASSING, share, seed=number) if share else None
-        reached = self.newly(method, part, count)
-        process = self.start(self.machine(), devices, self.base, "trainer.checkpointer.retry_for=4s")
+        reached = self.make_request_condition(method, part, count)
+        process = self.start(self.machine_name(), devices, self.lap_url, "trainer.checkpointer.retry_for=4s")
         began, problems = time.monotonic(), []
         while process.poll() is None and not reached() and time.monotonic() - began < PATIENCE:
             time.sleep(0.001)
         over = process.poll() is not None
         if not over:
-            self.end(process, ending)
+            self.stop_process(process, ending)
         try:
             output = process.communicate(timeout=PATIENCE if ending in ("kill -9", "SIGTERM") else OUTAGE)[0]
         except subprocess.TimeoutExpired:
             process.kill()
             output = process.communicate()[0]
         self.proxy.fault = None
-        problems = [] if over and process.returncode == 0 else self.broken_promises(process.returncode, ending, output)
+        problems = (
+            [] if over and process.returncode == 0 else self.find_broken_promises(process.returncode, ending, output)
+        )
         entry = {"moment": moment, "ending": "none: it was over" if over else ending, "code": process.returncode}
         entry |= {"share": share, "devices": devices, "problems": problems}
         print(json.dumps(entry), flush=True)
         self.entries.append(entry)
         if over and process.returncode == 0:
             self.entries.pop()
-            self.finish()
+            self.finish_lap()
 
-    def end(self, process: subprocess.Popen[str], ending: str) -> None:
+    def stop_process(self, process: subprocess.Popen[str], ending: str) -> None:
         if ending in ("kill -9", "SIGTERM"):
             process.send_signal(signal.SIGKILL if ending == "kill -9" else signal.SIGTERM)
             return
@@ -155,7 +157,7 @@ class Soak:
         fault = refuse(status)
         self.proxy.fault = lambda handler: handler.command in writes and fault(handler)
 
-    def broken_promises(self, code: int, ending: str, output: str) -> list[str]:
+    def find_broken_promises(self, code: int, ending: str, output: str) -> list[str]:
         # A server fault may end an attempt before the moment, with a one-line message.
         # A run stopped in its last step is finished; one stopped before its first step has nothing to save.
         promised = {"kill -9": {-9}, "SIGTERM": {75, 0, -15}}.get(ending, {0, 1, 2, -9}) | {1, 2}
@@ -164,34 +166,34 @@ class Soak:
             problems.append(f"a traceback:\n{output[-3000:]}")
         return problems
 
-    def machine(self) -> str:
+    def machine_name(self) -> str:
         return f"machine-{self.machines}"
 
-    def newly(self, method: str, part: str, count: int) -> Callable[[], bool]:
+    def make_request_condition(self, method: str, part: str, count: int) -> Callable[[], bool]:
         """A function that is true after `count` more requests of a kind."""
         start = len(self.proxy.requests)
         return lambda: sum(m == method and part in path for m, path in self.proxy.requests[start:]) >= count
 
-    def _undisturbed(self) -> list[dict[str, Any]]:
+    def _run_undisturbed(self) -> list[dict[str, Any]]:
         shutil.rmtree(self.out / "undisturbed", ignore_errors=True)
         process = self.start("undisturbed", 1, str(self.out / "undisturbed" / "checkpoints"))
         output = process.communicate()[0]
         assert process.returncode == 0, output
-        return self.numbers("undisturbed")
+        return self.read_results("undisturbed")
 
-    def finish(self) -> None:
+    def finish_lap(self) -> None:
         """Finishes the lap in an empty directory, using only the bucket, and compares."""
         machine = f"end-{len(self.laps)}"
         shutil.rmtree(self.out / machine, ignore_errors=True)
-        process = self.start(machine, 1, self.base)
+        process = self.start(machine, 1, self.lap_url)
         output = process.communicate()[0]
         problems = [] if process.returncode == 0 else [f"the last attempt failed:\n{output[-3000:]}"]
-        if not problems and self.numbers(machine) != self.undisturbed:
+        if not problems and self.read_results(machine) != self.undisturbed:
             problems.append("numbers differ from the undisturbed run")
         with using("s3", self.proxy.endpoint):
             from lm_trainer.core.bucket import Bucket
 
-            names = Bucket(f"{self.base}/run").list()
+            names = Bucket(f"{self.lap_url}/run").list()
         expected = {str(step) for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)}
         remaining = {name.split("/")[1].split("-")[0] for name in names if name.startswith("arrays/")}
         if remaining != expected:
@@ -203,10 +205,10 @@ class Soak:
         self.proxy.requests.clear()
         if not problems:
             shutil.rmtree(self.out / machine)
-            shutil.rmtree(self.out / self.machine(), ignore_errors=True)
+            shutil.rmtree(self.out / self.machine_name(), ignore_errors=True)
             self.machines += 1
 
-    def problems(self) -> list[str]:
+    def collect_problems(self) -> list[str]:
         return [problem for entry in (*self.entries, *self.laps) for problem in entry["problems"]]
 
 
@@ -259,15 +261,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requests_before = len(proxy.requests)
             soak.interrupt()
             requests += max(len(proxy.requests) - requests_before, 0)
-        soak.finish()
+        soak.finish_lap()
     text = table(soak, requests)
     print(text)
-    for problem in soak.problems():
+    for problem in soak.collect_problems():
         print(f"NOT AS PROMISED: {problem}")
     if chosen.table:
         chosen.table.parent.mkdir(parents=True, exist_ok=True)
         chosen.table.write_text(text)
-    return 1 if soak.problems() else 0
+    return 1 if soak.collect_problems() else 0
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import soak_world_calls, soak_world_damage, soak_world_processes, soak_world_storage
-from benchmarks.setting import load, setting, table
-from benchmarks.soak_shim import Fault, NoCompiler, groups
-from benchmarks.soak_world_runs import World, result, steps
+from benchmarks.setting import describe_load, describe_setting, markdown_table
+from benchmarks.soak_shim import Fault, NoCompiler, count_calls
+from benchmarks.soak_world_runs import World, committed_steps, hash_results
 
 MODULES = (soak_world_calls, soak_world_damage, soak_world_processes, soak_world_storage)
 LAPS = {
@@ -77,17 +77,17 @@ class Soak:
         keys = [(kind, number) for number in range(max(kinds.values())) for kind in kinds if number < kinds[kind]]
         left = [key for key in keys if f"{key[0]}/{key[1]}" not in self.state["laps"]]
         with ThreadPoolExecutor(len(self._worlds)) as pool:
-            working = [pool.submit(self._work, world, left) for world in self._worlds]
+            working = [pool.submit(self._run_laps, world, left) for world in self._worlds]
             try:
                 for work in working:
                     work.result()
             finally:
                 left.clear()  # after an error or Ctrl-C: workers start no more laps
 
-    def _work(self, world: World, left: list[tuple[str, int]]) -> None:
+    def _run_laps(self, world: World, left: list[tuple[str, int]]) -> None:
         name = world.out.name
         if name not in self.state["worlds"]:
-            prepared = prepare(world)
+            prepared = prepare_world(world)
             with self._lock:
                 self.state["worlds"][name] = prepared
                 self.save()
@@ -100,33 +100,33 @@ class Soak:
                 if not left:
                     return
                 kind, number = left.pop(0)
-            lap = modules[kind].draw(kind, number, self.seed, calls)
+            lap = modules[kind].draw_lap(kind, number, self.seed, calls)
             entry = run_lap(world, lap, modules[kind], self.state["worlds"][name]["wanted"])
             with self._lock:
                 print(json.dumps({"key": f"{kind}/{number}", **entry}), flush=True)
                 self.state["laps"][f"{kind}/{number}"] = entry
                 self.save()
 
-    def problems(self) -> list[str]:
+    def collect_problems(self) -> list[str]:
         return [f"{key}, {lap['lap']}: {lap['problem']}" for key, lap in self.state["laps"].items() if lap["problem"]]
 
 
-def prepare(world: World) -> dict[str, Any]:
+def prepare_world(world: World) -> dict[str, Any]:
     """Runs undisturbed commands as references and starting points; returns their results and calls."""
     calls = {}
     for name in ("data build", "train"):
         world.reset_lap(None)
-        calls[name] = groups(world.counted(*soak_world_calls.COMMANDS[name][1]))
-    expected = result(world.lap)
+        calls[name] = count_calls(world.run_and_log_calls(*soak_world_calls.COMMANDS[name][1]))
+    expected = hash_results(world.lap)
     world.save_template("whole")
-    calls["export-hf"] = groups(world.counted(*soak_world_calls.COMMANDS["export-hf"][1]))
+    calls["export-hf"] = count_calls(world.run_and_log_calls(*soak_world_calls.COMMANDS["export-hf"][1]))
     world.reset_lap(None)
     code, text = world.run("train", "CONFIG", fault=Fault("kill", "rename", "checkpoints/run/9"))
     assert code == -9, text
-    assert steps(world.lap) == [3, 6], steps(world.lap)
+    assert committed_steps(world.lap) == [3, 6], committed_steps(world.lap)
     world.save_template("half")
-    calls["resume"] = groups(world.counted("train", "CONFIG"))
-    assert result(world.lap) == expected, "an undisturbed resume differs"
+    calls["resume"] = count_calls(world.run_and_log_calls("train", "CONFIG"))
+    assert hash_results(world.lap) == expected, "an undisturbed resume differs"
     return {
         "wanted": expected,
         "calls": [[name, *key, n] for name, counts in calls.items() for key, n in counts.items()],
@@ -155,27 +155,27 @@ def report(soak: Soak) -> str:
         entries = [lap for lap in laps if lap["kind"] == kind]
         if entries:
             failed = sum(bool(lap["problem"]) for lap in entries)
-            endings = Counter(ending(lap) for lap in entries)
+            endings = Counter(name_ending(lap) for lap in entries)
             happened = ", ".join(f"{count} {name}" for name, count in sorted(endings.items()))
             rows.append([kind, str(len(entries)), promises[kind], happened, str(failed)])
     lines = [
         "# Faults of the world around a run",
-        setting("jax", "tensorstore", "orbax-checkpoint"),
+        describe_setting("jax", "tensorstore", "orbax-checkpoint"),
         f"`python -m benchmarks.soak_world --seed {soak.seed}`: {len(laps)} faults, {seconds / 60:.0f} minutes of laps "
-        f"together, {len(soak.problems())} of them not as promised.",
-        table(["fault", "laps", "promise", "what happened", "not as promised"], rows).replace("---:", "---"),
-        load(),
+        f"together, {len(soak.collect_problems())} of them not as promised.",
+        markdown_table(["fault", "laps", "promise", "what happened", "not as promised"], rows).replace("---:", "---"),
+        describe_load(),
     ]
-    if problems := soak.problems():
+    if problems := soak.collect_problems():
         lines += ["## Not as promised", "\n".join(f"- {' '.join(problem.split())[:600]}" for problem in problems)]
     lines += [
         "## All faults",
-        table(["fault", "what happened"], [[lap["lap"], lap["happened"] or "see above"] for lap in laps]),
+        markdown_table(["fault", "what happened"], [[lap["lap"], lap["happened"] or "see above"] for lap in laps]),
     ]
     return "\n\n".join(line.replace("---:", "---") for line in lines) + "\n"
 
 
-def ending(lap: dict[str, Any]) -> str:
+def name_ending(lap: dict[str, Any]) -> str:
     """Names the end of a lap in a word or two."""
     if lap["problem"]:
         return "not as promised"
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if chosen.table:
         chosen.table.write_text(text)
-    return 1 if soak.problems() else 0
+    return 1 if soak.collect_problems() else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.soak_shim import ERRORS, LASTING, READS, Fault
-from benchmarks.soak_world_runs import World, differences, draft_paths, result, steps
+from benchmarks.soak_world_runs import World, committed_steps, draft_paths, find_differences, hash_results
 
 COMMANDS = {
     "train": (None, ("train", "CONFIG")),
@@ -59,7 +59,7 @@ class Lap(NamedTuple):
         return f"{self.command}: {self.fault}"
 
 
-def draw(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
+def draw_lap(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
     """The lap `number` of its kind; `calls` holds the calls of undisturbed commands."""
     rng = random.Random(f"{seed}/{kind}/{number}")
     action, commands = KINDS[kind]
@@ -91,7 +91,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
     """
     template, command = COMMANDS[lap.command]
     world.reset_lap(template)
-    steps_before, fault = steps(world.lap), lap.fault
+    steps_before, fault = committed_steps(world.lap), lap.fault
     if fault.action == "vanish":
         (world.lap.parent / "gone").mkdir(exist_ok=True)
         shutil.rmtree(world.lap.parent / "gone")
@@ -100,24 +100,24 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
             **{**vars(fault), "victim": f"{world.lap}/{fault.victim}", "to": f"{world.lap.parent}/{fault.to}"}
         )
     code, text = world.run(*command, fault=fault)
-    hit = world.hit()
-    _check_end(world, lap, code, text, hit)
+    hit = world.read_hits()
+    _check_exit(world, lap, code, text, hit)
     if not hit:
         happened = "the call did not come"
     elif lap.fault.action == "vanish":
-        happened = f"{hit}; exit code {code}; {_put_back(world, lap.fault)}"
+        happened = f"{hit}; exit code {code}; {_restore_directory(world, lap.fault)}"
     else:
         happened = f"{hit}; exit code {code}"
-    lost = set(steps_before) - set(steps(world.lap))
+    lost = set(steps_before) - set(committed_steps(world.lap))
     corrupt = {int(path.name.partition(".")[0]) for path in world.lap.glob("checkpoints/run/*.corrupt*")}
     assert not lost - corrupt, f"checkpoints {sorted(lost)} are lost"
     happened += f"; set aside: {sorted(corrupt)}" if corrupt else ""
     if code == 0:
-        differing = _differences(world, lap, expected)
+        differing = _find_differences(world, lap, expected)
         assert not differing, f"after exit code 0, other than undisturbed: {', '.join(differing)}"
     if code or lap.fault.action == "vanish":
-        _run_again(world, lap, command)
-        differing = _differences(world, lap, expected)
+        _rerun(world, lap, command)
+        differing = _find_differences(world, lap, expected)
         assert not differing, f"after the same command again, other than undisturbed: {', '.join(differing)}"
     # Drafts in a vanished directory are cleaned up only at the next start.
     drafts = draft_paths(world.lap)
@@ -125,7 +125,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
     return happened
 
 
-def _check_end(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
+def _check_exit(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
     action = lap.fault.action
     assert "Traceback" not in text, f"a traceback, exit code {code}, at {hit}:\n{text[-3500:]}"
     if not hit or action in ("shorten", "clock"):
@@ -134,13 +134,13 @@ def _check_end(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
         assert code == -9, f"exit code {code} at {hit}"
     elif code:
         assert code in (1, 2, 75), f"exit code {code} at {hit}:\n{text[-2000:]}"
-        names = [lap.fault.victim] if action == "vanish" else list(names_of(hit.partition(" ")[2].split("\n")[0]))
+        names = [lap.fault.victim] if action == "vanish" else list(path_names(hit.partition(" ")[2].split("\n")[0]))
         assert any(name in text for name in names), f"exit code {code} names no file of {hit}:\n{text[-2000:]}"
         reasons = {lap.fault.reason, lap.fault.error} if action != "vanish" else {"o such file", "removed", "not"}
         assert any(reason in text for reason in reasons), f"no reason for {hit}:\n{text[-2000:]}"
 
 
-def names_of(path: str) -> Iterator[str]:
+def path_names(path: str) -> Iterator[str]:
     """Yields a path and its parent directories, as in messages; for a draft, its final name."""
     path = re.sub(r"(^|/)\.([^/]+)\.(incomplete|tmp)(?=/|$)", r"\1\2", path)
     yield path
@@ -149,7 +149,7 @@ def names_of(path: str) -> Iterator[str]:
             yield str(parent)
 
 
-def _put_back(world: World, fault: Fault) -> str:
+def _restore_directory(world: World, fault: Fault) -> str:
     """Restores a vanished directory, merged with the files that the run has written into a new one meanwhile."""
     moved, directory = world.lap.parent / fault.to, world.lap / fault.victim
     if not moved.exists():
@@ -163,7 +163,7 @@ def _put_back(world: World, fault: Fault) -> str:
     return "it was made again" if recreated else "it was put back"
 
 
-def _run_again(world: World, lap: Lap, command: tuple[str, ...]) -> None:
+def _rerun(world: World, lap: Lap, command: tuple[str, ...]) -> None:
     code, text = world.run(*command)
     if lap.command == "export-hf" and code == 2 and "is not empty" in text:
         return  # it was already complete before the fault
@@ -171,12 +171,14 @@ def _run_again(world: World, lap: Lap, command: tuple[str, ...]) -> None:
     assert "Traceback" not in text, text[-2500:]
 
 
-def _differences(world: World, lap: Lap, expected: dict[str, str]) -> list[str]:
+def _find_differences(world: World, lap: Lap, expected: dict[str, str]) -> list[str]:
     if lap.command == "data build":
-        files = {name: digest for name, digest in result_of_files(world.lap).items() if name.startswith("cache")}
-        differing = differences(files, {name: digest for name, digest in expected.items() if name.startswith("cache")})
+        files = {name: digest for name, digest in hash_files(world.lap).items() if name.startswith("cache")}
+        differing = find_differences(
+            files, {name: digest for name, digest in expected.items() if name.startswith("cache")}
+        )
     else:
-        differing = differences(result(world.lap), expected)
+        differing = find_differences(hash_results(world.lap), expected)
     if lap.command == "export-hf":
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
             equal = (world.lap / "exported" / name).read_bytes() == (
@@ -186,10 +188,10 @@ def _differences(world: World, lap: Lap, expected: dict[str, str]) -> list[str]:
     return differing
 
 
-def result_of_files(directory: Path) -> dict[str, str]:
-    """Like `result`, for a directory without training."""
+def hash_files(directory: Path) -> dict[str, str]:
+    """Like `hash_results`, for a directory without training."""
     logs, checkpoints = directory / "logs/run", directory / "checkpoints/run"
     logs.mkdir(parents=True, exist_ok=True)
     checkpoints.mkdir(parents=True, exist_ok=True)
     (logs / "metrics.jsonl").touch()
-    return result(directory)
+    return hash_results(directory)

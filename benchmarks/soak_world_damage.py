@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.soak_shim import pattern
-from benchmarks.soak_world_calls import names_of
-from benchmarks.soak_world_runs import World, differences, result
+from benchmarks.soak_shim import path_pattern
+from benchmarks.soak_world_calls import path_names
+from benchmarks.soak_world_runs import World, find_differences, hash_results
 
 PROMISES = {
     "damaged file": "refused or named with exit code 0, 1 or 2, without a traceback, or harmless: the same output and "
@@ -54,7 +54,7 @@ class Lap(NamedTuple):
         return f"{' '.join(self.command)}: {self.way} in {self.group}"
 
 
-def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
+def draw_lap(kind: str, number: int, seed: int, calls: object) -> Lap:
     """The lap `number`; the file is drawn later, from the template."""
     del calls
     rng = random.Random(f"{seed}/{kind}/{number}")
@@ -62,14 +62,14 @@ def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
     return Lap(kind, template, f"file {number // 2}", rng.choice(WAYS), (), f"{seed}/{number}")
 
 
-def _drawn(world: World, lap: Lap) -> tuple[Path, tuple[str, ...]]:
+def _draw_file_and_command(world: World, lap: Lap) -> tuple[Path, tuple[str, ...]]:
     """The file, with kinds in turn, and the command."""
     rng = random.Random(lap.seed)
     groups: dict[str, list[Path]] = {}
     for file in sorted(world.lap.rglob("*")):
         path = file.relative_to(world.lap)
         if file.is_file() and file.name not in (".lock", "commit_success.txt", "README.md"):
-            groups.setdefault(pattern(str(path)), []).append(path)
+            groups.setdefault(path_pattern(str(path)), []).append(path)
     names = sorted(groups)
     random.Random(0).shuffle(names)
     chosen = rng.choice(groups[names[int(lap.group.split()[1]) % len(names)]])
@@ -79,26 +79,26 @@ def _drawn(world: World, lap: Lap) -> tuple[Path, tuple[str, ...]]:
     return chosen, rng.choice(READ_BY[beginning])
 
 
-def _undisturbed(world: World, command: tuple[str, ...]) -> tuple[str, dict[str, bytes]]:
+def _run_undisturbed(world: World, command: tuple[str, ...]) -> tuple[str, dict[str, bytes]]:
     """The output of a command on the finished run, and the files that it writes."""
     if command not in world.cache:
         world.reset_lap("whole")
-        code, text = world.run(*_words(world, command))
+        code, text = world.run(*_command_arguments(world, command))
         assert code == 0, text
-        world.cache[command] = _without_times(text), _exported_files(world)
+        world.cache[command] = _strip_times(text), _read_exported_files(world)
     return world.cache[command]
 
 
-def _words(world: World, command: tuple[str, ...]) -> list[str]:
+def _command_arguments(world: World, command: tuple[str, ...]) -> list[str]:
     return [str(world.out / "data" / "validation.jsonl") if word == "TEXT" else word for word in command]
 
 
-def _exported_files(world: World) -> dict[str, bytes]:
+def _read_exported_files(world: World) -> dict[str, bytes]:
     files = [world.lap / "exported" / name for name in ("model.safetensors", "config.json", "tokenizer.json")]
     return {file.name: file.read_bytes() for file in files if file.exists()}
 
 
-def _without_times(text: str) -> str:
+def _strip_times(text: str) -> str:
     lines = [line for line in text.splitlines() if not line.endswith("...")]
     return re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d|\d+\.\d [KM]i?B|in [\d.]+ s|\(\d+\.\d MB\)", "", "\n".join(lines))
 
@@ -110,39 +110,39 @@ def run(world: World, lap: Lap, expected_result: dict[str, str]) -> str:
         AssertionError: if a promise is broken.
     """
     world.reset_lap(lap.template)
-    path, command = _drawn(world, lap)
+    path, command = _draw_file_and_command(world, lap)
     if lap.template == "whole":
-        expected = _undisturbed(world, command)
+        expected = _run_undisturbed(world, command)
         world.reset_lap(lap.template)
     else:
         expected = None
-    damage_done = damage(world.lap / path, lap.way, random.Random(f"{lap.seed}/place"))
+    damage_done = damage_file(world.lap / path, lap.way, random.Random(f"{lap.seed}/place"))
     description = f"`lmt {' '.join(command)}` after {damage_done} of {path}"
-    code, text = world.run(*_words(world, command))
+    code, text = world.run(*_command_arguments(world, command))
     assert "Traceback" not in text, f"a traceback: {description}\n{text[-3500:]}"
     assert code in (0, 1, 2), f"exit code {code}: {description}\n{text[-2000:]}"
     # Lines also printed by an undisturbed command do not report the damage.
     usual = expected[0].splitlines() if expected else ()
-    messages = [line for line in _without_times(text).splitlines() if line not in usual and not line.startswith(_USUAL)]
-    named = any(name in line for line in messages for name in (*names_of(str(path)), *_step_names(path), path.name))
+    messages = [line for line in _strip_times(text).splitlines() if line not in usual and not line.startswith(_USUAL)]
+    named = any(name in line for line in messages for name in (*path_names(str(path)), *_step_names(path), path.name))
     assert code == 0 or named, f"exit code {code} and no name: {description}\n{text[-2000:]}"
     if expected is not None:
-        equal = code == 0 and (_without_times(text), _exported_files(world)) == expected
+        equal = code == 0 and (_strip_times(text), _read_exported_files(world)) == expected
         assert named or equal, f"silently different: {description}\n{text[-2000:]}\nwas:\n{expected[0][-1500:]}"
         return f"{'harmless' if equal else 'named'}: {description}; exit code {code}"
     remedy = ""
     if code:
-        remedy = _remedy(world, path)
+        remedy = _repair(world, path)
         code, text = world.run(*command)
         assert code == 0, f"after the remedy ({remedy}) exit code {code}: {description}\n{text[-2500:]}"
     # Files not read by training stay damaged; laps of other commands cover them.
     changed_name = str(path).replace("/run/", "/", 1)
-    differing = [name for name in differences(result(world.lap), expected_result) if name != changed_name]
+    differing = [name for name in find_differences(hash_results(world.lap), expected_result) if name != changed_name]
     assert not differing, f"other than undisturbed: {', '.join(differing)}: {description}\n{text[-1500:]}"
     return f"{'refused' if remedy else 'named' if named else 'harmless'}: {description}{remedy and '; ' + remedy}"
 
 
-def damage(file: Path, way: str, rng: random.Random) -> str:
+def damage_file(file: Path, way: str, rng: random.Random) -> str:
     """Damages a file; returns a description."""
     content = bytearray(file.read_bytes())
     size = len(content)
@@ -172,7 +172,7 @@ def _step_names(path: Path) -> list[str]:
     return [f"{word} {step}" for step in steps for word in ("step", "checkpoint", "of step")]
 
 
-def _remedy(world: World, path: Path) -> str:
+def _repair(world: World, path: Path) -> str:
     """Follows the advice in messages about such a file."""
     if path.parts[0] == "cache" and path.parts[1] in ("train", "validation"):
         world.run("data", "verify", "CONFIG", "--repair")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.soak_shim import Fault
 from benchmarks.soak_world_calls import COMMANDS
-from benchmarks.soak_world_runs import World, differences, draft_paths, result, together
+from benchmarks.soak_world_runs import World, draft_paths, find_differences, hash_results, process_settings
 
 STOPPED = 60.0
 """Duration of a SIGSTOP in seconds."""
@@ -35,7 +35,7 @@ class Lap(NamedTuple):
         return f"{self.command}, process {self.victim}: {self.fault}"
 
 
-def draw(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
+def draw_lap(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
     """The lap `number` of its kind."""
     rng = random.Random(f"{seed}/{kind}/{number}")
     command = "train" if kind == "second run on the cache" else rng.choice(("train", "resume"))
@@ -58,22 +58,22 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
     """
     world.reset_lap(COMMANDS[lap.command][0])
     happened = {
-        "second process in the run": _second_process,
-        "second run on the cache": _second_run,
-        "one of two processes killed": _one_of_two,
-        "SIGSTOP for a minute": _minute,
+        "second process in the run": _start_second_process,
+        "second run on the cache": _start_second_run,
+        "one of two processes killed": _kill_one_of_two,
+        "SIGSTOP for a minute": _stop_for_a_minute,
     }[lap.kind](world, lap)
     for name in ("run", "other") if lap.kind == "second run on the cache" else ("run",):
-        differing = differences(result(world.lap, name), expected)
+        differing = find_differences(hash_results(world.lap, name), expected)
         assert not differing, f"{name} is other than undisturbed: {', '.join(differing)}; {happened}"
     drafts = draft_paths(world.lap)
     assert not drafts, f"left over: {', '.join(drafts)}; {happened}"
-    return f"{world.hit()}; {happened}"
+    return f"{world.read_hits()}; {happened}"
 
 
-def _second_process(world: World, lap: Lap) -> str:
+def _start_second_process(world: World, lap: Lap) -> str:
     first = world.start("train", "CONFIG", fault=lap.fault)
-    stopped = first.until_stopped()
+    stopped = first.wait_until_stopped()
     code, text = world.run("train", "CONFIG")
     assert "Traceback" not in text, text[-3000:]
     if stopped and code:
@@ -87,9 +87,9 @@ def _second_process(world: World, lap: Lap) -> str:
     return f"exit codes {of_first} and {code}"
 
 
-def _second_run(world: World, lap: Lap) -> str:
+def _start_second_run(world: World, lap: Lap) -> str:
     first = world.start("train", "CONFIG", fault=lap.fault)
-    first.until_stopped()
+    first.wait_until_stopped()
     other = world.start("train", "CONFIG", "trainer.id=other")
     time.sleep(4)
     first.send(signal.SIGKILL if lap.victim else signal.SIGCONT)
@@ -105,8 +105,8 @@ def _second_run(world: World, lap: Lap) -> str:
     return f"exit codes {codes[0]} and {codes[1]}"
 
 
-def _one_of_two(world: World, lap: Lap) -> str:
-    settings = together(2)
+def _kill_one_of_two(world: World, lap: Lap) -> str:
+    settings = process_settings(2)
     commands = [
         world.start("train", "CONFIG", *settings[index], fault=lap.fault if index == lap.victim else None)
         for index in (1 - lap.victim, lap.victim)
@@ -127,9 +127,9 @@ def _one_of_two(world: World, lap: Lap) -> str:
     return f"exit codes {codes[0]} of process {lap.victim}, {codes[1]} of the other"
 
 
-def _minute(world: World, lap: Lap) -> str:
+def _stop_for_a_minute(world: World, lap: Lap) -> str:
     command = world.start("train", "CONFIG", fault=lap.fault)
-    if not command.until_stopped():
+    if not command.wait_until_stopped():
         assert command.wait() == 0, command.text[-2500:]
         return "the call did not come"
     time.sleep(STOPPED)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak_shim import Fault, build, watch
+from benchmarks.soak_shim import Fault, build_library, logging_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,7 +31,7 @@ COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 _DRAFT_NAME = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
 
 
-def configuration(data: Path) -> dict[str, Any]:
+def make_configuration(data: Path) -> dict[str, Any]:
     """A tiny run with every kind of file; JSON is YAML."""
     documents = [" ".join(f"{word} {word * word}" for word in range(7 * i, 7 * i + 60)) for i in range(120)]
     lines = [json.dumps({"text": document}) for document in documents]
@@ -82,18 +82,18 @@ class Command:
         self._process.send_signal(number)
 
     @property
-    def stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         """True while a SIGSTOP holds the process."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
             return False
 
-    def until_stopped(self) -> bool:
+    def wait_until_stopped(self) -> bool:
         """Waits for a SIGSTOP; False if the process ended before."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.poll() is None:
-            if self.stopped:
+            if self.is_stopped:
                 return True
             time.sleep(0.02)
         return False
@@ -115,12 +115,12 @@ class World:
         self._data.mkdir(exist_ok=True)
         self.config = self.out / "run.yaml"
         if not self.config.exists():
-            self.config.write_text(json.dumps(configuration(self._data), indent=1))
+            self.config.write_text(json.dumps(make_configuration(self._data), indent=1))
         self.environment = {
             "JAX_COMPILATION_CACHE_DIR": str(self.out / "compiled"),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "LD_PRELOAD": str(build(self.out)),
+            "LD_PRELOAD": str(build_library(self.out)),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -156,8 +156,8 @@ class World:
         output.parent.mkdir(exist_ok=True)
         environment = {**self.environment, **(env or {})}
         if fault is not None:
-            self.hits.unlink(missing_ok=True)
-            environment |= fault.environment(directory, self.hits)
+            self.hits_file.unlink(missing_ok=True)
+            environment |= fault.environment(directory, self.hits_file)
         command = [str(self.config) if arg == "CONFIG" else arg for arg in args]
         with output.open("wb") as stream:
             process = self._server.start(command, cwd=directory, env=environment, stdout=stream, stderr=stream)
@@ -168,21 +168,21 @@ class World:
         command = self.start(*args, **options)
         return command.wait(), command.text
 
-    def counted(self, *args: str) -> Path:
+    def run_and_log_calls(self, *args: str) -> Path:
         """Runs `lmt` and returns the log of its calls."""
         log = self.out / "calls.txt"
         log.unlink(missing_ok=True)
-        code, text = self.run(*args, env=watch(self.lap, log))
+        code, text = self.run(*args, env=logging_environment(self.lap, log))
         assert code == 0, text
         return log
 
     @property
-    def hits(self) -> Path:
+    def hits_file(self) -> Path:
         """Log of the calls with faults in the last command."""
         return self.out / "hits.txt"
 
-    def hit(self) -> str:
-        return self.hits.read_text().strip().replace("\t", " ") if self.hits.exists() else ""
+    def read_hits(self) -> str:
+        return self.hits_file.read_text().strip().replace("\t", " ") if self.hits_file.exists() else ""
 
     def reset_lap(self, template: str | None) -> None:
         """Resets the directory of the lap to a copy of a template, or to an empty one."""
@@ -198,7 +198,7 @@ class World:
         shutil.copytree(self.lap, self.out / template, symlinks=True)
 
 
-def steps(directory: Path) -> list[int]:
+def committed_steps(directory: Path) -> list[int]:
     """The committed steps of the run."""
     checkpoints = directory / "checkpoints" / "run"
     return (
@@ -208,7 +208,7 @@ def steps(directory: Path) -> list[int]:
     )
 
 
-def result(directory: Path, run: str = "run") -> dict[str, Any]:
+def hash_results(directory: Path, run: str = "run") -> dict[str, Any]:
     """Results of a finished run that must equal an undisturbed run's: {name: digest}."""
     lines = (directory / "logs" / run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_float=str) for line in lines]
@@ -228,7 +228,7 @@ def result(directory: Path, run: str = "run") -> dict[str, Any]:
     return digests
 
 
-def differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def find_differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     return [name for name in sorted({*actual, *expected}) if actual.get(name) != expected.get(name)]
 
 
@@ -241,7 +241,7 @@ def draft_paths(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if is_draft(path))
 
 
-def together(count: int) -> list[Sequence[str]]:
+def process_settings(count: int) -> list[Sequence[str]]:
     """The settings of the processes of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

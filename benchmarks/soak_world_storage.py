@@ -9,7 +9,7 @@ import shutil
 import threading
 from typing import Any, NamedTuple
 
-from benchmarks.soak_world_runs import World, result
+from benchmarks.soak_world_runs import World, hash_results
 from tests.object_storage.proxy import Fault, Handler, Proxy, cut, delay, drop, lose_answer, proxied, refuse
 from tests.object_storage.servers import BUCKET, environment, s3
 
@@ -33,7 +33,7 @@ class Lap(NamedTuple):
         return f"train with everything in a bucket: {self.name}, {self.count} requests from request {self.first}"
 
 
-def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
+def draw_lap(kind: str, number: int, seed: int, calls: object) -> Lap:
     """The lap `number`."""
     del calls
     rng = random.Random(f"{seed}/{kind}/{number}")
@@ -71,7 +71,7 @@ class _StaleListings:
         return True
 
 
-def _flip(handler: Handler) -> bool:
+def _flip_bit(handler: Handler) -> bool:
     """Flips a bit in the content of read objects."""
     status, headers, content = handler.forward()
     if handler.command == "GET" and content and "list-type" not in handler.path:
@@ -82,7 +82,7 @@ def _flip(handler: Handler) -> bool:
     return True
 
 
-def _truncate(handler: Handler) -> bool:
+def _truncate_object(handler: Handler) -> bool:
     """Answers with half of the object, as if it were complete."""
     status, headers, content = handler.forward()
     handler.answer(status, headers, content[: len(content) // 2] if handler.command == "GET" else content)
@@ -94,8 +94,8 @@ LIES = {
     "500 from there on": refuse(500, "InternalError"),
     "a time-out": delay(8.0),
     "a body that is cut off": cut,
-    "a body that is short": _truncate,
-    "a flipped bit": _flip,
+    "a body that is short": _truncate_object,
+    "a flipped bit": _flip_bit,
     "stale listings": None,
     "lost answers": lose_answer,
     "lost requests": drop,
@@ -108,7 +108,7 @@ _endpoints: list[str] = []
 _opening = threading.Lock()
 
 
-def _endpoint() -> str:
+def _s3_endpoint() -> str:
     """The S3 server, shared by all worlds: a second moto server would empty the first."""
     with _opening:
         if not _endpoints:
@@ -117,7 +117,7 @@ def _endpoint() -> str:
         return _endpoints[0]
 
 
-def _train(world: World, proxy: Proxy, prefix: str, *more: str) -> tuple[int, str]:
+def _run_train(world: World, proxy: Proxy, prefix: str, *more: str) -> tuple[int, str]:
     base = f"s3://{BUCKET}/{prefix}"
     settings = (f"trainer.checkpointer.base_path={base}/checkpoints", f"data.cache_dir={base}/cache")
     return world.run(
@@ -131,9 +131,9 @@ def _train(world: World, proxy: Proxy, prefix: str, *more: str) -> tuple[int, st
     )
 
 
-def _losses(world: World) -> dict[str, Any]:
+def _read_losses(world: World) -> dict[str, Any]:
     (world.lap / "checkpoints" / "run").mkdir(parents=True, exist_ok=True)
-    return {"losses": result(world.lap)["losses"]}
+    return {"losses": hash_results(world.lap)["losses"]}
 
 
 def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
@@ -143,14 +143,14 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
         AssertionError: if a promise is broken.
     """
     if "proxy" not in world.cache:
-        world.cache["proxy"] = world.opened.enter_context(proxied(_endpoint()))
+        world.cache["proxy"] = world.opened.enter_context(proxied(_s3_endpoint()))
     proxy, prefix = world.cache["proxy"], f"{world.out.name}/lap-{lap.number}"
     world.reset_lap(None)
     fault = _StaleListings() if lap.name == "stale listings" else LIES[lap.name]
     assert fault is not None
     proxy.fault = _Window(fault, lap.first, lap.count)
     try:
-        code, text = _train(world, proxy, prefix)
+        code, text = _run_train(world, proxy, prefix)
     finally:
         proxy.fault = None
     assert "Traceback" not in text, f"a traceback, exit code {code}\n{text[-3500:]}"
@@ -158,10 +158,10 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
     if code:
         assert "error:" in text, f"exit code {code} and no reason\n{text[-2500:]}"
     else:
-        assert _losses(world)["losses"] == expected["losses"], f"other losses\n{text[-1500:]}"
+        assert _read_losses(world)["losses"] == expected["losses"], f"other losses\n{text[-1500:]}"
     shutil.rmtree(world.lap)
     world.lap.mkdir()
-    rerun_code, text = _train(world, proxy, prefix)
+    rerun_code, text = _run_train(world, proxy, prefix)
     assert rerun_code == 0, f"the same command in an empty directory: exit code {rerun_code}\n{text[-2500:]}"
-    assert _losses(world)["losses"] == expected["losses"], f"other losses in an empty directory\n{text[-1500:]}"
+    assert _read_losses(world)["losses"] == expected["losses"], f"other losses in an empty directory\n{text[-1500:]}"
     return f"exit code {code}"

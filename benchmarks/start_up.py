@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.setting import LMT, load, setting, table
+from benchmarks.setting import LMT, describe_load, describe_setting, markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = "nano"
@@ -37,29 +37,33 @@ def main() -> None:
     parser.add_argument("--plain", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.plain:
-        plain_script(*map(Path, options.plain))
+        run_plain_script(*map(Path, options.plain))
         return
-    rows = start_rows(options.turns)
-    compiled, ratio = compile_rows(options.turns, options.layers)
+    rows = measure_start_rows(options.turns)
+    compiled, ratio = measure_compile_rows(options.turns, options.layers)
     print("# Starting\n")
-    print(setting("jax", "flax", "optax", "orbax-checkpoint", "grain"), f"{options.turns} turns.", load())
-    print(f"\n{table(['', 'lmt train, s', 'plain script, s', 'lmt / plain (range)'], rows)}")
-    print(f"\n{table(['layers', 's to compile', 'range'], compiled)}")
+    print(
+        describe_setting("jax", "flax", "optax", "orbax-checkpoint", "grain"),
+        f"{options.turns} turns.",
+        describe_load(),
+    )
+    print(f"\n{markdown_table(['', 'lmt train, s', 'plain script, s', 'lmt / plain (range)'], rows)}")
+    print(f"\n{markdown_table(['layers', 's to compile', 'range'], compiled)}")
     print(f"\n{options.layers[1]} layers take {ratio:.2f} times as long to compile as {options.layers[0]}.")
 
 
-def start_rows(turns: int) -> list[list[str]]:
+def measure_start_rows(turns: int) -> list[list[str]]:
     kinds = ("empty cache of programs", "filled cache of programs")
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         weights = directory / "weights.npz"
         subprocess.run([sys.executable, "-m", "benchmarks.peers.lmt_step", SHAPE, str(weights)], cwd=ROOT, check=True)
-        lmt_start(directory, directory / "first", "first")  # builds the cache of tokens
+        time_lmt_start(directory, directory / "first", "first")  # builds the cache of tokens
         for turn in range(turns):
             for kind in kinds:
-                lmt = lmt_start(directory, directory / f"lmt-{turn}", f"{turn}-{kinds.index(kind)}")
-                plain = plain_start(weights, directory / f"plain-{turn}")
+                lmt = time_lmt_start(directory, directory / f"lmt-{turn}", f"{turn}-{kinds.index(kind)}")
+                plain = time_plain_start(weights, directory / f"plain-{turn}")
                 seconds[kind].append((lmt, plain))
     rows = []
     for kind, pairs in seconds.items():
@@ -70,22 +74,22 @@ def start_rows(turns: int) -> list[list[str]]:
     return rows
 
 
-def lmt_start(directory: Path, programs: Path, run: str) -> float:
+def time_lmt_start(directory: Path, programs: Path, run: str) -> float:
     """Seconds from starting `lmt train` in `directory` until it shows the loss of its first step."""
     command = [*LMT, "train", str(ROOT / "configs/gpt2_nano.yaml")]
     settings = ["model.seq_len=128", "trainer.train_batch_size=32", "data.tokenizer=bytes"]
     command += [*settings, f"trainer.id={run}", f"trainer.jax_compilation_cache_dir={programs}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LMT_PROGRESS": "plain"}
-    return _until_first_step(command, directory, environment)
+    return _seconds_until_first_step(command, directory, environment)
 
 
-def plain_start(weights: Path, programs: Path) -> float:
+def time_plain_start(weights: Path, programs: Path) -> float:
     """Seconds from starting the plain script until its first step."""
     command = [sys.executable, "-m", "benchmarks.start_up", "--plain", str(weights), str(programs)]
-    return _until_first_step(command, ROOT, dict(os.environ))
+    return _seconds_until_first_step(command, ROOT, dict(os.environ))
 
 
-def _until_first_step(command: Sequence[str], directory: Path, environment: dict[str, str]) -> float:
+def _seconds_until_first_step(command: Sequence[str], directory: Path, environment: dict[str, str]) -> float:
     started = time.perf_counter()
     with subprocess.Popen(command, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -97,7 +101,7 @@ def _until_first_step(command: Sequence[str], directory: Path, environment: dict
     sys.exit(f"{' '.join(command)} ended without a step")
 
 
-def plain_script(weights: Path, programs: Path) -> None:
+def run_plain_script(weights: Path, programs: Path) -> None:
     """Runs a plain script up to its first step."""
     import flax.nnx  # noqa: F401 - a usual script builds its model with it
     import grain  # noqa: F401 - and reads its data with it
@@ -114,7 +118,7 @@ def plain_script(weights: Path, programs: Path) -> None:
     print(f"step 1/1 | loss {loss:.4f}", flush=True)
 
 
-def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], float]:
+def measure_compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], float]:
     """Times compilation of the gradient for each number of layers; returns the ratio of the last to the first too."""
     import jax
 

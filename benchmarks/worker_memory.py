@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import describe_load, describe_setting, markdown_table
 
 SEQ, ROWS = 16, 2
 _START_SECONDS = 15.0
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     segments: int
 
 
-def rows() -> Any:
+def make_pipeline() -> Any:
     """The pipeline: endless rows of numbers, in Python."""
     import grain
     import numpy as np
@@ -47,7 +47,7 @@ def main() -> None:
     chosen = parser.parse_args()
     from lm_trainer.data import DataConfig, open_data
 
-    source = {"type": "grain", "factory": f"{Path(__file__).resolve()}:rows", "elements": "rows"}
+    source = {"type": "grain", "factory": f"{Path(__file__).resolve()}:make_pipeline", "elements": "rows"}
     with tempfile.TemporaryDirectory() as scratch:
         section = {"source": {**source, "worker_processes": chosen.processes}, "cache_dir": f"{scratch}/cache"}
         config = DataConfig.model_validate({**section, "tokenizer": "bytes"})
@@ -56,9 +56,13 @@ def main() -> None:
         samples = measure(loader, chosen.batches, chosen.minutes * 60, chosen.lines)
         data.close()
     print("# The memory of worker processes over many batches\n")
-    print(setting("numpy", "grain"), f"{chosen.processes} worker processes, batches of {ROWS} rows of {SEQ}.", load())
-    lines = [line(count, seconds, usage) for count, seconds, usage in samples]
-    print(f"\n{table(['batches', 'minutes', 'process, MiB', 'workers, MiB', 'segments'], lines)}")
+    print(
+        describe_setting("numpy", "grain"),
+        f"{chosen.processes} worker processes, batches of {ROWS} rows of {SEQ}.",
+        describe_load(),
+    )
+    lines = [table_row(count, seconds, usage) for count, seconds, usage in samples]
+    print(f"\n{markdown_table(['batches', 'minutes', 'process, MiB', 'workers, MiB', 'segments'], lines)}")
     (first, _, first_memory), (last, _, last_memory) = samples[0], samples[-1]
     process, workers = last_memory.process - first_memory.process, sum(last_memory.workers) - sum(first_memory.workers)
     print(
@@ -80,40 +84,40 @@ def measure(loader: Any, batches: int, seconds: float, lines: int) -> list[tuple
         assert int(batch.tokens[0, 1]) == (int(batch.tokens[0, 0]) + 1) % 250
         passed = time.monotonic() - began
         if passed >= due or count == batches:
-            samples.append((count, passed, memory()))
-            print(" | ".join(line(*samples[-1])), flush=True)
+            samples.append((count, passed, read_memory()))
+            print(" | ".join(table_row(*samples[-1])), flush=True)
             due += (seconds - _START_SECONDS) / lines
         if passed >= seconds:
             break
     return samples
 
 
-def line(count: int, seconds: float, usage: Memory) -> list[str]:
+def table_row(count: int, seconds: float, usage: Memory) -> list[str]:
     """A row of the table."""
     workers = ", ".join(f"{size:.1f}" for size in usage.workers)
     return [f"{count:,}", f"{seconds / 60:.1f}", f"{usage.process:.1f}", workers, str(usage.segments)]
 
 
-def memory() -> Memory:
+def read_memory() -> Memory:
     """Reads the memory from `/proc`."""
-    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _parent(path) == os.getpid()]
+    children = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if _parent_pid(path) == os.getpid()]
     shared = Path("/dev/shm")
-    workers = sorted(size for child in children if (size := _resident(child)) > _LEAST)
-    return Memory(_resident(os.getpid()), workers, sum(1 for _ in shared.iterdir()) if shared.exists() else 0)
+    workers = sorted(size for child in children if (size := _resident_mib(child)) > _LEAST)
+    return Memory(_resident_mib(os.getpid()), workers, sum(1 for _ in shared.iterdir()) if shared.exists() else 0)
 
 
 _LEAST = 20.0
 """Minimum MiB of a reader process: smaller ones are Python's own, which manage shared memory."""
 
 
-def _parent(stat: Path) -> int:
+def _parent_pid(stat: Path) -> int:
     try:
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError):
         return 0
 
 
-def _resident(process: int) -> float:
+def _resident_mib(process: int) -> float:
     try:
         pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except OSError:

@@ -78,7 +78,7 @@ def mfu(
 
     if trace is not None:
         _make_directory(trace)
-    _begin(run, "compiling and timing ...")
+    _announce(run, "compiling and timing ...")
     with bench_session(run) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         report = measure(session, probe, samples=steps, warmup=warmup)
@@ -91,7 +91,7 @@ def mfu(
                 for _ in range(_TRACED_STEPS):
                     session.run_step()
             clean.echo(f"wrote a profile to {trace}", err=True)
-    _show(Measured(rows, values), as_json)
+    _print_measured(Measured(rows, values), as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -118,7 +118,7 @@ def data(
 
     clean.echo("loading, compiling and timing ...", err=True)
     measured = measure_data(run, batches=batches, repeats=repeats)
-    _show(measured, as_json)
+    _print_measured(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -143,9 +143,9 @@ def decode(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.decode import measure_decode
 
-    _begin(run, "compiling and timing ...")
+    _announce(run, "compiling and timing ...")
     measured = measure_decode(run, rows=rows, prompt=prompt, new=new, repeats=repeats)
-    _show(measured, as_json)
+    _print_measured(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -167,9 +167,9 @@ def compile(
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.bench.start import measure_starts
 
-    _begin(run, "starting ...")
+    _announce(run, "starting ...")
     measured = measure_starts(run, repeats=repeats)
-    _show(measured, as_json)
+    _print_measured(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -191,9 +191,9 @@ def memory(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.memory import measure_memory
 
-    _begin(run, "compiling and timing ...")
+    _announce(run, "compiling and timing ...")
     measured = measure_memory(run, repeats=repeats)
-    _show(measured, as_json)
+    _print_measured(measured, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -216,12 +216,12 @@ def checkpoint(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.checkpoint import measure_checkpoints
 
-    _begin(run, "compiling, saving and timing ...")
+    _announce(run, "compiling, saving and timing ...")
     measured = measure_checkpoints(run, repeats=repeats, steps=steps)
-    _show(measured, as_json)
+    _print_measured(measured, as_json)
 
 
-def _begin(run: "RunConfig", text: str) -> None:
+def _announce(run: "RunConfig", text: str) -> None:
     """Announces a benchmark and its assumptions on stderr."""
     from lm_trainer.run.weights.vocabulary import find_vocabulary
 
@@ -238,7 +238,7 @@ def _make_directory(path: Path) -> None:
         raise UserError(f"--trace {path}: {error.strerror}") from None
 
 
-def _show(measured: "Measured", as_json: bool) -> None:
+def _print_measured(measured: "Measured", as_json: bool) -> None:
     """One row a line, or all values as JSON."""
     import json
 

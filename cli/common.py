@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import clean
-from cli.config_file import config_file, source_file
+from cli.config_file import find_config_file, find_source_file
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, expand_home, path_problem
 
@@ -35,35 +35,35 @@ def _complete_key(incomplete: str) -> Iterator[str]:
 
 
 def _check_local(param: typer.CallbackParam, value: Any) -> Any:
-    return _checked(param, value)
+    return _check_paths(param, value)
 
 
 def _check_local_or_hub(param: typer.CallbackParam, value: Any) -> Any:
-    return _checked(param, value, name=HUB_NAME)
+    return _check_paths(param, value, name=HUB_NAME)
 
 
-def _check_place(param: typer.CallbackParam, value: Any) -> Any:
+def _check_local_or_bucket(param: typer.CallbackParam, value: Any) -> Any:
     from lm_trainer.core.bucket import STORAGE_SCHEMES
 
-    return _checked(param, value, schemes=STORAGE_SCHEMES)
+    return _check_paths(param, value, schemes=STORAGE_SCHEMES)
 
 
 def _find_config(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    return config_file(ctx, _checked(param, value))
+    return find_config_file(ctx, _check_paths(param, value))
 
 
 def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    return source_file(ctx, _checked(param, value))
+    return find_source_file(ctx, _check_paths(param, value))
 
 
-def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:
+def _check_paths(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:
     """Checks one path or several, and expands `~`, which not every shell does behind `--out=`.
 
     Raises:
         UserError: for a path or URL the argument does not support.
     """
     if isinstance(value, list | tuple):
-        return type(value)(_checked(param, path, name, schemes) for path in value)
+        return type(value)(_check_paths(param, path, name, schemes) for path in value)
     if value is None:
         return None
     if problem := path_problem(value, schemes, name):
@@ -74,9 +74,9 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Se
 
 path_argument = partial(typer.Argument, callback=_check_local)
 """An argument that takes a path. Every such argument uses it, so none takes a URL for a directory name."""
-place_argument = partial(typer.Argument, callback=_check_place)
+storage_argument = partial(typer.Argument, callback=_check_local_or_bucket)
 """An argument that takes a path or a URL of object storage."""
-place_option = partial(typer.Option, callback=_check_place)
+place_option = partial(typer.Option, callback=_check_local_or_bucket)
 """An option that takes a path or a URL of object storage, as `path_argument`."""
 path_option = partial(typer.Option, callback=_check_local)
 """An option that takes a path, as `path_argument`."""
@@ -104,13 +104,13 @@ OverridesArgument = Annotated[
 
 RunArgument = Annotated[
     str,
-    place_argument(
+    storage_argument(
         metavar="RUN", help="A run id, a run directory, or the URL of its checkpoints in a bucket.", show_default=False
     ),
 ]
 _MODEL_HELP = "A run id, a run or checkpoint directory, a Hugging Face directory, or the bucket URL of one."
-ModelArgument = Annotated[str, place_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
-ExportedArgument = Annotated[str, place_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
+ModelArgument = Annotated[str, storage_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
+ExportedArgument = Annotated[str, storage_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
 CheckpointOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="Step of the checkpoint to use.", show_default="newest")
 ]
@@ -120,7 +120,7 @@ CharsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "LoadedConfig[RunConfig]":
+def load_run_with_origins(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "LoadedConfig[RunConfig]":
     """Loads a run's configuration, and prints notes on side effects of the overrides to stderr.
 
     Raises:
@@ -132,7 +132,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
 
 
 def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "LoadedConfig[Any]":
-    """Loads a configuration whose class is `root`; otherwise as `load_run`."""
+    """Loads a configuration whose class is `root`; otherwise as `load_run_with_origins`."""
     # Unknown options are passed through as overrides, so one may arrive as the file argument.
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
@@ -184,8 +184,8 @@ def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:
 
 
 def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """Loads a run's configuration as `load_run`, without the origins of its values."""
-    return load_run(ctx, config, overrides).config
+    """Loads a run's configuration as `load_run_with_origins`, without the origins of its values."""
+    return load_run_with_origins(ctx, config, overrides).config
 
 
 def check_is_run(run: str) -> None:
@@ -196,10 +196,10 @@ def check_is_run(run: str) -> None:
 
 def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
     """Loads a run's configuration, with the model section training takes from a Hugging Face checkpoint."""
-    return resolve(load_run_config(ctx, config, overrides), config)
+    return resolve_model_section(load_run_config(ctx, config, overrides), config)
 
 
-def resolve(run: "RunConfig", config: Path) -> "RunConfig":
+def resolve_model_section(run: "RunConfig", config: Path) -> "RunConfig":
     """Returns the configuration with the model section training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
@@ -209,7 +209,7 @@ def resolve(run: "RunConfig", config: Path) -> "RunConfig":
     return resolve_model(run, config.stem)
 
 
-def report(error: UserError) -> int:
+def print_error(error: UserError) -> int:
     """Prints an error for the user on stderr and returns the exit code."""
     from lm_trainer.core.errors import ConfigError, Preempted
 

@@ -11,13 +11,13 @@ from cli.common import (
     ConfigArgument,
     OverridesArgument,
     load_resolved_config,
-    load_run,
     load_run_config,
+    load_run_with_origins,
     path_argument,
     path_option,
-    resolve,
+    resolve_model_section,
 )
-from cli.config_file import config_file
+from cli.config_file import find_config_file
 from lm_trainer.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ def show(
     """
     from lm_trainer.config.render import to_yaml
 
-    loaded = load_run(ctx, config, overrides)
+    loaded = load_run_with_origins(ctx, config, overrides)
     if decays:
         from lm_trainer.run.weights.parameters import weight_decay
 
         for name, decaying in weight_decay(loaded).items():
             clean.echo(f"{'decays' if decaying else '-':8}{name}")
         return
-    run = resolve(loaded.config, config)
+    run = resolve_model_section(loaded.config, config)
 
     def comment(key: "KeyPath") -> str:
         source = loaded.origin(key)
@@ -77,7 +77,7 @@ def check(
     Local files and globs must exist, and the tokenizer must be on this machine or on the hub. Object storage and data
     sets of the hub are checked by `lmt train --dry-run`, which also checks the devices.
     """
-    loaded = load_run(ctx, config, overrides)
+    loaded = load_run_with_origins(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
         from lm_trainer.run.weights.parameters import weight_decay
 
@@ -214,16 +214,16 @@ def diff(
     if b is not None and (b.startswith("--") or "=" in b):
         b, settings = None, [b, *settings]
     if b is None:
-        changes = differences_from_defaults(load_run_config(ctx, _file(ctx, a), settings))
+        changes = differences_from_defaults(load_run_config(ctx, _resolve_config_file(ctx, a), settings))
     else:
-        old = load_run_config(ctx, _file(ctx, a), [])
-        changes = differences(old, load_run_config(ctx, _file(ctx, Path(b)), settings))
+        old = load_run_config(ctx, _resolve_config_file(ctx, a), [])
+        changes = differences(old, load_run_config(ctx, _resolve_config_file(ctx, Path(b)), settings))
     for difference in changes:
         clean.echo(str(difference))
     if not changes:
         clean.echo("all defaults" if b is None else "no differences")
 
 
-def _file(ctx: typer.Context, path: Path) -> Path:
+def _resolve_config_file(ctx: typer.Context, path: Path) -> Path:
     """The configuration file at a path, or in a run directory."""
-    return path / "config.yaml" if path.is_dir() else config_file(ctx, path)
+    return path / "config.yaml" if path.is_dir() else find_config_file(ctx, path)

@@ -10,7 +10,7 @@ from lm_trainer.core.errors import ConfigError
 _SUFFIXES = ("", ".yaml", ".yml")
 
 
-def config_file(ctx: typer.Context, requested: Path) -> Path:
+def find_config_file(ctx: typer.Context, requested: Path) -> Path:
     """Finds the configuration file named by an argument.
 
     The path itself comes first. A bare name is searched in the working directory, in its `configs/`, and in the
@@ -19,14 +19,14 @@ def config_file(ctx: typer.Context, requested: Path) -> Path:
     Raises:
         ConfigError: if no file has the name.
     """
-    file = source_file(ctx, requested)
+    file = find_source_file(ctx, requested)
     if not file.exists() and _is_bare(file):
-        raise ConfigError([f"{requested}: no such file {_searched()}{_similar(requested)}"])
+        raise ConfigError([f"{requested}: no such file {_describe_search()}{_suggest_similar(requested)}"])
     return file
 
 
-def source_file(ctx: typer.Context, requested: Path) -> Path:
-    """Finds a file as `config_file` does; returns the argument itself if there is no such file."""
+def find_source_file(ctx: typer.Context, requested: Path) -> Path:
+    """Finds a file as `find_config_file` does; returns the argument itself if there is no such file."""
     if requested.is_file() or not _is_bare(requested):
         return requested
     names = [directory / f"{requested.name}{suffix}" for directory in _search_directories() for suffix in _SUFFIXES]
@@ -45,17 +45,17 @@ def _search_directories() -> list[Path]:
     """The directories to search, in order; the source tree only if this is one."""
     source = Path(__file__).resolve().parents[1]
     # Next to this package: `configs` in the source tree, `_configs` when installed.
-    owned = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")
-    shipped = [owned] if owned.is_dir() else []
+    source_configs = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")
+    shipped = [source_configs] if source_configs.is_dir() else []
     return [Path(), Path("configs"), *(path for path in shipped if path != Path("configs").resolve())]
 
 
-def _searched() -> str:
+def _describe_search() -> str:
     _, *directories = _search_directories()
     return f"here, in {' or in '.join(map(str, directories))}"
 
 
-def _similar(requested: Path) -> str:
+def _suggest_similar(requested: Path) -> str:
     from lm_trainer.config.document import find_similar
 
     files = [path for directory in _search_directories() for path in sorted(directory.glob("*.y*ml"))]

@@ -89,10 +89,10 @@ def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgum
     caches = report.cache_statuses(run.data)
     for cache in caches:
         clean.echo(str(cache))
-    _refuse_misfits(caches)
+    _refuse_mismatched_caches(caches)
 
 
-def _refuse_misfits(caches: "list[CacheStatus]") -> None:
+def _refuse_mismatched_caches(caches: "list[CacheStatus]") -> None:
     if misfits := dict.fromkeys(cache.misfit for cache in caches if cache.misfit):
         raise UserError("\n".join(misfits))
 
@@ -117,7 +117,7 @@ def verify(
     caches = report.cache_statuses(run.data)
     if repair:
         # A cache that does not match would not be rebuilt.
-        _refuse_misfits(caches)
+        _refuse_mismatched_caches(caches)
     wrong: list[str] = []
     for cache in caches:
         if not cache.begun:
@@ -139,7 +139,7 @@ def verify(
             f"the caches are damaged:\n{lines}\nRemove the directory to build it again, or the parts alone, with: lmt "
             f"data verify {config} --repair"
         )
-    _refuse_misfits(caches)
+    _refuse_mismatched_caches(caches)
     if missing := [cache.name for cache in caches if not cache.ledger.finished]:
         raise UserError(f"not finished: {', '.join(missing)}; run: lmt data build")
 
@@ -186,7 +186,7 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
 
     run.data.require_documents()
     seq_len, caches, excluded = run.model.seq_len, report.cache_statuses(run.data), read_excluded_documents(run.data)
-    _refuse_misfits(caches)
+    _refuse_mismatched_caches(caches)
     for cache in caches:
         # Each recording is one row.
         packed_into = None if cache.features else seq_len

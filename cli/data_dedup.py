@@ -74,12 +74,12 @@ def dedup(
     )
     progress.clear()
     if output is not None:
-        write_list(data, output, [duplicate.exclusion_entry() for duplicate in result.duplicates])
-    groups = _groups(data, result, limit, chars) if report else []
+        write_exclusion_list(data, output, [duplicate.exclusion_entry() for duplicate in result.duplicates])
+    groups = _groups_as_dicts(data, result, limit, chars) if report else []
     if as_json:
-        clean.echo(json_line({**_totals(result), **({"groups": groups} if report else {})}))
+        clean.echo(json_line({**_totals_as_dict(result), **({"groups": groups} if report else {})}))
         return
-    _show(result, groups, exact=exact, threshold=threshold)
+    _print_report(result, groups, exact=exact, threshold=threshold)
     if output is not None:
         clean.echo(f"the list is in {output}; train without them by data.exclude: {output}")
 
@@ -94,7 +94,7 @@ def open_train_data(config: Any) -> "Data":
         return open_data(config.model_copy(update={"packing": "concat"}), seq_len=1, seed=0, on_progress=show)
 
 
-def write_list(data: "Data", output: Path, entries: list[dict[str, Any]]) -> None:
+def write_exclusion_list(data: "Data", output: Path, entries: list[dict[str, Any]]) -> None:
     """Writes a list of documents to exclude, including the ones already excluded by the configuration."""
     from lm_trainer.data.cache.exclusion import write_exclusions
     from lm_trainer.data.corpus import train_caches
@@ -109,19 +109,19 @@ def write_list(data: "Data", output: Path, entries: list[dict[str, Any]]) -> Non
     write_exclusions(output, {name: cache.ledger for name, cache in caches.items()}, [*excluded, *entries])
 
 
-def _totals(result: "DedupReport") -> dict[str, Any]:
+def _totals_as_dict(result: "DedupReport") -> dict[str, Any]:
     kinds = {name: result.count_duplicates(exact=name == "exact") for name in ("exact", "near")}
     counts = {name: {"documents": documents, "tokens": tokens} for name, (documents, tokens) in kinds.items()}
     return {"documents": result.documents, "tokens": result.tokens, **counts}
 
 
-def _groups(data: "Data", result: "DedupReport", limit: int, chars: int) -> list[dict[str, Any]]:
+def _groups_as_dicts(data: "Data", result: "DedupReport", limit: int, chars: int) -> list[dict[str, Any]]:
     from lm_trainer.data.corpus import Origins
 
-    origins, shown = Origins(data), []
+    origins, groups = Origins(data), []
     for (name, document), copies in list(result.groups.items())[:limit]:
         location, text = origins.find_passage(name, document, chars)
-        alike = [
+        duplicates = [
             {
                 "where": origins.find_passage(duplicate.set, duplicate.document, 0)[0],
                 "similarity": round(duplicate.similarity, 3),
@@ -129,11 +129,11 @@ def _groups(data: "Data", result: "DedupReport", limit: int, chars: int) -> list
             | {"why": "exact" if duplicate.exact else "near", "tokens": duplicate.tokens}
             for duplicate in copies[:limit]
         ]
-        shown.append({"kept": location, "text": text, "documents": len(copies), "others": alike})
-    return shown
+        groups.append({"kept": location, "text": text, "documents": len(copies), "others": duplicates})
+    return groups
 
 
-def _show(result: "DedupReport", groups: list[dict[str, Any]], *, exact: bool, threshold: float) -> None:
+def _print_report(result: "DedupReport", groups: list[dict[str, Any]], *, exact: bool, threshold: float) -> None:
 
     for group in groups:
         clean.echo(f"{group['kept']}: {group['documents']} more, of {group['text']!r}")

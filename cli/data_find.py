@@ -8,8 +8,8 @@ import typer
 
 from cli import clean
 from cli.build_progress import build_progress
-from cli.common import JsonOption, OverridesArgument, load_resolved_config, path_option, place_argument
-from cli.config_file import config_file
+from cli.common import JsonOption, OverridesArgument, load_resolved_config, path_option, storage_argument
+from cli.config_file import find_config_file
 from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
 
@@ -24,7 +24,7 @@ _STEPS = 8
 def find(
     ctx: typer.Context,
     run: Annotated[
-        str, place_argument(metavar="RUN|CONFIG", help="A run, or a configuration file.", show_default=False)
+        str, storage_argument(metavar="RUN|CONFIG", help="A run, or a configuration file.", show_default=False)
     ],
     text: Annotated[
         str | None, typer.Argument(metavar="[TEXT]", help="The text to search for.", show_default=False)
@@ -55,10 +55,10 @@ def find(
     if file is not None and text is not None:
         # With --file, the word in the position of TEXT is a setting.
         words, text = [text, *words], None
-    target = _read(file) if file is not None else text
+    target = _read_text(file) if file is not None else text
     if not target:
         raise UserError("say what to look for: a text, or --file F")
-    config, last = find_configuration(ctx, run, words)
+    config, last = load_configuration_and_step(ctx, run, words)
     config.data.require_documents()
     from lm_trainer.data import open_data
     from lm_trainer.data.find import Tracer, find_text
@@ -77,26 +77,30 @@ def find(
             matches.append(tracer.trace(name, match))
             if not as_json:
                 progress.clear()
-                _show(matches[-1], last, named=bool(config.data.configs))
+                _print_occurrence(matches[-1], last, named=bool(config.data.configs))
     progress.clear()
     if as_json:
-        clean.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(entry) for entry in matches]}))
+        clean.echo(
+            json.dumps(
+                {"occurrences": count, "last_step": last, "found": [_occurrence_as_dict(entry) for entry in matches]}
+            )
+        )
         return
     more = f", of which {limit} are listed (--limit)" if count > limit else ""
     clean.echo(f"{count:,} occurrence{'' if count == 1 else 's'}{more}")
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text("utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read as UTF-8 text ({error})") from None
 
 
-def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
+def load_configuration_and_step(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
     """The configuration of a run and its last step (None for a configuration file)."""
     if run.endswith((".yaml", ".yml")):
-        return load_resolved_config(ctx, config_file(ctx, Path(run)), overrides), None
+        return load_resolved_config(ctx, find_config_file(ctx, Path(run)), overrides), None
     import os
 
     from lm_trainer.reproduce.record import RunRecord
@@ -107,14 +111,14 @@ def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tu
     return record.config(record.last, overrides), record.last
 
 
-def _show(occurrence: "Occurrence", last: int | None, *, named: bool) -> None:
+def _print_occurrence(occurrence: "Occurrence", last: int | None, *, named: bool) -> None:
     # A single data set has no name.
     split = occurrence.cache if named else occurrence.cache.rpartition("/")[2]
     clean.echo(f"{split}: {occurrence.where}, character {occurrence.character}")
-    clean.echo(f"  {_when(occurrence, last)}")
+    clean.echo(f"  {_describe_steps(occurrence, last)}")
 
 
-def _when(occurrence: "Occurrence", last: int | None) -> str:
+def _describe_steps(occurrence: "Occurrence", last: int | None) -> str:
     steps = occurrence.trained_at
     if occurrence.excluded:
         return "left out by data.exclude"
@@ -123,19 +127,19 @@ def _when(occurrence: "Occurrence", last: int | None) -> str:
     past = [training for training in steps if last is None or training.step <= last]
     future = steps[len(past) :]
     verb = "in" if last is None else "trained on in"
-    parts = [f"{verb} {_listed(past)}"] if past else []
-    parts += [f"will be in {_listed(future)}"] if future else []
+    parts = [f"{verb} {_join_steps(past)}"] if past else []
+    parts += [f"will be in {_join_steps(future)}"] if future else []
     return "; ".join(parts)
 
 
-def _listed(steps: "list[TrainedAt] | tuple[TrainedAt, ...]") -> str:
+def _join_steps(steps: "list[TrainedAt] | tuple[TrainedAt, ...]") -> str:
     shown = ", ".join(
         f"step {training.step} (row {training.row}, epoch {training.epoch})" for training in steps[:_STEPS]
     )
     return shown + (f" and {len(steps) - _STEPS} more" if len(steps) > _STEPS else "")
 
 
-def _plain(occurrence: "Occurrence") -> dict:
+def _occurrence_as_dict(occurrence: "Occurrence") -> dict:
     match = occurrence.match._asdict()
     return {
         **occurrence._asdict(),

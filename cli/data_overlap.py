@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import clean
-from cli.common import JsonOption, OverridesArgument, place_argument
-from cli.data_dedup import OutputOption, open_train_data, write_list
-from cli.data_find import find_configuration
+from cli.common import JsonOption, OverridesArgument, storage_argument
+from cli.data_dedup import OutputOption, open_train_data, write_exclusion_list
+from cli.data_find import load_configuration_and_step
 from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.terminal import json_line
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def overlap(
     ctx: typer.Context,
     run: Annotated[
-        str, place_argument(metavar="RUN|CONFIG", help="A run, or a configuration file.", show_default=False)
+        str, storage_argument(metavar="RUN|CONFIG", help="A run, or a configuration file.", show_default=False)
     ],
     evaluation: Annotated[
         str,
@@ -53,11 +53,11 @@ def overlap(
 
         lmt data overlap my.yaml test.jsonl --ngram 8 --json
     """
-    config, _ = find_configuration(ctx, run, list(overrides or []))
+    config, _ = load_configuration_and_step(ctx, run, list(overrides or []))
     from lm_trainer.data.overlap import find_overlap
     from lm_trainer.data.tokenizer.token_bytes import token_texts
 
-    documents = list(_documents(evaluation, text_key or ["text"]))
+    documents = list(_read_eval_documents(evaluation, text_key or ["text"]))
     data = open_train_data(config.data)
     progress = ScanProgress()
     overlaps = find_overlap(data, documents, ngram=ngram, texts_V=token_texts(data.tokenizer), progress=progress)
@@ -68,18 +68,18 @@ def overlap(
             for name, numbers in overlaps.train_documents.items()
             for number in numbers.tolist()
         ]
-        write_list(data, output, lines)
-    listed = _listed(data, overlaps, limit)
+        write_exclusion_list(data, output, lines)
+    listed = _contaminated_as_dicts(data, overlaps, limit)
     if as_json:
-        clean.echo(json_line({**_totals(overlaps), "found": listed}))
+        clean.echo(json_line({**_totals_as_dict(overlaps), "found": listed}))
         return
-    _show(overlaps, listed)
+    _print_report(overlaps, listed)
     if output is not None:
         count = sum(map(len, overlaps.train_documents.values()))
         clean.echo(f"{count:,} training documents with such runs are in {output}; leave them out by data.exclude")
 
 
-def _documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
+def _read_eval_documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
     from lm_trainer.data.overlap import EvalDocument
     from lm_trainer.data.sources import Row, list_shards
     from lm_trainer.data.sources.base import full_text
@@ -96,7 +96,7 @@ def _documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
                 pieces = []
 
 
-def _totals(overlaps: "OverlapReport") -> dict[str, Any]:
+def _totals_as_dict(overlaps: "OverlapReport") -> dict[str, Any]:
     from lm_trainer.data.overlap import CLEAN, DIRTY
 
     return {
@@ -111,7 +111,7 @@ def _totals(overlaps: "OverlapReport") -> dict[str, Any]:
     }
 
 
-def _listed(data: Any, overlaps: "OverlapReport", limit: int) -> list[dict[str, Any]]:
+def _contaminated_as_dicts(data: Any, overlaps: "OverlapReport", limit: int) -> list[dict[str, Any]]:
     from lm_trainer.data.corpus import Origins
 
     origins = Origins(data)
@@ -131,7 +131,7 @@ def _listed(data: Any, overlaps: "OverlapReport", limit: int) -> list[dict[str, 
     ]
 
 
-def _show(overlaps: "OverlapReport", listed: list[dict[str, Any]]) -> None:
+def _print_report(overlaps: "OverlapReport", listed: list[dict[str, Any]]) -> None:
     from lm_trainer.data.overlap import CLEAN, DIRTY
 
     for document in listed:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import clean
-from cli.common import JsonOption, place_argument
+from cli.common import JsonOption, storage_argument
 
 if TYPE_CHECKING:
     from lm_trainer.reproduce.compare import Comparison
@@ -17,8 +17,8 @@ _JSON_NAMES = {"divergence": "parting"}
 
 
 def diff(
-    run_a: Annotated[str, place_argument(metavar="RUN_A", help="A run id, directory or URL.", show_default=False)],
-    run_b: Annotated[str, place_argument(metavar="RUN_B", help="The run to compare it with.", show_default=False)],
+    run_a: Annotated[str, storage_argument(metavar="RUN_A", help="A run id, directory or URL.", show_default=False)],
+    run_b: Annotated[str, storage_argument(metavar="RUN_B", help="The run to compare it with.", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
     """Find the first step at which two runs diverge, and why.
@@ -42,12 +42,12 @@ def diff(
         content = {_JSON_NAMES.get(name, name): value for name, value in asdict(comparison).items()}
         clean.echo(json.dumps(encode(content)))
     else:
-        clean.echo("\n".join(_lines(comparison)))
+        clean.echo("\n".join(_comparison_lines(comparison)))
     if comparison.divergence:
         raise typer.Exit(1)
 
 
-def _lines(comparison: "Comparison") -> list[str]:
+def _comparison_lines(comparison: "Comparison") -> list[str]:
     lines = [f"{comparison.a} and {comparison.b}: {comparison.common} steps in common, up to step {comparison.last}"]
     divergence = comparison.divergence
     if divergence is None:

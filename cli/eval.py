@@ -131,10 +131,10 @@ def evaluate(
     lines, notes = [f"{opened.name}{'' if opened.step is None else f', step {opened.step}'}"], []
     if harness_tasks is None or data or compare:
         other = None if compare is None else partial(open_eval_model, compare, context=context, overrides=settings)
-        text_result = _on_text(model, opened, other, data or [], (stride, max_batches), documents)
+        text_result = _evaluate_on_text(model, opened, other, data or [], (stride, max_batches), documents)
         result, lines, notes = {**result, **text_result.result}, [*lines, *text_result.lines], text_result.notes
     if harness_tasks is not None:
-        result["tasks"], table = _on_tasks(opened, harness_tasks, samples)
+        result["tasks"], table = _evaluate_on_tasks(opened, harness_tasks, samples)
         lines += table
     if as_json:
         clean.echo(json_line(encode({**result, "notes": notes})))
@@ -150,7 +150,7 @@ class _TextResult(NamedTuple):
     notes: list[str]
 
 
-def _on_text(
+def _evaluate_on_text(
     source: str,
     model: "EvalModel",
     open_other: "Callable[[], EvalModel] | None",
@@ -218,8 +218,10 @@ def _read_tasks(
     return Tasks(config, num_fewshot=num_fewshot)
 
 
-def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple[list[dict[str, Any]], list[str]]:
-    from lm_trainer.evaluate.report import table
+def _evaluate_on_tasks(
+    model: "EvalModel", tasks: "Tasks", samples: Path | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    from lm_trainer.evaluate.report import format_table
     from lm_trainer.harness.model import HarnessModel
     from lm_trainer.harness.report import task_json, task_rows, write_samples
 
@@ -228,4 +230,4 @@ def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple
     results = tasks.evaluate_model(harness_model)
     if samples is not None:
         write_samples(samples, results)
-    return task_json(results), table(task_rows(results), left=1)
+    return task_json(results), format_table(task_rows(results), left=1)

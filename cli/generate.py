@@ -104,13 +104,13 @@ def generate(
     samples = continue_texts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
-            spans = {} if data is None else {"trace": data.spans(sample.tokens)}
-            clean.echo(json_line(_as_json(dataclasses.asdict(sample)) | spans))
+            spans = {} if data is None else {"trace": data.find_spans(sample.tokens)}
+            clean.echo(json_line(_sample_as_json(dataclasses.asdict(sample)) | spans))
             continue
         clean.echo(("\n---\n" if index else "") + sample.prompt + sample.text)
         if data is not None:
             data.show(sample.tokens)
 
 
-def _as_json(sample: dict[str, Any]) -> dict[str, Any]:
+def _sample_as_json(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sample.items() if name != "logprobs" or value is not None}

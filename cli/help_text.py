@@ -6,15 +6,15 @@ import re
 from typing import Any
 
 
-def flow_all(group: Any) -> None:
+def reflow_group(group: Any) -> None:
     """Joins the lines of every paragraph in the help of a group's commands and of its nested groups."""
     for command in group.commands.values():
-        command.help = flow(command.help) if command.help else command.help
+        command.help = reflow(command.help) if command.help else command.help
         if hasattr(command, "commands"):
-            flow_all(command)
+            reflow_group(command)
 
 
-def flow(text: str) -> str:
+def reflow(text: str) -> str:
     """Joins the lines of paragraphs; indented lines are examples, and stay unchanged.
 
     The line that announces examples becomes a separate paragraph.

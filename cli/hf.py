@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cli import clean
-from cli.common import CheckpointOption, ExportedArgument, hub_argument, path_argument, path_option, place_argument
+from cli.common import CheckpointOption, ExportedArgument, hub_argument, path_argument, path_option, storage_argument
 
 
 class ExportDtype(StrEnum):
@@ -21,7 +21,7 @@ def export_hf(
     run: ExportedArgument,
     out: Annotated[
         str,
-        place_argument(
+        storage_argument(
             metavar="OUT",
             help="Output directory, local or a bucket URL; must be new or empty.",
             show_default=False,
@@ -128,6 +128,6 @@ def import_hf(
 
     imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
     clean.echo(f"imported a {imported.config.type} model to {out}")
-    if (note := imported.config.differs_from_hf()) is not None:
+    if (note := imported.config.describe_difference_from_hf()) is not None:
         clean.echo(note)
     clean.echo(f"train on from it with trainer.initialize_from={out}")

@@ -34,7 +34,7 @@ def _prepare() -> None:
     prepare_process()  # before a command imports jax
 
 
-def _chosen(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
+def _select_sizes(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
     """The named sizes, which may be any the models define, else all sizes of the ladder."""
     for size in sizes or ():
         ladder.model_configurator.check(size)
@@ -97,7 +97,7 @@ def plan(
     hardware = Hardware(device or ladder.device_type, mfu, price)
     plans = [
         plan_rung(ladder, name, hardware, vocab_size=vocab_size, compat=compat, compiled=compiled)  # pyright: ignore[reportArgumentType]
-        for name in _chosen(ladder, size)
+        for name in _select_sizes(ladder, size)
     ]
     for rung in plans if out else ():
         out.mkdir(parents=True, exist_ok=True)  # pyright: ignore[reportOptionalMemberAccess]
@@ -141,7 +141,7 @@ def run(
 
     if seed is not None and seed not in ladder.seeds:
         raise UserError(f"--seed {seed}: the ladder has {', '.join(map(str, ladder.seeds))}; raise num_seeds")
-    for name in sorted(_chosen(ladder, size), key=ladder.get_num_params):
+    for name in sorted(_select_sizes(ladder, size), key=ladder.get_num_params):
         for number in ladder.seeds if seed is None else (seed,):
             checkpoints = ladder.get_checkpoints(name, seed=number)
             if checkpoints[-1].exists:
@@ -166,11 +166,11 @@ def status(
 
     import json
 
-    from lm_trainer.ladder.fit.register import scores
+    from lm_trainer.ladder.fit.register import score_registrations
 
     runs = {
         ladder.run_name(name, seed): ladder.get_checkpoints(name, seed=seed)
-        for name in _chosen(ladder, size)
+        for name in _select_sizes(ladder, size)
         for seed in ladder.seeds
     }
     if as_json:
@@ -178,7 +178,7 @@ def status(
             run: [{"name": c.name, "step": c.step, "tokens": c.tokens, "exists": c.exists} for c in checkpoints]
             for run, checkpoints in runs.items()
         }
-        if predictions := scores(ladder):
+        if predictions := score_registrations(ladder):
             plain["predictions"] = [score.as_dict() for score in predictions]
         clean.echo(json.dumps(plain, indent=1))
         return
@@ -186,7 +186,7 @@ def status(
         clean.echo(run_name)
         for checkpoint in checkpoints:
             clean.echo(f"  {checkpoint.display()}")
-    for score in scores(ladder):
+    for score in score_registrations(ladder):
         clean.echo(score.line())
 
 
@@ -222,7 +222,7 @@ def metrics(
     """
     ladder = load_ladder(ctx, config, overrides)
 
-    from lm_trainer.ladder.metrics import FORMATS, rows_of, write
+    from lm_trainer.ladder.metrics import FORMATS, collect_rows, write_rows
     from lm_trainer.ladder.tables import metrics_table
 
     kind = kind or (out.suffix.lstrip(".") if out else None)
@@ -230,14 +230,14 @@ def metrics(
         raise UserError(f"{kind!r} is no format of metrics; there are {', '.join(FORMATS)}")
     rows = [
         row
-        for name in _chosen(ladder, size)
-        for row in rows_of(
+        for name in _select_sizes(ladder, size)
+        for row in collect_rows(
             ladder, name, prefix, discover_all=discover_all, alternative_dirs=tuple(alternative_dir or ())
         )
     ]
     if not rows:
         raise UserError(f"{ladder.dir} has no metrics of this ladder yet; start it with: lmt ladder run {config}")
-    text = metrics_table(rows) if kind is None else write(rows, kind, out)
+    text = metrics_table(rows) if kind is None else write_rows(rows, kind, out)
     if text is not None:
         clean.echo(text, nl=False)
 

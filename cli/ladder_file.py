@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def load_ladder(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "ModelLadder":
-    """Loads a ladder, as `load_run` loads a run."""
+    """Loads a ladder, as `load_run_with_origins` loads a run."""
     from lm_trainer.ladder import ModelLadder
 
     return load_config(ctx, config, overrides, ModelLadder).config

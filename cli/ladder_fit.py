@@ -43,28 +43,28 @@ def _is_ladder(source: Path) -> bool:
     return source.suffix in (".yaml", ".yml")
 
 
-def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
+def _load_points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
     """The measured points of a ladder or a table."""
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
     if _is_ladder(source):
         return ladder_points(load_ladder(ctx, source, overrides), **options)
-    _no_settings(source, overrides)
+    _refuse_settings(source, overrides)
     return table_points(source, **options)
 
 
-def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
+def _load_fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
     """A saved fit, or a fit of a ladder or table with default settings."""
     from lm_trainer.ladder.fit.fitting import fit as fit_points
-    from lm_trainer.ladder.fit.sources import fit_of
+    from lm_trainer.ladder.fit.sources import read_or_fit
 
     if _is_ladder(source):
-        return fit_points(_points(ctx, source, overrides))
-    _no_settings(source, overrides)
-    return fit_of(source)
+        return fit_points(_load_points(ctx, source, overrides))
+    _refuse_settings(source, overrides)
+    return read_or_fit(source)
 
 
-def _no_settings(source: Path, overrides: list[str] | None) -> None:
+def _refuse_settings(source: Path, overrides: list[str] | None) -> None:
     if overrides:
         raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
 
@@ -118,22 +118,22 @@ def fit(
     """
     import json
 
-    points = _points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
+    points = _load_points(ctx, source, overrides, metric=metric, task=task, pre_decay=pre_decay, without=without or ())
 
-    from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
-    from lm_trainer.ladder.fit.fitting import Settings, save
+    from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
+    from lm_trainer.ladder.fit.fitting import FitSettings, save
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.isoflop import fit_isoflop
     from lm_trainer.ladder.fit.tables import fit_text
 
-    law_fit = fit_points(points, Settings(method, start, resample, draws, seed, level))
+    law_fit = fit_points(points, FitSettings(method, start, resample, draws, seed, level))
     if out:
         save(law_fit, out)
     if as_json:
         clean.echo(json.dumps(law_fit.as_dict(), indent=1))
         return
-    effect = influence(law_fit)
-    clean.echo(fit_text(law_fit, backtest(law_fit), effect, notes(law_fit, effect), fit_isoflop(points)))
+    effect = measure_influence(law_fit)
+    clean.echo(fit_text(law_fit, backtest(law_fit), effect, collect_caveats(law_fit, effect), fit_isoflop(points)))
 
 
 def predict(
@@ -172,19 +172,19 @@ def predict(
 
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
-    law_fit = _fit(ctx, source, overrides)
+    law_fit = _load_fit(ctx, source, overrides)
 
     from lm_trainer.ladder.fit import predict as law
 
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
     if flops is not None:
-        best = law.optimum(law_fit, flops, **limits)
+        best = law.find_optimum(law_fit, flops, **limits)
         clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(law_fit, best)))
         return
     assert params is not None
     assert tokens is not None
     prediction = law.predict(law_fit, params, tokens, **limits)
-    clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.lines(prediction)))
+    clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.prediction_lines(prediction)))
 
 
 def compare(
@@ -218,7 +218,7 @@ def compare(
     """
     import json
 
-    first, second = _fit(ctx, a), _fit(ctx, b)
+    first, second = _load_fit(ctx, a), _load_fit(ctx, b)
 
     from lm_trainer.ladder.fit import compare as multipliers
 
@@ -234,7 +234,7 @@ def compare(
         clean.echo(json.dumps([m.as_dict() for m in comparisons], indent=1))
         return
     clean.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
-    clean.echo(multipliers.compare_text(comparisons, first.settings.level))
+    clean.echo(multipliers.format_comparison(comparisons, first.settings.level))
 
 
 def register(
@@ -284,7 +284,7 @@ def register(
         raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
     if size is None and out is None:
         raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
-    law_fit = _fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit import register as registry
     from lm_trainer.ladder.fit.predict import predict as predict_run
@@ -292,14 +292,14 @@ def register(
     targets: list[tuple[str, float, float]] = []
     if size is not None:
         ladder = load_ladder(ctx, source, overrides)
-        targets = [*registry.targets(ladder, size)]
-        out = out or registry.default_path(ladder, size)
+        targets = [*registry.targets_to_predict(ladder, size)]
+        out = out or registry.registration_path(ladder, size)
     elif params is not None and tokens is not None:
         targets = [(f"N {params:g}, D {tokens:g}", params, tokens)]
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
     predictions = [(name, predict_run(law_fit, n, d, **limits)) for name, n, d in targets]
     assert out is not None
-    digest = registry.write(out, law_fit, predictions, size=size)
+    digest = registry.write_registration(out, law_fit, predictions, size=size)
     for name, prediction in predictions:
         run = prediction.run
         clean.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
@@ -336,7 +336,7 @@ def report(
     """
     if (params is None) != (tokens is None):
         raise UserError("--params and --tokens belong together")
-    law_fit = _fit(ctx, fitted or source, None if fitted else overrides)
+    law_fit = _load_fit(ctx, fitted or source, None if fitted else overrides)
 
     from lm_trainer.ladder.fit.predict import predict as predict_run
     from lm_trainer.ladder.fit.report import write_report

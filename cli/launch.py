@@ -10,7 +10,7 @@ import typer
 from cli import clean
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
 from cli.launch_k8s import k8s
-from cli.launch_options import OutputFile, check_device_count, emit, unset
+from cli.launch_options import OutputFile, check_device_count, option_without_default, write_or_submit
 from cli.launch_tpu import tpu
 
 app = typer.Typer(
@@ -18,10 +18,12 @@ app = typer.Typer(
     help="Start the processes of a run: on this machine, in the cloud, or through an existing scheduler.",
 )
 
-Processes = Annotated[int, unset("--processes", "-n", metavar="N", min=1, help="Number of processes.")]
+Processes = Annotated[int, option_without_default("--processes", "-n", metavar="N", min=1, help="Number of processes.")]
 Devices = Annotated[
     int | None,
-    unset("--devices-per-process", metavar="D", min=1, help="Emulate D CPU devices in each process, for tests."),
+    option_without_default(
+        "--devices-per-process", metavar="D", min=1, help="Emulate D CPU devices in each process, for tests."
+    ),
 ]
 
 
@@ -33,14 +35,20 @@ ProcessesOrNodes = Annotated[
     ),
 ]
 Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Number of nodes.")]
-GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs per node.")]
+GpusPerNode = Annotated[
+    int | None, option_without_default("--gpus-per-node", metavar="G", min=1, help="GPUs per node.")
+]
 CpusPerProcess = Annotated[
     int | None,
-    unset("--cpus-per-process", metavar="C", min=1, help="Cores per process; without it, the job takes entire nodes."),
+    option_without_default(
+        "--cpus-per-process", metavar="C", min=1, help="Cores per process; without it, the job takes entire nodes."
+    ),
 ]
-TimeLimit = Annotated[str | None, unset("--time", metavar="LIMIT", help="Time limit, such as 24:00:00.")]
-Partition = Annotated[str | None, unset("--partition", metavar="NAME", help="Partition.")]
-Account = Annotated[str | None, unset("--account", metavar="NAME", help="Account.")]
+TimeLimit = Annotated[
+    str | None, option_without_default("--time", metavar="LIMIT", help="Time limit, such as 24:00:00.")
+]
+Partition = Annotated[str | None, option_without_default("--partition", metavar="NAME", help="Partition.")]
+Account = Annotated[str | None, option_without_default("--account", metavar="NAME", help="Account.")]
 Notice = Annotated[
     int, typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop this long before the time limit.")
 ]
@@ -54,7 +62,7 @@ SbatchOptions = Annotated[
 Submit = Annotated[bool, typer.Option("--submit", help="Submit the script with sbatch.")]
 
 
-def _training(config: Path, overrides: list[str] | None) -> list[str]:
+def _training_arguments(config: Path, overrides: list[str] | None) -> list[str]:
     """The Python arguments of one process."""
     return ["-m", "lm_trainer", "train", str(config.absolute()), *(overrides or [])]
 
@@ -85,7 +93,7 @@ def local(
         check_device_count(run, processes * devices_per_process)
     from lm_trainer.launch.local import launch_local
 
-    arguments = _training(config, overrides)
+    arguments = _training_arguments(config, overrides)
     raise typer.Exit(launch_local(arguments, processes, devices_per_process=devices_per_process, write=clean.echo))
 
 
@@ -128,7 +136,7 @@ def slurm(
     if gpus_per_node or devices_per_process:
         check_device_count(run, nodes * gpus_per_node if gpus_per_node else processes * (devices_per_process or 0))
     from lm_trainer.launch.slurm import SlurmJob, batch_script
-    from lm_trainer.launch.slurm import submit as hand_in
+    from lm_trainer.launch.slurm import submit as submit_script
 
     job = SlurmJob(
         name=config.stem,
@@ -144,8 +152,8 @@ def slurm(
         requeue=requeue,
         extra=tuple(sbatch or ()),
     )
-    script = batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd())
-    emit(script, output, hand_in if submit else None)
+    script = batch_script(job, [sys.executable, *_training_arguments(config, overrides)], Path.cwd())
+    write_or_submit(script, output, submit_script if submit else None)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -156,7 +164,7 @@ def ray(
     overrides: OverridesArgument = None,
     address: Annotated[
         str | None,
-        unset(
+        option_without_default(
             "--address",
             metavar="ADDRESS",
             help="Address of the cluster. Default: trainer.ray.address, RAY_ADDRESS, or this machine's cluster.",
@@ -197,7 +205,7 @@ def ray(
         devices_per_process=devices_per_process,
         wait=wait,
     )
-    raise typer.Exit(launch_on_ray(_training(config, overrides), job, clean.echo))
+    raise typer.Exit(launch_on_ray(_training_arguments(config, overrides), job, clean.echo))
 
 
 app.command(context_settings=OVERRIDES)(tpu)

@@ -7,7 +7,16 @@ import typer
 
 from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
-from cli.launch_options import EnvOption, OutputFile, SpotOption, check_device_count, emit, name_of, pairs, unset
+from cli.launch_options import (
+    EnvOption,
+    OutputFile,
+    SpotOption,
+    check_device_count,
+    option_without_default,
+    parse_pairs,
+    resource_name,
+    write_or_submit,
+)
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,10 +26,10 @@ if TYPE_CHECKING:
 def k8s(
     ctx: typer.Context,
     config: ConfigArgument,
-    image: Annotated[str, unset("--image", metavar="IMAGE", help="Container image that has lmt.")],
+    image: Annotated[str, option_without_default("--image", metavar="IMAGE", help="Container image that has lmt.")],
     accelerator: Annotated[
         str,
-        unset(
+        option_without_default(
             "--accelerator",
             metavar="TYPE",
             help="A TPU type, such as v5p-128 or v6e; the node label of a GPU, such as nvidia-h100-80gb; or gpu for "
@@ -29,11 +38,12 @@ def k8s(
     ],
     overrides: OverridesArgument = None,
     topology: Annotated[
-        str | None, unset("--topology", metavar="AxB", help="TPU: chips along each dimension, such as 4x4x8.")
+        str | None,
+        option_without_default("--topology", metavar="AxB", help="TPU: chips along each dimension, such as 4x4x8."),
     ] = None,
     chips_per_node: Annotated[
         int | None,
-        unset(
+        option_without_default(
             "--chips-per-node",
             metavar="C",
             min=1,
@@ -45,10 +55,12 @@ def k8s(
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPU: GPUs per node.")] = 8,
     name: Annotated[
         str | None,
-        unset("--name", metavar="NAME", help="Name of the JobSet. Default: lmt- and the configuration's name."),
+        option_without_default(
+            "--name", metavar="NAME", help="Name of the JobSet. Default: lmt- and the configuration's name."
+        ),
     ] = None,
-    namespace: Annotated[str | None, unset("--namespace", metavar="NAME", help="Namespace.")] = None,
-    queue: Annotated[str | None, unset("--queue", metavar="NAME", help="Kueue's LocalQueue.")] = None,
+    namespace: Annotated[str | None, option_without_default("--namespace", metavar="NAME", help="Namespace.")] = None,
+    queue: Annotated[str | None, option_without_default("--queue", metavar="NAME", help="Kueue's LocalQueue.")] = None,
     env: EnvOption = None,
     secret: Annotated[
         list[str] | None,
@@ -68,7 +80,9 @@ def k8s(
     ] = None,
     service_account: Annotated[
         str | None,
-        unset("--service-account", metavar="NAME", help="Service account, for example for access to a bucket."),
+        option_without_default(
+            "--service-account", metavar="NAME", help="Service account, for example for access to a bucket."
+        ),
     ] = None,
     spot: SpotOption = False,
     max_restarts: Annotated[
@@ -104,25 +118,25 @@ def k8s(
             raise UserError("--nodes is for GPUs; the nodes of a TPU slice follow from its topology")
         hardware = tpu_slice(accelerator, topology, chips_per_node)
     else:
-        hardware = _gpus(accelerator, nodes, gpus_per_node, tpu_options=(topology, chips_per_node, slices > 1))
+        hardware = _make_gpus(accelerator, nodes, gpus_per_node, tpu_options=(topology, chips_per_node, slices > 1))
     job = KubernetesJob(
-        name=name or name_of(config),
+        name=name or resource_name(config),
         image=image,
         hardware=hardware,
         slices=slices,
         namespace=namespace,
         queue=queue,
-        env=pairs("--env", env),
+        env=parse_pairs("--env", env),
         secrets=tuple(secret or ()),
         volumes=parse_volumes(volume or ()),
-        node_selector=pairs("--node-selector", node_selector),
+        node_selector=parse_pairs("--node-selector", node_selector),
         service_account=service_account,
         spot=spot,
         max_restarts=max_restarts,
         grace=grace,
     )
     check_device_count(run, slices * hardware.devices)
-    _check(slices, run.trainer.replica_dcn_axis_size)
+    _warn_about_slices(slices, run.trainer.replica_dcn_axis_size)
     file_name = re.sub(r"[^\w.-]", "-", config.stem) + ".yaml"
     text = to_yaml(run)
     if to_yaml(run, redact=True) != text:
@@ -130,10 +144,10 @@ def k8s(
             "the configuration holds a secret (a password in a URL or a command, a token, the address of a web hook), "
             "which the manifest would show to many; take it out, or give it by --secret"
         )
-    emit(manifest(job, text, file_name), output, apply if submit else None)
+    write_or_submit(manifest(job, text, file_name), output, apply if submit else None)
 
 
-def _gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object, ...]) -> "Gpus":
+def _make_gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object, ...]) -> "Gpus":
     from lm_trainer.launch.k8s import Gpus
 
     if any(tpu_options):
@@ -148,7 +162,7 @@ def _gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object
     return Gpus(nodes, per_node, accelerator)
 
 
-def _check(slices: int, replicas: int) -> None:
+def _warn_about_slices(slices: int, replicas: int) -> None:
     """Warns on stderr about settings that do not suit several slices."""
     if slices > 1 and replicas != slices:
         clean.secho(

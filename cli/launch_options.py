@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 if TYPE_CHECKING:
     from lm_trainer.run.config.run_config import RunConfig
 
-unset = partial(typer.Option, show_default=False)
+option_without_default = partial(typer.Option, show_default=False)
 """An option whose default is not shown."""
 
 OutputFile = Annotated[
@@ -36,18 +36,18 @@ def check_device_count(run: "RunConfig", count: int) -> None:
     run.trainer.step_plan.check_device_count(count)
 
 
-def emit(text: str, output: Path | None, hand_in: Callable[[str], str] | None) -> None:
+def write_or_submit(text: str, output: Path | None, submit: Callable[[str], str] | None) -> None:
     """Writes a script or manifest to a file, submits it and prints the answer, or both; else prints it."""
     if output is not None:
         output.write_text(text)
         clean.echo(f"wrote {output}", err=True)
-    if hand_in is not None:
-        clean.echo(hand_in(text))
+    if submit is not None:
+        clean.echo(submit(text))
     elif output is None:
         clean.echo(text, nl=False)
 
 
-def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
+def parse_pairs(option: str, texts: list[str] | None) -> dict[str, str]:
     """Reads the values of an option that takes NAME=VALUE.
 
     Raises:
@@ -59,7 +59,7 @@ def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts or ())
 
 
-def name_of(config: Path) -> str:
+def resource_name(config: Path) -> str:
     """The name of a configuration file for cloud resources: lower-case letters, digits and `-`."""
     name = re.sub(r"[^a-z0-9]+", "-", config.stem.lower()).strip("-")
     return f"lmt-{name}"[:40].rstrip("-")

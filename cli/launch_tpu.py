@@ -7,7 +7,14 @@ import typer
 
 from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
-from cli.launch_options import EnvOption, SpotOption, check_device_count, name_of, pairs, unset
+from cli.launch_options import (
+    EnvOption,
+    SpotOption,
+    check_device_count,
+    option_without_default,
+    parse_pairs,
+    resource_name,
+)
 
 
 class OnInterrupt(StrEnum):
@@ -19,23 +26,30 @@ def tpu(
     ctx: typer.Context,
     config: ConfigArgument,
     accelerator: Annotated[
-        str, unset("--accelerator", metavar="TYPE", help="Type and size, such as v5p-128 or v6e-16.")
+        str, option_without_default("--accelerator", metavar="TYPE", help="Type and size, such as v5p-128 or v6e-16.")
     ],
-    zone: Annotated[str, unset("--zone", metavar="ZONE", help="Google Cloud zone.")],
+    zone: Annotated[str, option_without_default("--zone", metavar="ZONE", help="Google Cloud zone.")],
     overrides: OverridesArgument = None,
-    project: Annotated[str | None, unset("--project", metavar="ID", help="Project. Default: gcloud's setting.")] = None,
+    project: Annotated[
+        str | None, option_without_default("--project", metavar="ID", help="Project. Default: gcloud's setting.")
+    ] = None,
     name: Annotated[
-        str | None, unset("--name", metavar="NAME", help="Name of the TPU. Default: lmt- and the configuration's name.")
+        str | None,
+        option_without_default(
+            "--name", metavar="NAME", help="Name of the TPU. Default: lmt- and the configuration's name."
+        ),
     ] = None,
     version: Annotated[
         str | None,
-        unset("--version", metavar="NAME", help="Runtime version. Default: the version for JAX on this type."),
+        option_without_default(
+            "--version", metavar="NAME", help="Runtime version. Default: the version for JAX on this type."
+        ),
     ] = None,
     spot: SpotOption = False,
     env: EnvOption = None,
     install: Annotated[
         str | None,
-        unset(
+        option_without_default(
             "--install",
             metavar="REQUIREMENT",
             help="Requirement to install with pip. Default: the source tree of this lmt.",
@@ -43,7 +57,7 @@ def tpu(
     ] = None,
     setup: Annotated[
         str | None,
-        unset(
+        option_without_default(
             "--setup",
             metavar="COMMAND",
             help="Command to run on every worker before training, for example to mount a bucket.",
@@ -87,14 +101,14 @@ def tpu(
     from lm_trainer.launch.tpu_slices import device_count
 
     job = TpuJob(
-        name=name or name_of(config),
+        name=name or resource_name(config),
         accelerator=accelerator,
         zone=zone,
         project=project,
         version=version,
         spot=spot,
         create_options=tuple(gcloud or ()),
-        env=pairs("--env", env),
+        env=parse_pairs("--env", env),
         install=install,
         setup=setup,
         delete=delete,

@@ -12,7 +12,7 @@ _LIBRARIES = ("huggingface_hub",)
 """Libraries that also print their records themselves."""
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # Shown above a progress bar already.
         if getattr(record, "shown", False):
@@ -24,7 +24,7 @@ class _Lines(logging.Handler):
 
 def show_log_lines() -> None:
     """Shows every warning in this format, from this project and from libraries."""
-    logging.basicConfig(level=logging.WARNING, handlers=[_Lines(logging.WARNING)])
+    logging.basicConfig(level=logging.WARNING, handlers=[_LineHandler(logging.WARNING)])
     for name in _LIBRARIES:
         # Once imported, the library has its own handler, which is enough.
         logging.getLogger(name).propagate = False

@@ -28,8 +28,7 @@ from cli import (
     usage,
     verify,
 )
-from cli.common import OVERRIDES
-from cli.common import report as report_error
+from cli.common import OVERRIDES, print_error
 from cli.log_lines import show_log_lines
 from lm_trainer.core.errors import UserError, translate_disk_error, translate_out_of_memory
 
@@ -48,7 +47,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        help_text.flow_all(self)
+        help_text.reflow_group(self)
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Prints usage errors like all other errors, not in boxes."""
@@ -57,33 +56,33 @@ class _Commands(TyperGroup):
         try:
             code = super().main(*args, standalone_mode=False, **options)
         except usage.UsageError as error:
-            if message := usage.describe(error):
-                report_error(UserError(message))
+            if message := usage.describe_usage_error(error):
+                print_error(UserError(message))
             code = error.exit_code
         # A command's return value is not an exit code; the code of `typer.Exit` is.
         raise SystemExit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] not in self.commands and (suggestion := usage.other_name(args)):
-            raise usage.refuse(args[0], suggestion)
+        if args[0] not in self.commands and (suggestion := usage.find_equivalent_command(args)):
+            raise usage.wrong_command_error(args[0], suggestion)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UserError as error:
-            raise typer.Exit(report_error(error)) from None
+            raise typer.Exit(print_error(error)) from None
         except OSError as error:
             # A full disk is never a bug; any other OSError is a crash with a traceback.
             if message := translate_disk_error(error):
-                raise typer.Exit(report_error(message)) from None
+                raise typer.Exit(print_error(message)) from None
             raise
         except KeyboardInterrupt:
             clean.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except (MemoryError, RuntimeError, ValueError) as error:
             if message := translate_out_of_memory(error):
-                raise typer.Exit(report_error(message)) from None
+                raise typer.Exit(print_error(message)) from None
             raise
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from cli import clean
-from cli.common import report
+from cli.common import print_error
 from lm_trainer.core.errors import translate_out_of_memory
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _TIMEOUT = 600
 
 
 @contextmanager
-def explained_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]) -> Iterator[None]:
+def explain_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]) -> Iterator[None]:
     """Context in which an out-of-memory error prints a plan of the run on these devices, then exits with its exit code.
 
     Args:
@@ -38,9 +38,9 @@ def explained_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]
         memory_error = translate_out_of_memory(error)
         if memory_error is None:
             raise
-        code = report(memory_error)
+        code = print_error(memory_error)
         _free_frames(error)
-        _explain(run, config, overrides)
+        _print_plan(run, config, overrides)
         raise typer.Exit(code) from None
 
 
@@ -56,13 +56,13 @@ def _free_frames(error: BaseException) -> None:
     return_freed_memory()
 
 
-def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:
+def _print_plan(run: "RunConfig", config: Path, overrides: list[str]) -> None:
     from lm_trainer.parallel.processes import is_lead
     from lm_trainer.plan.table import DOES_NOT_FIT
 
     if not is_lead():
         return
-    arguments = ["plan", str(config), *overrides, *_devices(run.trainer.max_devices)]
+    arguments = ["plan", str(config), *overrides, *_device_options(run.trainer.max_devices)]
     clean.echo("working out what this run needs (lmt plan) ...", err=True)
     # In a new process: this one runs JAX on real devices, and a plan needs emulated ones.
     command = [sys.executable, "-m", "lm_trainer", *arguments]
@@ -83,7 +83,7 @@ def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:
     clean.echo(f"Layouts that fit, the fastest first: {shlex.join(['lmt', *arguments])} --search")
 
 
-def _devices(max_devices: int | None) -> list[str]:
+def _device_options(max_devices: int | None) -> list[str]:
     """Options of `lmt plan` for the devices of this process and their memory."""
     import jax
 

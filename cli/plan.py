@@ -9,7 +9,7 @@ import typer
 
 from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
-from cli.config_file import config_file, source_file
+from cli.config_file import find_config_file, find_source_file
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -90,17 +90,19 @@ def plan(
     from lm_trainer.core.runtime import prepare_process
 
     prepare_process()  # before anything imports jax
-    files, settings = _files(ctx, config, overrides or [])
+    files, settings = _split_files_and_settings(ctx, config, overrides or [])
     runs = {str(file): load_resolved_config(ctx, file, settings) for file in files}
 
     from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
-    from lm_trainer.plan.comparison import Planned, comparison_lines, price_of, prices
-    from lm_trainer.plan.table import lines
+    from lm_trainer.plan.comparison import PlannedConfig, comparison_lines, find_price, parse_prices
+    from lm_trainer.plan.table import plan_lines
 
     groups = {text: parse_devices(text) for text in devices}
-    price_list = prices(price or [])
+    price_list = parse_prices(price or [])
     room = None if memory is None else parse_bytes(memory)
-    assumed = {text: Assumptions(mfu, price_of(groups[text], text, price_list), room, vocab_size) for text in groups}
+    assumptions_by_devices = {
+        text: Assumptions(mfu, find_price(groups[text], text, price_list), room, vocab_size) for text in groups
+    }
     if len({json.dumps(run.trainer.jax_config, sort_keys=True) for run in runs.values()}) > 1:
         raise UserError(
             "the configurations have different trainer.jax_config, which is of the process: plan one by one"
@@ -109,48 +111,52 @@ def plan(
     emulated = emulate_devices(next(iter(runs.values())).trainer, max(group.count for group in groups.values()))
     pairs = [(name, text) for name in runs for text in groups]
 
-    def planned(name: str, text: str) -> "RunPlan":
-        places = _target_devices(groups[text], emulated, own_compiler=own_compiler)
-        return plan_run(runs[name], groups[text], places, assumed[text], own_compiler=own_compiler)
+    def plan_on_devices(name: str, text: str) -> "RunPlan":
+        devices_of_plan = _target_devices(groups[text], emulated, own_compiler=own_compiler)
+        return plan_run(
+            runs[name], groups[text], devices_of_plan, assumptions_by_devices[text], own_compiler=own_compiler
+        )
 
     if search:
         options = [] if memory is None else ["--memory", memory]
         options += [] if vocab_size is None else ["--vocab-size", str(vocab_size)]
         searches = []
         for name, text in pairs:
-            compile_one = _compiler(name, settings, text, options) if own_compiler else None
-            searches.append(_search(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
+            compile_one = _make_compile_function(name, settings, text, options) if own_compiler else None
+            searches.append(
+                _search_and_print(runs[name], groups[text], assumptions_by_devices[text], compile_one, as_json=as_json)
+            )
         if as_json:
             clean.echo(json.dumps(searches[0] if len(searches) == 1 else {"searches": searches}, indent=1))
         return
     # On stderr: stdout may be JSON for another program.
     clean.echo("compiling ...", err=True)
     if len(pairs) == 1:
-        only = planned(*pairs[0])
-        clean.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(lines(only)))
+        only = plan_on_devices(*pairs[0])
+        clean.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(plan_lines(only)))
         return
     table = []
     for name, text in pairs:
         try:
-            table.append(Planned(name, text, planned(name, text)))
+            table.append(PlannedConfig(name, text, plan_on_devices(name, text)))
         except UserError as error:
-            table.append(Planned(name, text, None, str(error)))
+            table.append(PlannedConfig(name, text, None, str(error)))
     plans = {"plans": [planned_run.as_dict() for planned_run in table]}
     clean.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
 
 
-def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
+def _split_files_and_settings(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
     """Splits the words into configuration files, which come first, and settings."""
     files = [first]
     for word in words:
         if "=" in word or word.startswith("-"):
             break
-        file = source_file(ctx, Path(word))
+        file = find_source_file(ctx, Path(word))
         if not file.is_file():
             # Possibly a setting without its value, which the loader reports better.
             if not word.endswith((".yaml", ".yml")):
                 break
-            file = config_file(ctx, file)
+            file = find_config_file(ctx, file)
         files.append(file)
     return files, words[len(files) - 1 :]
 
@@ -163,7 +169,7 @@ def _target_devices(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) 
     return target_devices(group)
 
 
-def _search(
+def _search_and_print(
     run: "RunConfig", group: "DeviceGroup", assumptions: Any, compile_one: Callable[..., Any] | None, *, as_json: bool
 ) -> dict[str, Any]:
     """Runs a search, prints it unless JSON is requested, and returns it as plain data."""
@@ -178,7 +184,7 @@ def _search(
     return result.as_dict()
 
 
-def _compiler(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
+def _make_compile_function(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
     """Returns a function that compiles a layout in a separate process, because a compiler may abort its process."""
     import subprocess
     import sys
@@ -201,13 +207,13 @@ def _compiler(config: str, settings: list[str], devices: str, options: list[str]
         ]
         done = subprocess.run([*command, "--compile", "--json"], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise UserError(_reason(done.stderr))
+            raise UserError(_failure_reason(done.stderr))
         return CompiledLayout.from_json(json.loads(done.stdout))
 
     return compile_one
 
 
-def _reason(stderr: str) -> str:
+def _failure_reason(stderr: str) -> str:
     """One line with the reason for a failure: the command's error, else the message of the compiler that aborted."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if (error := next((line for line in lines if line.startswith("error: ")), None)) is not None:

@@ -70,7 +70,7 @@ def replay(
 
     record = RunRecord.read(run)
     if step is None:
-        _put_metrics_back(record, overrides or [], as_json=as_json)
+        _restore_metrics(record, overrides or [], as_json=as_json)
         return
     # Progress goes to stderr, so the output can be piped.
     with QuietProgress(record.last, stream=sys.stderr) as progress:
@@ -78,9 +78,9 @@ def replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
         )
     if as_json:
-        clean.echo(json_line(encode(_plain(done, show_batch=show_batch))))
+        clean.echo(json_line(encode(_replay_as_dict(done, show_batch=show_batch))))
         return
-    for line in _lines(record.id, done, top_k):
+    for line in _replay_lines(record.id, done, top_k):
         clean.echo(line)
     if show_batch:
         from cli.data_at import describe_row
@@ -89,7 +89,7 @@ def replay(
             clean.echo(describe_row(row, named=True, chars=chars))
 
 
-def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: bool) -> None:
+def _restore_metrics(record: "RunRecord", overrides: list[str], *, as_json: bool) -> None:
     import json
     import sys
     from dataclasses import asdict
@@ -113,7 +113,7 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
         clean.echo(f"{record.path}: no line is missing")
 
 
-def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
+def _replay_lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
     from lm_trainer.reproduce.record import equal_bits
 
     yield f"run {name}, step {done.step}, reached from step {done.start}"
@@ -129,7 +129,7 @@ def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
     yield ""
     yield "hardest tokens, in nats, for the weights before the step, without dropout"
     for token in done.tokens:
-        yield f"  {token.loss:8.4f}  {_in_context(token)}"
+        yield f"  {token.loss:8.4f}  {_format_in_context(token)}"
         yield f"            row {token.row}, position {token.position}, {done.source(token)}"
     if done.gradients:
         yield f"\ngradients: {done.gradients}"
@@ -149,7 +149,7 @@ def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
         yield f"and {len(ordered) - top_k} more, of smaller gradients (--top-k, --json)"
 
 
-def _in_context(token: "HardToken") -> str:
+def _format_in_context(token: "HardToken") -> str:
 
     prefix, target, suffix = (
         text.replace("\n", "\\n").replace("\t", "\\t") for text in (token.before, token.token, token.after)
@@ -157,7 +157,7 @@ def _in_context(token: "HardToken") -> str:
     return f"{prefix}⟦{target}⟧{suffix}"
 
 
-def _plain(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
+def _replay_as_dict(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
     from dataclasses import asdict
 
     rows = [

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cli import clean
-from cli.common import path_option, place_argument
+from cli.common import path_option, storage_argument
 
 
 def report(
     runs: Annotated[
-        list[str], place_argument(metavar="RUN...", help="Run ids, run directories, or URLs.", show_default=False)
+        list[str], storage_argument(metavar="RUN...", help="Run ids, run directories, or URLs.", show_default=False)
     ],
     out: Annotated[
         Path | None,

@@ -49,22 +49,22 @@ def runs(
     if as_json:
         clean.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in listings]))
     elif listings:
-        clean.echo("\n".join(_table([_HEADINGS, *map(_row, listings)])))
+        clean.echo("\n".join(_format_table([_HEADINGS, *map(_run_row, listings)])))
     else:
         clean.echo(f"no runs in {', '.join(map(str, bases))}")
 
 
-def _row(run: "RunListing") -> tuple[str, ...]:
+def _run_row(run: "RunListing") -> tuple[str, ...]:
     from datetime import datetime
 
     step = f"{run.step}/{'?' if run.steps is None else run.steps}"
     loss = "" if run.loss is None else f"{run.loss:.4f}"
     changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
     name = escape_line(run.id if run.directory.parent == Path("logs") else str(run.directory))
-    return name, run.state, step, loss, changed, _size(run.bytes)
+    return name, run.state, step, loss, changed, _format_size(run.bytes)
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -72,7 +72,7 @@ def _size(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _format_table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = {"step", "loss", "size"}
     return [

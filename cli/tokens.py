@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 from cli import clean
-from cli.common import path_option, place_argument
+from cli.common import path_option, storage_argument
 
 
 def tokens(
-    run: Annotated[str, place_argument(metavar="RUN", help="A run id, directory or URL.", show_default=False)],
+    run: Annotated[str, storage_argument(metavar="RUN", help="A run id, directory or URL.", show_default=False)],
     other: Annotated[
-        str | None, place_argument(metavar="OTHER", help="Another run, for comparison.", show_default=False)
+        str | None, storage_argument(metavar="OTHER", help="Another run, for comparison.", show_default=False)
     ] = None,
     out: Annotated[Path, path_option("--out", metavar="FILE.html", help="HTML file to write.")] = Path(
         "token-probabilities.html"

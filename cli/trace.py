@@ -51,7 +51,7 @@ class DataTrace:
         """The tokenizer of the data."""
         return self._data.tokenizer
 
-    def spans(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+    def find_spans(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
         """The spans of new tokens as plain data: `text`, `tokens`, `where`, `character` and `trained_at`."""
         from lm_trainer.data.find import Match
         from lm_trainer.data.verbatim import longest_spans
@@ -69,11 +69,11 @@ class DataTrace:
 
     def show(self, tokens: Sequence[int]) -> None:
         """Prints the spans."""
-        for line in _lines(self.spans(tokens)):
+        for line in _span_lines(self.find_spans(tokens)):
             clean.echo(line)
 
 
-def _lines(spans: list[dict[str, Any]]) -> Iterator[str]:
+def _span_lines(spans: list[dict[str, Any]]) -> Iterator[str]:
 
     yield "" if spans else "\nno 8 tokens in a row stand in the data of the run"
     for span in spans:

@@ -6,7 +6,7 @@ import typer
 
 from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_run_config
-from cli.out_of_memory import explained_out_of_memory
+from cli.out_of_memory import explain_out_of_memory
 
 
 def train(
@@ -52,7 +52,7 @@ def train(
     # Registered before the run starts, so it also applies after a crash.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with (
-        explained_out_of_memory(run, config, overrides or []),
+        explain_out_of_memory(run, config, overrides or []),
         Progress(run.trainer.num_train_steps) as progress,
     ):
         for change in tuned:

@@ -49,19 +49,19 @@ UsageError: Any = typer.BadParameter.__base__
 """click's UsageError; typer exports only classes derived from it."""
 
 
-def other_name(arguments: Sequence[str]) -> str | None:
+def find_equivalent_command(arguments: Sequence[str]) -> str | None:
     """The command equivalent to an unknown command name; None if there is no known equivalent."""
     name = arguments[0].lower().replace("_", "-") if arguments else ""
     equivalents = {key.replace("_", "-"): equivalent for key, equivalent in OTHER_NAMES.items()}
     return equivalents.get(name) or equivalents.get(name.replace("-", ""))
 
 
-def refuse(name: str, equivalent: str) -> Any:
+def wrong_command_error(name: str, equivalent: str) -> Any:
     """The error for a command with another name here."""
     return UsageError(f"no command {name!r}: here it is {equivalent}")
 
 
-def describe(error: Any) -> str:
+def describe_usage_error(error: Any) -> str:
     """One line with the usage error and the command to get help; '' if only the help was requested."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""

@@ -76,13 +76,13 @@ def verify(
     lost = lost_lines(record.path, record.checkpoints)
     if not as_json:
         gaps = lost.named(record.path, record.id) if lost else []
-        _begin(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", gaps, changes)
+        _print_header(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", gaps, changes)
     done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         for segment in verify_segments(record, chosen, overrides=overrides or [], progress=progress):
             done.append(segment)
             if not as_json:
-                _show(segment)
+                _print_segment(segment)
     if not append_result(record, done, seed) and not as_json:
         clean.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
     differs = done[-1].difference
@@ -90,7 +90,7 @@ def verify(
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
         content["missing"] = lost.lines if lost else {}
         # The JSON keeps the old key for existing scripts.
-        clean.echo(json.dumps(encode(content | {"stretches": [_plain(segment) for segment in done]})))
+        clean.echo(json.dumps(encode(content | {"stretches": [_segment_as_dict(segment) for segment in done]})))
     elif differs:
         clean.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
         clean.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")
@@ -100,13 +100,13 @@ def verify(
         raise typer.Exit(1)
 
 
-def _plain(segment: "Segment") -> dict[str, Any]:
+def _segment_as_dict(segment: "Segment") -> dict[str, Any]:
     from dataclasses import asdict
 
     return asdict(segment) | {"difference": segment.difference and segment.difference._asdict()}
 
 
-def _begin(name: str, description: str, gaps: list[str], changes: list[str]) -> None:
+def _print_header(name: str, description: str, gaps: list[str], changes: list[str]) -> None:
     clean.echo(f"run {name}: {description}")
     for gap in gaps:
         clean.echo(f"warning: {gap}")
@@ -117,7 +117,7 @@ def _begin(name: str, description: str, gaps: list[str], changes: list[str]) -> 
     clean.echo(_COLUMNS.format("steps", "compared", "fingerprints", "result"))
 
 
-def _show(segment: "Segment") -> None:
+def _print_segment(segment: "Segment") -> None:
     span = f"{segment.start + 1} to {segment.end}"
     clean.echo(_COLUMNS.format(span, segment.steps, segment.fingerprints, "differs" if segment.difference else "equal"))
     for note in segment.notes:

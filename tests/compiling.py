@@ -22,26 +22,26 @@ def _unoptimised() -> dict[str, Any]:
     import jax
 
     least = {"xla_backend_optimization_level": 0}
-    both = {**least, "xla_cpu_use_fusion_emitters": False}
+    options = {**least, "xla_cpu_use_fusion_emitters": False}
     try:
-        jax.jit(lambda: 0, compiler_options=both).lower().compile()
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError:
         return least
-    return both
+    return options
 
 
 class _Compiler:
     """JAX's choice of options for XLA, with ours laid under those of a caller while `quick`."""
 
     quick = False
-    given: Callable[..., Any] | None = None
+    original_options: Callable[..., Any] | None = None
 
     @classmethod
     def options(cls, *args: Any, **options: Any) -> Any:
-        assert cls.given is not None
+        assert cls.original_options is not None
         if cls.quick:
             options["env_options_overrides"] = {**_unoptimised(), **(options.get("env_options_overrides") or {})}
-        return cls.given(*args, **options)
+        return cls.original_options(*args, **options)
 
 
 class _Serialized:
@@ -155,9 +155,9 @@ def compile_quickly(quick: bool) -> None:
     import jax
     from jax._src import compiler  # JAX has no public default for the options of all programs
 
-    if _Compiler.given is None:
+    if _Compiler.original_options is None:
         _unoptimised()  # which compiles by itself
-        _Compiler.given = compiler.get_compile_options
+        _Compiler.original_options = compiler.get_compile_options
         compiler.get_compile_options = _Compiler.options
         keep_all_programs(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
     if _Compiler.quick != quick:

@@ -30,21 +30,21 @@ _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
 def _xla_flags(devices: int, *more: str) -> str:
-    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
-    return " ".join([*kept, f"{_DEVICE_FLAG}={devices}", *more])
+    other_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
+    return " ".join([*other_flags, f"{_DEVICE_FLAG}={devices}", *more])
 
 
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-_KEPT: Path | None = None
+_COMPILE_CACHE: Path | None = None
 if not _IS_WORKER:
     # Workers and the processes of tests inherit both: what one of them has compiled is compiled for all, and for later
     # sessions.
     _SESSION = tempfile.TemporaryDirectory(prefix="lmt-test-")
     _CACHES = os.environ.get("LMT_TEST_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    _KEPT = open_cache(Path(_CACHES) / "lm_trainer" / "tests")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_KEPT or f"{_SESSION.name}/compiled")
+    _COMPILE_CACHE = open_cache(Path(_CACHES) / "lm_trainer" / "tests")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_COMPILE_CACHE or f"{_SESSION.name}/compiled")
     os.environ["LMT_TEST_SESSION"] = _SESSION.name
-_OWN = f"{os.environ['LMT_TEST_SESSION']}/{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+_WORKER_DIRECTORY = f"{os.environ['LMT_TEST_SESSION']}/{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
 
 os.environ.update(
     {
@@ -68,8 +68,8 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
-        "WANDB_DATA_DIR": f"{_OWN}/wandb",
-        "TRACKIO_DIR": f"{_OWN}/trackio",
+        "WANDB_DATA_DIR": f"{_WORKER_DIRECTORY}/wandb",
+        "TRACKIO_DIR": f"{_WORKER_DIRECTORY}/trackio",
     }
 )
 for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
@@ -86,8 +86,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    if not _IS_WORKER and _KEPT:
-        seal_cache(_KEPT)
+    if not _IS_WORKER and _COMPILE_CACHE:
+        seal_cache(_COMPILE_CACHE)
 
 
 def pytest_report_header() -> str:
@@ -112,13 +112,13 @@ def _eight_devices() -> None:
 @pytest.fixture(autouse=True)
 def _environment_is_kept() -> Iterator[None]:
     """Takes back what libraries set in the environment: what later tests start would depend on the order of tests."""
-    before = dict(os.environ)
+    initial = dict(os.environ)
     yield
-    changed = {name for name, _ in os.environ.items() ^ before.items()}
+    changed = {name for name, _ in os.environ.items() ^ initial.items()}
     for name in changed.difference(SET_BY_RUNS, IGNORED):
         os.environ.pop(name, None)
-        if name in before:
-            os.environ[name] = before[name]
+        if name in initial:
+            os.environ[name] = initial[name]
 
 
 @pytest.fixture(autouse=True)

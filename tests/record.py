@@ -17,8 +17,8 @@ CLOSING = re.compile(r"^(?:=+ )?((?:\d+ \w+, )*\d+ \w+)(?:, \d+ warnings?)? in [
 
 def counts(log: str) -> dict[str, int]:
     """Returns the tests of a stage by outcome, from all that it printed."""
-    found = CLOSING.findall(log)
-    pairs = re.findall(r"(\d+) (\w+)", found[-1]) if found else []
+    closing_lines = CLOSING.findall(log)
+    pairs = re.findall(r"(\d+) (\w+)", closing_lines[-1]) if closing_lines else []
     return {outcome: int(count) for count, outcome in pairs if not outcome.startswith("warning")}
 
 
@@ -33,8 +33,8 @@ def record(commit: str, directory: Path, everything: bool) -> dict[str, object]:
         "jax": importlib.metadata.version("jax"),
         "cores": os.cpu_count(),
         "stages": {
-            stage: {"seconds": int(taken), **counts((directory / f"{stage}.log").read_text(errors="replace"))}
-            for stage, taken in seconds.items()
+            stage: {"seconds": int(elapsed), **counts((directory / f"{stage}.log").read_text(errors="replace"))}
+            for stage, elapsed in seconds.items()
         },
     }
 

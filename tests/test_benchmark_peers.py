@@ -15,14 +15,14 @@ from tests.conftest import ROOT, users_environment
 
 pytest.importorskip("benchmarks.peers", reason="benchmarks are no part of an unpacked archive")
 
-from benchmarks.peers.agreement import FLOAT32, STEPS, Trace, disagreements
+from benchmarks.peers.agreement import FLOAT32, STEPS, Trace, find_disagreements
 from benchmarks.peers.kinds import KINDS
 
-SAME = Trace([5.5, 5.4, 5.3, 5.2], 40.0)
+EXPECTED_TRACE = Trace([5.5, 5.4, 5.3, 5.2], 40.0)
 
 
 @pytest.mark.parametrize(
-    ("losses", "norm", "said"),
+    ("losses", "norm", "message"),
     [
         ([5.5, 5.4, 5.3, 5.2003], 40.0, "peer: the loss of step 4 is 5.200300, that of lmt 5.200000"),
         ([5.5, math.nan, math.nan, math.nan], 40.0, "peer: the loss of step 2 is nan, that of lmt 5.400000"),
@@ -31,14 +31,14 @@ SAME = Trace([5.5, 5.4, 5.3, 5.2], 40.0)
         ([5.5, 5.4, 5.3], 40.0, "peer did 3 steps, lmt 4"),
     ],
 )
-def test_a_peer_that_trains_otherwise_is_refused(losses: Sequence[float], norm: float, said: str) -> None:
-    (problem,) = disagreements({"lmt": SAME, "peer": Trace(losses, norm)}, "lmt", FLOAT32)
-    assert said in problem
+def test_a_peer_that_trains_otherwise_is_refused(losses: Sequence[float], norm: float, message: str) -> None:
+    (problem,) = find_disagreements({"lmt": EXPECTED_TRACE, "peer": Trace(losses, norm)}, "lmt", FLOAT32)
+    assert message in problem
 
 
 def test_rounding_is_no_disagreement() -> None:
-    close = Trace([loss + 1e-5 for loss in SAME.losses], SAME.norm * (1 + 1e-7))
-    assert disagreements({"lmt": SAME, "peer": close}, "lmt", FLOAT32) == []
+    close = Trace([loss + 1e-5 for loss in EXPECTED_TRACE.losses], EXPECTED_TRACE.norm * (1 + 1e-7))
+    assert find_disagreements({"lmt": EXPECTED_TRACE, "peer": close}, "lmt", FLOAT32) == []
 
 
 def run_peers(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -57,24 +57,24 @@ def test_all_kinds_train_the_same(shape: str, tmp_path: Path) -> None:
     done = run_peers("--shape", shape, "--turns", "2", "--kinds", *kinds, "--results", report, "--json", measured)
     assert done.returncode == 0, done.stderr
     assert done.stdout == report.read_text()
-    found = json.loads(measured.read_text())
-    assert list(found["turns"]) == list(found["first_steps"]) == kinds
-    assert found["missing"] == {}
-    expected = found["first_steps"]["lmt"]
+    results = json.loads(measured.read_text())
+    assert list(results["turns"]) == list(results["first_steps"]) == kinds
+    assert results["missing"] == {}
+    expected = results["first_steps"]["lmt"]
     assert len(expected["losses"]) == STEPS
     for kind in kinds:
         # Another epsilon, activation or rule of weight decay moves them by 2e-5 and more.
-        assert found["first_steps"][kind]["losses"] == pytest.approx(expected["losses"], abs=3e-6), kind
-        assert found["first_steps"][kind]["norm"] == pytest.approx(expected["norm"], rel=2e-7), kind
+        assert results["first_steps"][kind]["losses"] == pytest.approx(expected["losses"], abs=3e-6), kind
+        assert results["first_steps"][kind]["norm"] == pytest.approx(expected["norm"], rel=2e-7), kind
         assert f"| {kind} |" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [(("--shape", "huge"), "invalid choice: 'huge'"), (("--turns", "0"), "--turns and --steps are at least 1")],
 )
-def test_a_mistake_on_the_command_line_is_explained(arguments: tuple[str, ...], said: str) -> None:
+def test_a_mistake_on_the_command_line_is_explained(arguments: tuple[str, ...], message: str) -> None:
     done = run_peers(*arguments)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -74,8 +74,8 @@ def test_the_table_of_trackers_is_whole() -> None:
 def optimizer_rows() -> dict[str, list[str]]:
     """`type` -> the other cells of its row in the table of optimizers."""
     rows = re.findall(r"^\| (`.+?`) \| (.+) \|$", CHOOSE.read_text(encoding="utf-8"), re.MULTILINE)
-    cells = [(re.findall(r"`([^`]+)`", first), rest.split(" | ")) for first, rest in rows]
-    return {name: rest for names, rest in cells for name in names if len(rest) == 4}
+    cells = [(re.findall(r"`([^`]+)`", first), other_cells.split(" | ")) for first, other_cells in rows]
+    return {name: other_cells for names, other_cells in cells for name in names if len(other_cells) == 4}
 
 
 OPTIMIZERS = typing.get_args(typing.get_args(AnyOptimizer)[0])
@@ -111,18 +111,20 @@ def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
     paths = [name for name in [*re.findall(PATH, text), *scripts] if not exists(name)]
     names = [name for name in re.findall(r"\blm_trainer(?:\.\w+)+", text) if not resolves(name)]
     imports = re.findall(r"^from (lm_trainer[\w.]*) import ([\w, ]+)$", text, re.MULTILINE)
-    names += [f"{at}.{name}" for at, some in imports for name in some.split(", ") if not resolves(f"{at}.{name}")]
+    names += [
+        f"{module}.{name}" for module, some in imports for name in some.split(", ") if not resolves(f"{module}.{name}")
+    ]
     assert not paths + names, f"{page.relative_to(ROOT)} names what is not there: {', '.join(paths + names)}"
 
 
-OTHERS = {"file.py", "pipelines.py", "train_gpt2.py", "train_shakespeare_char.py"}
+FOREIGN_FILES = {"file.py", "pipelines.py", "train_gpt2.py", "train_shakespeare_char.py"}
 """Files of the reader's own, and of other projects."""
 PATH = r"(?<![\w./<{-])(?:[\w-]+/)*[\w-]+\.py\b|\b(?:lm_trainer|cli|tests|benchmarks|configs)/[\w./*-]*\w"
 
 
 def exists(name: str) -> bool:
     """True for a path or glob below the root or `lm_trainer/`, and for the name of a file anywhere in `lm_trainer/`."""
-    if any(ROOT.glob(name)) or any((ROOT / "lm_trainer").glob(name)) or "NAME" in name or name in OTHERS:
+    if any(ROOT.glob(name)) or any((ROOT / "lm_trainer").glob(name)) or "NAME" in name or name in FOREIGN_FILES:
         return True
     return "/" not in name and any((ROOT / "lm_trainer").rglob(name))
 
@@ -132,11 +134,11 @@ def resolves(name: str) -> bool:
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         with contextlib.suppress(ModuleNotFoundError):
-            found: Any = importlib.import_module(".".join(parts[:end]))
+            resolved: Any = importlib.import_module(".".join(parts[:end]))
             for part in parts[end:]:
-                if not hasattr(found, part):
-                    return part in getattr(found, "model_fields", {})
-                found = getattr(found, part)
+                if not hasattr(resolved, part):
+                    return part in getattr(resolved, "model_fields", {})
+                resolved = getattr(resolved, part)
             return True
     return False
 

@@ -64,17 +64,17 @@ def test_links_of_generated_text_lead_somewhere() -> None:
 def anchors(page: Path) -> set[str]:
     """Names of the headings of a page, as Python-Markdown makes them."""
     text = fill(page.read_text(encoding="utf-8"))
-    given = set(re.findall(r"\{[^}]*#([\w-]+)", text))
+    explicit = set(re.findall(r"\{[^}]*#([\w-]+)", text))
     headings = re.findall(r"^#+ (.+?)(?: \{.*\})?$", text, re.MULTILINE)
-    return given | {
+    return explicit | {
         slugify(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-") for heading in headings
     }
 
 
 def test_a_page_is_read_without_a_request_to_another_server() -> None:
     for page in DOCS.rglob("*.md"):
-        found = re.findall(r"!\[[^]]*\]\(https?:|<(?:script|img|link|iframe)\b", page.read_text(encoding="utf-8"))
-        assert not found, page.name
+        requests = re.findall(r"!\[[^]]*\]\(https?:|<(?:script|img|link|iframe)\b", page.read_text(encoding="utf-8"))
+        assert not requests, page.name
 
 
 def constants() -> list[str]:
@@ -103,16 +103,16 @@ def definitions() -> dict[str, Any]:
 
 def fields(node: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Key -> what it may be, of a section of any of its kinds."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    fields_by_key: dict[str, list[dict[str, Any]]] = {}
     stack = [node]
     while stack:
-        each = stack.pop()
-        stack += [*each.get("anyOf", []), *each.get("oneOf", [])]
-        if "$ref" in each:
-            stack.append(definitions()[each["$ref"].rsplit("/", 1)[-1]])
-        for key, field in each.get("properties", {}).items():
-            found.setdefault(key, []).append(field)
-    return found
+        subschema = stack.pop()
+        stack += [*subschema.get("anyOf", []), *subschema.get("oneOf", [])]
+        if "$ref" in subschema:
+            stack.append(definitions()[subschema["$ref"].rsplit("/", 1)[-1]])
+        for key, field in subschema.get("properties", {}).items():
+            fields_by_key.setdefault(key, []).append(field)
+    return fields_by_key
 
 
 def is_key(dotted: str) -> bool:
@@ -152,9 +152,9 @@ def test_pages_of_the_configuration_have_every_key() -> None:
     pages = {path.stem for path in (DOCS / "reference/config").glob("*.md")}
     assert pages == {page for section, page in PAGES.items() if section}
     for section, page in PAGES.items():
-        where = DOCS / "reference/config" / f"{page}.md"
+        page_file = DOCS / "reference/config" / f"{page}.md"
         marker = f"<!-- generated: configuration{f': {section}' if section else ''} -->"
-        assert marker in where.read_text(encoding="utf-8")
+        assert marker in page_file.read_text(encoding="utf-8")
     text = "\n".join(map(configuration, PAGES))
     sections = [definition for definition in definitions().values() if "properties" in definition]
     keys = {key for section in (SCHEMA, *sections) for key in section["properties"]} - {"type"}

@@ -36,18 +36,18 @@ def opened(base: Path) -> Path:
 
 def test_intact_programs_are_kept_and_damaged_ones_removed(tmp_path: Path) -> None:
     directory = opened(tmp_path)
-    intact, flipped, cut = entry(directory, "a"), entry(directory, "8-threads/b"), entry(directory, "c")
+    intact, flipped, truncated = entry(directory, "a"), entry(directory, "8-threads/b"), entry(directory, "c")
     cut_before_the_end = entry(directory, "d")
     cut_before_the_end.write_bytes(cut_before_the_end.read_bytes()[:-5])
     seal_cache(directory)
     content = bytearray(flipped.read_bytes())
     content[-1] ^= 1
     flipped.write_bytes(content)
-    cut.write_bytes(cut.read_bytes()[:10])
+    truncated.write_bytes(truncated.read_bytes()[:10])
     of_a_session_that_was_killed = entry(directory, "e")
     assert opened(tmp_path) == directory
     assert intact.exists()
-    assert not any(path.exists() for path in (flipped, cut, cut_before_the_end, of_a_session_that_was_killed))
+    assert not any(path.exists() for path in (flipped, truncated, cut_before_the_end, of_a_session_that_was_killed))
 
 
 def test_what_another_session_is_writing_is_spared(tmp_path: Path) -> None:
@@ -275,10 +275,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def test_nothing_is_selected_where_nothing_has_changed_and_that_is_said(project: Project) -> None:
-    selected, said = project.selected()
+    selected, output = project.selected()
     assert selected == set()
-    assert "nothing to run" in said
-    assert all(f"left out, nothing that it depends on has changed: {test}" in said for test in EVERYTHING)
+    assert "nothing to run" in output
+    assert all(f"left out, nothing that it depends on has changed: {test}" in output for test in EVERYTHING)
     assert project.selected("--all")[0] == EVERYTHING
 
 
@@ -314,9 +314,9 @@ def test_all_are_selected_where_the_commit_of_the_last_full_run_is_not_known(
     project = Project(tmp_path)
     project.record(commit) if commit is not None else project.write("benchmarks/results/full_run.json", "[")
     project.commit()
-    selected, said = project.selected()
+    selected, output = project.selected()
     assert selected == EVERYTHING
-    assert "names no commit" in said or "git does not know" in said
+    assert "names no commit" in output or "git does not know" in output
 
 
 def test_the_record_of_a_part_selects_all(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import ROOT, parts
+from benchmarks.gpu import ROOT, make_parts
 from lm_trainer.config.loader import load
 from lm_trainer.run.config.run_config import RunConfig
 
@@ -21,7 +21,7 @@ def test_workloads_are_configurations(file: Path) -> None:
 
 
 def test_all_parts_together_take_no_more_than_the_time_that_is_said() -> None:
-    assert sum(part.minutes for part in parts(False, Path())) <= 25
+    assert sum(part.minutes for part in make_parts(False, Path())) <= 25
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:

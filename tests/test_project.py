@@ -96,12 +96,12 @@ def test_unsafe_constructs_are_noticed(source: str):
 
 
 def test_nothing_reads_code_from_data():
-    found = {
+    problems_by_file = {
         name_of(path): problems
         for path in python_files("lm_trainer", "cli")
         if (problems := [*unsafe_constructs(nodes(path))])
     }
-    assert found == {}
+    assert problems_by_file == {}
 
 
 PROCESS_STATE = {
@@ -154,8 +154,10 @@ def test_mutable_state_is_noticed(source: str):
 def test_modules_hold_no_state_but_what_the_architecture_lists():
     page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
     assert [file for file in PROCESS_STATE if file.removeprefix("lm_trainer/") not in page] == []
-    found = {name_of(path): {*mutable_state(parse(path))} for path in python_files("lm_trainer", "cli")}
-    assert {file: extra for file, names in found.items() if (extra := names - PROCESS_STATE.get(file, set()))} == {}
+    state_by_file = {name_of(path): {*mutable_state(parse(path))} for path in python_files("lm_trainer", "cli")}
+    assert {
+        file: extra for file, names in state_by_file.items() if (extra := names - PROCESS_STATE.get(file, set()))
+    } == {}
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -234,13 +236,13 @@ OPENING = re.compile(r"(What|Where|How|Which|Whether|Why|When|Who|Whose|That|If|
 
 def test_docstrings_open_with_a_noun_or_a_verb():
     """Help texts of keys and options count too: the reference, `lmt config schema` and `--help` show them."""
-    found = [
+    wrong_openings = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
         for path in python_files("lm_trainer", "cli", "benchmarks", "tests")
         for line, text in (*docstrings(path), *help_texts(path))
         if OPENING.match(text)
     ]
-    assert not found, "open these docstrings with a noun or a verb:\n" + "\n".join(found)
+    assert not wrong_openings, "open these docstrings with a noun or a verb:\n" + "\n".join(wrong_openings)
 
 
 def test_docstrings_of_every_place_are_read(tmp_path: Path):
@@ -279,20 +281,20 @@ def test_no_file_names_a_machine_or_a_package_host():
         r"js|(extra-)?index-url|find-links|download\.pytorch"
         r"|/(work|root|opt|envs)/\w|/home/\w|\.pyenv|proxy\.golang"
     )
-    found = []
+    problems = []
     for path in tracked_files():
         if path != Path(__file__).resolve():
             for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
                 if match := pattern.search(line):
-                    found.append(f"{name_of(path)}:{number}: {match[0]}")
-    assert found == []
+                    problems.append(f"{name_of(path)}:{number}: {match[0]}")
+    assert problems == []
 
 
 def test_the_command_line_starts_light():
     """Command modules import the heavy parts inside the command, so that `lmt --help` answers at once."""
     allowed = {"typer", "cli", *sys.stdlib_module_names}
     light = {"lm_trainer", "lm_trainer.core.errors", "lm_trainer.core.files", "lm_trainer.core.terminal"}
-    found = {
+    heavy_imports = {
         name_of(path): heavy
         for path in python_files("cli")
         if (
@@ -303,14 +305,14 @@ def test_the_command_line_starts_light():
             ]
         )
     }
-    assert found == {}
+    assert heavy_imports == {}
 
 
 def configs() -> list[Path]:
     """Those of one family each are read by tests/run/test_configs.py, ladders by tests/ladder, without processes."""
-    found = sorted((ROOT / "configs").glob("**/*.yaml"))
-    elsewhere = [path for path in found if path.stem.endswith("_nano") or path.stem.startswith("ladder_")]
-    return [path for path in found if path.name == "gpt2_nano.yaml" or path not in elsewhere]
+    paths = sorted((ROOT / "configs").glob("**/*.yaml"))
+    elsewhere = [path for path in paths if path.stem.endswith("_nano") or path.stem.startswith("ladder_")]
+    return [path for path in paths if path.name == "gpt2_nano.yaml" or path not in elsewhere]
 
 
 @pytest.mark.parametrize("config", configs(), ids=name_of)
@@ -337,7 +339,7 @@ def declared_packages(*extras: str) -> set[str]:
 
 def test_every_import_is_a_declared_dependency():
     distributions = importlib.metadata.packages_distributions()
-    own = {"lm_trainer", "cli", *sys.stdlib_module_names}
+    provided = {"lm_trainer", "cli", *sys.stdlib_module_names}
     declared = declared_packages("gpu", "tpu", "fast", "ray", "test")
     # These belong to jax and pydantic, which fix their versions.
     declared |= {"jaxlib", "ml-dtypes", "pydantic-core"}
@@ -346,7 +348,7 @@ def test_every_import_is_a_declared_dependency():
         for module in imported_modules(nodes(path)):
             package = module.split(".")[0]
             providers = {requirement_name(name) for name in distributions.get(package, [package])}
-            if package not in own and not providers & declared:
+            if package not in provided and not providers & declared:
                 missing.setdefault(package, name_of(path))
     assert missing == {}
 

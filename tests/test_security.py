@@ -37,12 +37,12 @@ def test_secrets_are_noticed(text: str) -> None:
 
 
 def test_no_file_holds_a_secret() -> None:
-    found = [
+    secrets = [
         f"{name_of(path)}: {match[0][:8]}..."
         for path in tracked_files()
         if (match := SECRETS.search(path.read_text(encoding="utf-8", errors="replace")))
     ]
-    assert found == []
+    assert secrets == []
 
 
 def workflows() -> list[Path]:
@@ -93,9 +93,9 @@ def starts_something(path: Path) -> bool:
 
 def test_all_that_runs_code_is_known() -> None:
     """A key of a configuration that runs something stands in docs/explanation/what-runs-code.md."""
-    found = {name_of(path) for path in python_files("lm_trainer") if starts_something(path)}
-    launchers = {name for name in found if name.startswith("lm_trainer/launch/")}
-    assert found - launchers == {*RUNS_SOMETHING}
+    starters = {name_of(path) for path in python_files("lm_trainer") if starts_something(path)}
+    launchers = {name for name in starters if name.startswith("lm_trainer/launch/")}
+    assert starters - launchers == {*RUNS_SOMETHING}
     page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
     keys = {reason for reason in RUNS_SOMETHING.values() if re.fullmatch(r"(data|trainer)\.[\w.]+", reason)}
     assert len(keys) == 3
@@ -104,10 +104,10 @@ def test_all_that_runs_code_is_known() -> None:
 
 def test_the_page_names_keys_that_there_are() -> None:
     page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
-    known = {*all_keys(ConfigNode.root(RunConfig), all_classes=True)}
+    known_keys = {*all_keys(ConfigNode.root(RunConfig), all_classes=True)}
     named = set(re.findall(r"`((?:data|trainer|eval_harness|hf)[\w]*\.[\w.]+|hf_\w+)`", page))
     assert len(named) > 10
-    assert named <= known
+    assert named <= known_keys
 
 
 @pytest.mark.parametrize("command", ["config show", "config check", "config diff", "config plot"])

@@ -97,11 +97,11 @@ class WarmLmt:
 
     def _connection(self) -> socket.socket:
         if self._server is None:
-            ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "tests.warm_lmt", str(theirs.fileno())]
-            process = subprocess.Popen(command, env=self._whole_environment, pass_fds=[theirs.fileno()])
-            theirs.close()
-            self._server = ours, process
+            server_end, child_end = socket.socketpair()
+            command = [sys.executable, "-m", "tests.warm_lmt", str(child_end.fileno())]
+            process = subprocess.Popen(command, env=self._whole_environment, pass_fds=[child_end.fileno()])
+            child_end.close()
+            self._server = server_end, process
         return self._server[0]
 
     def takes(self, env: Mapping[str, str]) -> bool:
@@ -113,12 +113,12 @@ class WarmLmt:
     ) -> WarmProcess:
         """Starts a command with no input, as `subprocess.Popen` does."""
         content = json.dumps({"args": args, "cwd": str(cwd), "env": dict(env)}).encode()
-        connection, (ours, theirs) = self._connection(), socket.socketpair()
-        with theirs, open(os.devnull) as stdin:
-            files = [stdin.fileno(), stdout.fileno(), stderr.fileno(), theirs.fileno()]
+        connection, (reply_end, child_end) = self._connection(), socket.socketpair()
+        with child_end, open(os.devnull) as stdin:
+            files = [stdin.fileno(), stdout.fileno(), stderr.fileno(), child_end.fileno()]
             socket.send_fds(connection, [len(content).to_bytes(8, "little")], files)
             connection.sendall(content)
-        return WarmProcess(args, ours)
+        return WarmProcess(args, reply_end)
 
     def run(
         self, args: list[str], *, cwd: Path, env: Mapping[str, str], timeout: float
@@ -177,7 +177,7 @@ class _Server:
                     return None
                 request = json.loads(_read(self._requests, int.from_bytes(length, "little")))
                 if not (pid := os.fork()):
-                    self._leave(files)
+                    self._become_process(files)
                     return request
                 connection = self._running[pid] = socket.socket(fileno=files.pop())
                 for file in files:
@@ -193,7 +193,7 @@ class _Server:
                     connection.sendall(code.to_bytes(8, "little", signed=True))
                 del self._running[pid]
 
-    def _leave(self, files: list[int]) -> None:
+    def _become_process(self, files: list[int]) -> None:
         """Makes a fork a process like any other, with these files and nothing of the server's."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

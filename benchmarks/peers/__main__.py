@@ -20,12 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.peers.agreement import BFLOAT16, FLOAT32, STEPS, Trace, disagreements
+from benchmarks.peers.agreement import BFLOAT16, FLOAT32, STEPS, Trace, find_disagreements
 from benchmarks.peers.kinds import KINDS, MATMUL
-from benchmarks.peers.process import ROOT, Missing, Steps, Worker, environment
+from benchmarks.peers.process import ROOT, MissingPackage, Steps, Worker, worker_environment
 from benchmarks.peers.report import REFERENCE, Results, report
 from benchmarks.peers.shapes import SHAPES
-from benchmarks.setting import busy_seconds, load
+from benchmarks.setting import busy_seconds, describe_load
 from lm_trainer.core.errors import UserError
 
 
@@ -62,13 +62,13 @@ def measure(options: argparse.Namespace) -> Results:
     Raises:
         UserError: if a worker fails, or trains differently from `lmt`.
     """
-    initial_load = load("before")
+    initial_load = describe_load("before")
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         weights = Path(directory) / "weights.npz"
         write_weights(options.shape, weights)
         probe = stack.enter_context(Worker(MATMUL, options.shape, weights))
         workers, traces, missing = start_workers(options.shape, options.kinds, probe, weights, stack)
-        if problems := disagreements(traces, REFERENCE, FLOAT32 if probe.device == "cpu" else BFLOAT16):
+        if problems := find_disagreements(traces, REFERENCE, FLOAT32 if probe.device == "cpu" else BFLOAT16):
             raise UserError("not all kinds train the same, so no times are shown:\n" + "\n".join(problems))
         turns, products, other_cores = take_turns(workers, probe, options.turns, options.steps)
         facts = workers[REFERENCE].facts
@@ -105,15 +105,15 @@ def start_workers(
         if probe.device != "cpu" and kind.endswith("+alloc"):
             missing[kind] = "lmt leaves the allocator alone where there is an accelerator"
             continue
-        _tell(f"{kind}: starting, and {STEPS} steps to compare")
+        _print_progress(f"{kind}: starting, and {STEPS} steps to compare")
         try:
             worker = stack.enter_context(Worker(kind, shape, weights))
-        except Missing as package:
+        except MissingPackage as package:
             missing[kind] = f"{package} is not installed"
             continue
         if worker.device != probe.device:
             raise UserError(f"{kind} runs on a {worker.device}, jax on a {probe.device}; leave it out by --kinds")
-        traces[kind] = Trace(worker.run(STEPS).loss, worker.settle())
+        traces[kind] = Trace(worker.run(STEPS).loss, worker.weights_norm())
         workers[kind] = worker
     return workers, traces, missing
 
@@ -121,7 +121,7 @@ def start_workers(
 def write_weights(shape: str, path: Path) -> None:
     """Writes the weights in a new process: the driver must hold no memory or threads that disturb the workers."""
     command = [sys.executable, "-m", "benchmarks.peers.lmt_step", shape, str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=worker_environment(), stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise UserError(f"the initial weights could not be made:\n{done.stderr[-2000:]}")
 
@@ -134,7 +134,7 @@ def take_turns(
     products: list[float] = []
     own_seconds, busy_before, started = -time.process_time(), busy_seconds(), time.perf_counter()
     for turn in range(turns):
-        _tell(f"turn {turn + 1} of {turns}")
+        _print_progress(f"turn {turn + 1} of {turns}")
         for kind in workers if turn % 2 == 0 else reversed(workers):
             steps_by_kind[kind].append(workers[kind].run(steps))
         product = probe.run(1)
@@ -152,7 +152,7 @@ def take_turns(
     return steps_by_kind, products, other_cores
 
 
-def _tell(message: str) -> None:
+def _print_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

@@ -30,7 +30,7 @@ class Tolerance(NamedTuple):
 FLOAT32, BFLOAT16 = Tolerance(3.5e-5, 2e-6), Tolerance(2.6e-3, 1e-4)
 
 
-def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
+def find_disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
     """Describes the differences from `reference` above `tolerance`; empty if all kinds train the same."""
     expected, messages = traces[reference], []
     for name, trace in traces.items():
@@ -50,7 +50,7 @@ def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolera
     return messages
 
 
-def furthest(traces: Mapping[str, Trace], reference: str) -> float:
+def largest_loss_difference(traces: Mapping[str, Trace], reference: str) -> float:
     """The largest difference of a loss from the loss of `reference`, in nats."""
     expected = traces[reference].losses
     return max(abs(a - b) for trace in traces.values() for a, b in zip(trace.losses, expected, strict=True))

@@ -28,8 +28,8 @@ from benchmarks.peers.shapes import (
     ROPE_THETA,
     WEIGHT_DECAY,
     Shape,
-    batches,
-    decays,
+    is_decayed,
+    make_batches,
 )
 
 Params = dict[str, jax.Array]
@@ -124,7 +124,7 @@ class TwinTrainer:
                 *BETAS,
                 eps=EPSILON,
                 weight_decay=WEIGHT_DECAY,
-                mask={name: decays(name, x.shape) for name, x in params.items()},
+                mask={name: is_decayed(name, x.shape) for name, x in params.items()},
             ),
         )
         gradient = jax.value_and_grad(functools.partial(mean_loss, shape, dtype))
@@ -138,7 +138,7 @@ class TwinTrainer:
         self._step = jax.jit(step, donate_argnums=(0, 1))
         # Outputs of the step are committed to their device; if the first arguments were not, it would compile twice.
         self._params, self._state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
-        self._batches = [jax.device_put(batch, jax.devices()[0]) for batch in batches(shape)]
+        self._batches = [jax.device_put(batch, jax.devices()[0]) for batch in make_batches(shape)]
 
     def step(self, index: int) -> float:
         batch = self._batches[index % len(self._batches)]

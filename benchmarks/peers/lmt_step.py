@@ -20,7 +20,7 @@ from benchmarks.peers.shapes import (
     SHAPES,
     WEIGHT_DECAY,
     Shape,
-    batches,
+    make_batches,
 )
 from lm_trainer.models import hf
 from lm_trainer.profile.flops import flops_per_token, parameter_count
@@ -79,7 +79,7 @@ class LmtTrainer:
         nested = hf.params_from_hf(config.model, shape.vocab, read_weights(weights))
         self._state = self._program.from_weights(self._program.model.named(nested))
         plain = random_batch(shape.rows, shape.seq_len, shape.vocab)
-        rows = [plain._replace(tokens=tokens, targets=targets) for tokens, targets in batches(shape)]
+        rows = [plain._replace(tokens=tokens, targets=targets) for tokens, targets in make_batches(shape)]
         self._program.step.compile(rows[0])
         self._batches = [self._program.step.put(batch) for batch in rows]
         self.device = jax.default_backend()

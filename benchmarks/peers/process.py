@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Missing(Exception):
+class MissingPackage(Exception):
     """A package needed by a kind is not installed; its argument is the name."""
 
 
@@ -49,7 +49,7 @@ class Worker:
             self._process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environment(),
+                env=worker_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -59,7 +59,7 @@ class Worker:
         try:
             ready = self._answer()
             if "missing" in ready:
-                raise Missing(ready["missing"])
+                raise MissingPackage(ready["missing"])
         except BaseException:
             self._end()
             raise
@@ -76,7 +76,7 @@ class Worker:
         """Trains a number of steps, and returns when they are finished."""
         return Steps(**self._ask(f"run {count}"))
 
-    def settle(self) -> float:
+    def weights_norm(self) -> float:
         """The norm of the weights; also resets the peak memory, to exclude compilation."""
         return self._ask("settle")["norm"]
 
@@ -85,17 +85,17 @@ class Worker:
         try:
             print(question, file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            raise self._failure() from None
+            raise self._make_error() from None
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise self._failure()
+            raise self._make_error()
         return json.loads(line)
 
-    def _failure(self) -> UserError:
+    def _make_error(self) -> UserError:
         code = self._process.wait()
         end = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
         return UserError(f"the process of {self.name!r} ended with exit code {code}:\n{end}")
@@ -105,7 +105,7 @@ class Worker:
         self._process.communicate()
 
 
-def environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """Environment for workers, which keeps idle ones from using the device; variables already set are kept."""
     quiet = {
         # By default OpenMP threads spin while waiting for each other, which takes cores from the active process.

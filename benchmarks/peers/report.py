@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.agreement import STEPS, Trace, furthest
+from benchmarks.peers.agreement import STEPS, Trace, largest_loss_difference
 from benchmarks.peers.kinds import KINDS
-from benchmarks.peers.process import Steps, environment
+from benchmarks.peers.process import Steps, worker_environment
 from benchmarks.peers.shapes import Shape
-from benchmarks.setting import setting, table
+from benchmarks.setting import describe_setting, markdown_table
 
 REFERENCE = "lmt"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers")
@@ -38,11 +38,11 @@ class Results:
     load: str
     """Load of the machine before the run."""
 
-    def wall(self, kind: str) -> list[float]:
+    def wall_seconds(self, kind: str) -> list[float]:
         """Seconds per step, in each turn."""
         return [statistics.mean(steps.wall) for steps in self.turns[kind]]
 
-    def cpu(self, kind: str) -> list[float]:
+    def cpu_seconds(self, kind: str) -> list[float]:
         """CPU seconds per step, in each turn."""
         return [statistics.mean(steps.cpu) for steps in self.turns[kind]]
 
@@ -55,7 +55,7 @@ class Results:
         """All raw data."""
         return {
             "command": self.command,
-            "setting": setting(*PACKAGES),
+            "setting": describe_setting(*PACKAGES),
             "load": self.load,
             "shape": vars(self.shape),
             "device": self.device,
@@ -81,18 +81,18 @@ def report(results: Results) -> Iterator[str]:
         yield ""
         yield "A step's time by that of a step of the kind in the column, median over the turns:"
         yield ""
-        yield _ratio_table(results, bases, {kind: results.wall(kind) for kind in results.turns})
+        yield _ratio_table(results, bases, {kind: results.wall_seconds(kind) for kind in results.turns})
         if results.device == "cpu":
             yield ""
             yield "The same by CPU seconds, of all threads together:"
             yield ""
-            yield _ratio_table(results, bases, {kind: results.cpu(kind) for kind in results.turns})
+            yield _ratio_table(results, bases, {kind: results.cpu_seconds(kind) for kind in results.turns})
 
 
 def _caption(results: Results) -> Iterator[str]:
     shape = results.shape
     precision = "float32" if results.device == "cpu" else "bfloat16 products, float32 weights"
-    yield f"`{results.command}`: {setting(*PACKAGES)}"
+    yield f"`{results.command}`: {describe_setting(*PACKAGES)}"
     yield (
         f"{shape.describe()}; {results.parameters / 1e6:.1f} M parameters, {precision}, AdamW, no dropout, nothing "
         f"recomputed. `lmt` cuts the rows into {shape.elastic_shards} microbatches, `lmt fast` does not."
@@ -100,10 +100,11 @@ def _caption(results: Results) -> Iterator[str]:
     turns = len(next(iter(results.turns.values())))
     steps = len(next(iter(results.turns.values()))[0].wall)
     yield (
-        f"{_count(turns, 'turn')} of {_count(steps, 'step')} of each kind, each in a process of its own, one after the "
-        f"other, in reversed order every other turn. All start from the same weights and read the same batches; in "
-        f"the first {STEPS} steps no loss is further than {furthest(results.traces, REFERENCE):.1e} from that of "
-        f"`{REFERENCE}`. OMP_WAIT_POLICY is {environment()['OMP_WAIT_POLICY'].lower()}."
+        f"{_format_count(turns, 'turn')} of {_format_count(steps, 'step')} of each kind, each in a process of its own, "
+        f"one after the other, in reversed order every other turn. All start from the same weights and read the same "
+        f"batches; in the first {STEPS} steps no loss is further than "
+        f"{largest_loss_difference(results.traces, REFERENCE):.1e} from that of "
+        f"`{REFERENCE}`. OMP_WAIT_POLICY is {worker_environment()['OMP_WAIT_POLICY'].lower()}."
     )
     rate = statistics.median(results.products)
     yield (
@@ -126,7 +127,7 @@ def _steps_table(results: Results) -> str:
     work = results.flops_per_token * shape.tokens
     rows = []
     for kind, turns in results.turns.items():
-        wall, cpu = results.wall(kind), results.cpu(kind)
+        wall, cpu = results.wall_seconds(kind), results.cpu_seconds(kind)
         median, cpu_median = statistics.median(wall), statistics.median(cpu)
         low, high = _quartiles(wall)
         rows.append(
@@ -142,19 +143,19 @@ def _steps_table(results: Results) -> str:
             ]
         )
     heads = ["kind", "ms a step", "quartiles", "tokens/s", "CPU s a step", "tokens per CPU s", "of the product's rate"]
-    return table([*heads, "peak MiB"], rows)
+    return markdown_table([*heads, "peak MiB"], rows)
 
 
 def _ratio_table(results: Results, bases: Sequence[str], times: Mapping[str, Sequence[float]]) -> str:
-    rows = [[kind, *(f"{_ratio(times[kind], times[base]):.2f}" for base in bases)] for kind in results.turns]
-    return table(["kind", *(f"/ {base}" for base in bases)], rows)
+    rows = [[kind, *(f"{_median_ratio(times[kind], times[base]):.2f}" for base in bases)] for kind in results.turns]
+    return markdown_table(["kind", *(f"/ {base}" for base in bases)], rows)
 
 
-def _ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
+def _median_ratio(times: Sequence[float], base_times: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, base_times, strict=True))
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number > 1 else "")
 
 

@@ -78,7 +78,7 @@ SHAPES = {
 }
 
 
-def batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
+def make_batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and targets of all batches, int32 [B, S], with small ids more frequent, to give the model a pattern to
     learn.
     """
@@ -88,6 +88,6 @@ def batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])) for rows in tokens]
 
 
-def decays(name: str, dims: Sequence[int]) -> bool:
+def is_decayed(name: str, dims: Sequence[int]) -> bool:
     """True if a weight decays, by its name in transformers: matrices except embedding tables."""
     return len(dims) == 2 and not name.endswith(_EMBEDDINGS)

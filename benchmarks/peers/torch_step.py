@@ -23,8 +23,8 @@ from benchmarks.peers.shapes import (
     ROPE_THETA,
     WEIGHT_DECAY,
     Shape,
-    batches,
-    decays,
+    is_decayed,
+    make_batches,
 )
 from benchmarks.peers.torch_models import plain_model
 from lm_trainer.core.runtime import available_cores
@@ -80,12 +80,14 @@ class TorchTrainer:
         self._cuda = torch.cuda.is_available()
         self.device, device = ("gpu", "cuda") if self._cuda else ("cpu", "cpu")
         self._model = model.to(device)
-        self._batches = [tuple(torch.tensor(x, dtype=torch.long, device=device) for x in b) for b in batches(shape)]
+        self._batches = [
+            tuple(torch.tensor(x, dtype=torch.long, device=device) for x in b) for b in make_batches(shape)
+        ]
         self._loss = torch.compile(self._forward) if compiled else self._forward
         named = list(self._model.named_parameters())
         self._parameters = [p for _, p in named]
         groups = [
-            {"params": [p for n, p in named if decays(n, p.shape) == decaying], "weight_decay": strength}
+            {"params": [p for n, p in named if is_decayed(n, p.shape) == decaying], "weight_decay": strength}
             for decaying, strength in ((True, WEIGHT_DECAY), (False, 0.0))
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)

@@ -40,24 +40,24 @@ def main() -> None:
         command, *arguments = line.split()
         if command == "settle":
             say(norm=trainer.norm())
-            forget_peak()
+            reset_peak()
         else:
             count = int(arguments[0])
-            steps = [timed(trainer, done + i) for i in range(count)]
+            steps = [time_step(trainer, done + i) for i in range(count)]
             done += count
             wall, cpu, loss = (list(x) for x in zip(*steps, strict=True))
             say(wall=wall, cpu=cpu, loss=loss, idle=woken - rested, peak=peak_bytes())
         rested = time.process_time()
 
 
-def timed(trainer: Any, index: int) -> tuple[float, float, float]:
+def time_step(trainer: Any, index: int) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds of all threads of this process, and the loss."""
     cpu, wall = time.process_time(), time.perf_counter()
     loss = trainer.step(index)
     return time.perf_counter() - wall, time.process_time() - cpu, loss
 
 
-def forget_peak() -> None:
+def reset_peak() -> None:
     """Resets the peak memory if the system supports it; otherwise the peak counts from the start."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -7,7 +7,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import Generation
-from lm_trainer.generate.layout import for_decoding
+from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
@@ -34,7 +34,7 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     dtype = config.trainer.mp.compute_dtype
     # Cast once, so each token reads the weights in the compute dtype instead of float32.
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    model = for_decoding(program.model.merge(params), dtype)
+    model = to_decoding_layout(program.model.merge(params), dtype)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()
 
     settings = GenerateSettings(max_new_tokens=new, temperature=0, dtype=dtype)

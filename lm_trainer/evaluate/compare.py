@@ -65,21 +65,21 @@ def compare_sets(first: SetLosses, second: SetLosses, *, same_tokens: bool, docu
     Raises:
         UserError: if the models cannot be compared on this set.
     """
-    a, b, common = _paired(first.documents, second.documents)
+    a, b, common = _pair_documents(first.documents, second.documents)
     by_bytes = a.bytes_D is not None and b.bytes_D is not None
     if not (by_bytes or same_tokens):
         raise UserError(
             f"{first.name}: the models have other tokenizers, and the text of the tokens is not known; nothing is "
             f"common to their losses"
         )
-    x_D, y_D = _terms(a, by_bytes)
-    u_D, v_D = _terms(b, by_bytes)
-    difference = _difference(x_D, y_D, u_D, v_D)
+    x_D, y_D = _numerators_and_denominators(a, by_bytes)
+    u_D, v_D = _numerators_and_denominators(b, by_bytes)
+    difference = _ratio_difference(x_D, y_D, u_D, v_D)
     # Contribution of each document to the difference of the means.
     shares_D = x_D / math.fsum(y_D) - u_D / math.fsum(v_D)
     largest = np.argsort(-np.abs(shares_D), kind="stable")[:documents]
     means = ((int(d), float(x_D[d] / y_D[d]), float(u_D[d] / v_D[d])) for d in largest if y_D[d] and v_D[d])
-    worst = [_of_document(first, int(common[d]), a_mean, b_mean) for d, a_mean, b_mean in means]
+    worst = [_document_difference(first, int(common[d]), a_mean, b_mean) for d, a_mean, b_mean in means]
     half = 1.959964 * difference.error
     return SetComparison(
         first.name,
@@ -98,13 +98,13 @@ def compare(first: Sequence[SetLosses], second: Sequence[SetLosses], *, same_tok
     return [compare_sets(a, b, same_tokens=same_tokens) for a, b in zip(first, second, strict=True)]
 
 
-def _terms(documents: Documents, by_bytes: bool) -> tuple[np.ndarray, np.ndarray]:
+def _numerators_and_denominators(documents: Documents, by_bytes: bool) -> tuple[np.ndarray, np.ndarray]:
     if by_bytes and documents.bytes_D is not None:
         return documents.nats_D / math.log(2), documents.bytes_D
     return documents.nats_D, documents.tokens_D
 
 
-def _difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np.ndarray) -> Mean:
+def _ratio_difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np.ndarray) -> Mean:
     """Sum x / sum y - sum u / sum v with its standard error by linearisation, for the same documents in both."""
     y, v, count = math.fsum(y_D), math.fsum(v_D), len(x_D)
     r, s = math.fsum(x_D) / y, math.fsum(u_D) / v
@@ -114,12 +114,12 @@ def _difference(x_D: np.ndarray, y_D: np.ndarray, u_D: np.ndarray, v_D: np.ndarr
     return Mean(r - s, math.sqrt(count / (count - 1) * math.fsum(rest_D**2)))
 
 
-def _paired(a: Documents, b: Documents) -> tuple[Documents, Documents, np.ndarray]:
+def _pair_documents(a: Documents, b: Documents) -> tuple[Documents, Documents, np.ndarray]:
     common, in_a, in_b = np.intersect1d(a.numbers_D, b.numbers_D, return_indices=True)
-    return _select(a, in_a), _select(b, in_b), common
+    return _select_documents(a, in_a), _select_documents(b, in_b), common
 
 
-def _select(documents: Documents, indices: np.ndarray) -> Documents:
+def _select_documents(documents: Documents, indices: np.ndarray) -> Documents:
     counts_D = documents.bytes_D
     return Documents(
         documents.numbers_D[indices],
@@ -129,7 +129,7 @@ def _select(documents: Documents, indices: np.ndarray) -> Documents:
     )
 
 
-def _of_document(losses: SetLosses, number: int, first: float, second: float) -> DocumentDifference:
+def _document_difference(losses: SetLosses, number: int, first: float, second: float) -> DocumentDifference:
     passage = losses.held_out.first_passage(number, EXCERPT_TOKENS)
     excerpt = " ".join(passage.text.split())
     return DocumentDifference(passage.where, first - second, first, second, excerpt)

@@ -53,14 +53,14 @@ class Documents:
     @property
     def loss(self) -> Mean:
         """Nats per token."""
-        return ratio(self.nats_D, self.tokens_D)
+        return ratio_of_sums(self.nats_D, self.tokens_D)
 
     @property
     def bits_per_byte(self) -> Mean | None:
         """Bits of all targets, including ends of documents, divided by the bytes of their text."""
-        return None if self.bytes_D is None else ratio(self.nats_D / math.log(2), self.bytes_D)
+        return None if self.bytes_D is None else ratio_of_sums(self.nats_D / math.log(2), self.bytes_D)
 
-    def joined(self, other_sets: Sequence[Documents]) -> Documents:
+    def concatenate(self, other_sets: Sequence[Documents]) -> Documents:
         """Concatenates the documents of several sets."""
         every = (self, *other_sets)
         byte_counts = [documents.bytes_D for documents in every if documents.bytes_D is not None]
@@ -84,7 +84,7 @@ class SetLosses:
     """Number of documents split over rows, so some tokens are predicted without full context."""
 
 
-def ratio(numerators_D: np.ndarray, denominators_D: np.ndarray) -> Mean:
+def ratio_of_sums(numerators_D: np.ndarray, denominators_D: np.ndarray) -> Mean:
     """The ratio of two sums over documents, and its standard error by linearisation.
 
     The error is sqrt(D / (D - 1) sum_d (x_d - r y_d)^2) / sum_d y_d with r the ratio (Cochran 1977, Sampling
@@ -119,11 +119,11 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     batches = rows.batches(size, rows=local, max_batches=max_batches)
     pending: list[Batch] = []
 
-    def remembered(batch: Batch) -> Batch:
+    def append_to_pending(batch: Batch) -> Batch:
         pending.append(batch)
         return batch
 
-    for index, nll_BS in enumerate(model.token_losses(map(remembered, batches))):
+    for index, nll_BS in enumerate(model.token_losses(map(append_to_pending, batches))):
         batch = pending.pop(0)
         numbers_B = index * size + np.asarray(local)
         is_target_BS = batch.weights > 0
@@ -144,7 +144,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     return SetLosses(held_out.name, rows.tags, held_out, documents, rows.count_split_documents(ends_D))
 
 
-class Group(NamedTuple):
+class GroupAverages(NamedTuple):
     """Averages over several sets."""
 
     name: str
@@ -158,28 +158,28 @@ class Group(NamedTuple):
     macro_bits_per_byte: Mean | None
 
 
-def group_means(sets: Sequence[SetLosses]) -> list[Group]:
+def group_means(sets: Sequence[SetLosses]) -> list[GroupAverages]:
     """The averages of every group of `groups_of`."""
     by_name = {losses.name: losses for losses in sets}
     groups = groups_of({losses.name: losses.tags for losses in sets})
-    return [_group(name, [by_name[member] for member in members]) for name, members in groups.items()]
+    return [_average_group(name, [by_name[member] for member in members]) for name, members in groups.items()]
 
 
-def _group(name: str, sets: Sequence[SetLosses]) -> Group:
+def _average_group(name: str, sets: Sequence[SetLosses]) -> GroupAverages:
     first, *other_documents = [losses.documents for losses in sets]
-    joined = first.joined(other_documents)
+    joined = first.concatenate(other_documents)
     bits = [losses.documents.bits_per_byte for losses in sets]
     known_bits = [losses for losses in bits if losses is not None]
-    return Group(
+    return GroupAverages(
         name,
         tuple(losses.name for losses in sets),
         joined.loss,
-        _mean([losses.documents.loss for losses in sets]),
+        _average_means([losses.documents.loss for losses in sets]),
         joined.bits_per_byte,
-        _mean(known_bits) if len(known_bits) == len(bits) else None,
+        _average_means(known_bits) if len(known_bits) == len(bits) else None,
     )
 
 
-def _mean(values: Sequence[Mean]) -> Mean:
+def _average_means(values: Sequence[Mean]) -> Mean:
     error = math.sqrt(math.fsum(x.error**2 for x in values)) / len(values)
     return Mean(math.fsum(x.value for x in values) / len(values), error)

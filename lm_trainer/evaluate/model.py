@@ -105,17 +105,17 @@ def open_eval_model(
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
-        return _of_files(path, context, overrides)
+        return _open_hf_directory(path, context, overrides)
     directory, _ = find_checkpoints(source)
     config = read_config(directory, [*_ONE_PROCESS, *overrides])
-    _configure(config)
+    _configure_jax(config)
     loaded = load_merged_model(source, step, averaged=averaged)
     # Adapters have been merged.
     config = config.model_copy(update={"adapter": None})
-    return _to_devices(loaded, loaded.step, config, context)
+    return _place_on_devices(loaded, loaded.step, config, context)
 
 
-def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
+def _open_hf_directory(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
     row = context or min(read_hf_config(path)[0].seq_len, MAX_ROW)
     rows = max(_TOKENS_AT_ONCE // row, 1)
     model = read_hf_config(path)[0]
@@ -125,17 +125,19 @@ def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> Eval
         file.write_text(to_yaml(RunConfig(model=model)))  # pyright: ignore[reportArgumentType]
         settings = (f"trainer.train_batch_size={8 * rows}", "trainer.tracker=[]")
         config = load(file, [*settings, *_ONE_PROCESS, *overrides], RunConfig).config
-    _configure(config)
+    _configure_jax(config)
     text = read_hf(path)
-    return _to_devices(text, None, config, row)
+    return _place_on_devices(text, None, config, row)
 
 
-def _configure(config: RunConfig) -> None:
+def _configure_jax(config: RunConfig) -> None:
     trainer = config.trainer
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
 
 
-def _to_devices(model: LoadedModel | TextModel, step: int | None, config: RunConfig, context: int | None) -> EvalModel:
+def _place_on_devices(
+    model: LoadedModel | TextModel, step: int | None, config: RunConfig, context: int | None
+) -> EvalModel:
     max_length = config.model.spec(model.vocab_size).num_positions
     if context is not None and not 1 <= context <= max_length:
         raise UserError(f"--context {context}: the model reads 1 to {max_length} tokens")

@@ -23,8 +23,10 @@ def text_lines(losses: TextLosses) -> list[str]:
             ("micro", group.micro_loss, group.micro_bits_per_byte),
             ("macro", group.macro_loss, group.macro_bits_per_byte),
         ):
-            rows.append((f"{name} ({kind})", "", "", "", _mean(loss), _perplexity(loss), _mean(bits)))
-    return [*table(rows, left=1), *_rate_lines(losses)]
+            rows.append(
+                (f"{name} ({kind})", "", "", "", _format_mean(loss), _format_perplexity(loss), _format_mean(bits))
+            )
+    return [*format_table(rows, left=1), *_rate_lines(losses)]
 
 
 def _rate_lines(losses: TextLosses) -> list[str]:
@@ -35,7 +37,7 @@ def _rate_lines(losses: TextLosses) -> list[str]:
     for rates in losses.rates:
         normalised = "" if rates.normalised_words is None else f"{rates.normalised_words:.2%}"
         rows.append((rates.name, f"{rates.rows:,}", f"{rates.words:.2%}", normalised, f"{rates.characters:.2%}"))
-    lines = ["", *table(rows, left=1)]
+    lines = ["", *format_table(rows, left=1)]
     for rates in losses.rates:
         lines += [
             "",
@@ -54,20 +56,20 @@ def _set_row(losses: SetLosses) -> tuple[str, ...]:
         f"{len(documents.numbers_D):,}",
         f"{documents.tokens:,}",
         count,
-        _mean(loss),
-        _perplexity(loss),
-        _mean(documents.bits_per_byte),
+        _format_mean(loss),
+        _format_perplexity(loss),
+        _format_mean(documents.bits_per_byte),
     )
 
 
-def _mean(mean: Mean | None) -> str:
+def _format_mean(mean: Mean | None) -> str:
     # A set without any counted token has no mean.
     if mean is None or math.isnan(mean.value):
         return ""
     return f"{mean.value:.4f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.4f}")
 
 
-def _perplexity(loss: Mean) -> str:
+def _format_perplexity(loss: Mean) -> str:
     value = perplexity(loss)
     return "" if math.isnan(value) else f"{value:,.2f}"
 
@@ -95,7 +97,7 @@ def comparison_lines(names: tuple[str, str], comparisons: Sequence[SetComparison
                 better,
             )
         )
-    lines += table(rows, left=1)
+    lines += format_table(rows, left=1)
     for comparison in comparisons:
         lines += ["", f"{comparison.name}: the documents that make most of the difference, in {comparison.unit}"]
         for document in comparison.worst:
@@ -104,7 +106,7 @@ def comparison_lines(names: tuple[str, str], comparisons: Sequence[SetComparison
     return lines
 
 
-def table(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
+def format_table(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
     """Formats rows as aligned columns; the first `left` columns are left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -122,19 +124,19 @@ def as_json(losses: TextLosses) -> dict[str, Any]:
         {
             "name": group.name,
             "sets": list(group.members),
-            **_json_mean("micro_loss", group.micro_loss),
-            **_json_mean("macro_loss", group.macro_loss),
-            **_json_mean("micro_bits_per_byte", group.micro_bits_per_byte),
-            **_json_mean("macro_bits_per_byte", group.macro_bits_per_byte),
+            **_mean_as_json("micro_loss", group.micro_loss),
+            **_mean_as_json("macro_loss", group.macro_loss),
+            **_mean_as_json("micro_bits_per_byte", group.micro_bits_per_byte),
+            **_mean_as_json("macro_bits_per_byte", group.macro_bits_per_byte),
         }
         for group in losses.groups
     ]
-    sets = [_json_set(item) for item in losses.sets]
+    sets = [_set_as_json(item) for item in losses.sets]
     rates = [asdict(item) for item in losses.rates]
     return {"sets": sets, "groups": groups, "notes": losses.notes, **({"error_rates": rates} if rates else {})}
 
 
-def _json_set(losses: SetLosses) -> dict[str, Any]:
+def _set_as_json(losses: SetLosses) -> dict[str, Any]:
     documents = losses.documents
     return {
         "name": losses.name,
@@ -142,13 +144,13 @@ def _json_set(losses: SetLosses) -> dict[str, Any]:
         "documents": len(documents.numbers_D),
         "tokens": documents.tokens,
         "bytes": documents.bytes,
-        **_json_mean("loss", documents.loss),
+        **_mean_as_json("loss", documents.loss),
         "perplexity": perplexity(documents.loss),
-        **_json_mean("bits_per_byte", documents.bits_per_byte),
+        **_mean_as_json("bits_per_byte", documents.bits_per_byte),
     }
 
 
-def _json_mean(name: str, mean: Mean | None) -> dict[str, float | None]:
+def _mean_as_json(name: str, mean: Mean | None) -> dict[str, float | None]:
     value, error = (None, None) if mean is None else mean
     return {name: value, f"{name}_error": error}
 

@@ -35,7 +35,9 @@ class ErrorRates:
     """Reference and transcript of the first rows."""
 
 
-def error_rates(model: Any, held_out: SpeechSet, generation: dict[str, Any], max_batches: int | None) -> ErrorRates:
+def measure_error_rates(
+    model: Any, held_out: SpeechSet, generation: dict[str, Any], max_batches: int | None
+) -> ErrorRates:
     """Transcribes all rows of a set greedily, each after its own prompt, and counts errors.
 
     Args:
@@ -53,14 +55,14 @@ def error_rates(model: Any, held_out: SpeechSet, generation: dict[str, Any], max
 
     references, written = list[str](), list[str]()
     for batch in held_out.batches(_ROWS, rows=range(_ROWS), max_batches=max_batches):
-        for prompt, rows in _by_prompt(batch).items():
+        for prompt, rows in _group_by_prompt(batch).items():
             targets_BS, weights_BS = np.asarray(batch.targets), np.asarray(batch.weights)
-            references += [_decoded(held_out, targets_BS[row][weights_BS[row] > 0]) for row in rows]
+            references += [_decode_text(held_out, targets_BS[row][weights_BS[row] > 0]) for row in rows]
             rules = SpeechRules.from_config(generation, start_id=prompt[0], eos_id=held_out.eos_id)
             transcripts = transcribe_features(model, np.asarray(batch.features)[rows], rules, prompt=prompt)
-            written += [_decoded(held_out, ids) for ids in transcripts]
+            written += [_decode_text(held_out, ids) for ids in transcripts]
     # An empty reference has no words to divide by; its transcript counts as insertions.
-    normalise = _normaliser()
+    normalise = _whisper_normaliser()
     normalised = None
     if normalise is not None:
         normalised = jiwer.wer([normalise(text) for text in references], [normalise(text) for text in written])
@@ -74,21 +76,21 @@ _ROWS = 16
 """Number of rows per batch."""
 
 
-def _by_prompt(batch: Batch) -> dict[tuple[int, ...], list[int]]:
+def _group_by_prompt(batch: Batch) -> dict[tuple[int, ...], list[int]]:
     """The rows without padding, by the tokens before the first trained one."""
     rows_by_prompt: dict[tuple[int, ...], list[int]] = {}
     for row, (tokens_S, weights_S) in enumerate(zip(batch.tokens, batch.weights, strict=True)):
-        learnt = np.flatnonzero(weights_S > 0)
-        if len(learnt):
-            rows_by_prompt.setdefault(tuple(tokens_S[: learnt[0] + 1].tolist()), []).append(row)
+        trained_positions = np.flatnonzero(weights_S > 0)
+        if len(trained_positions):
+            rows_by_prompt.setdefault(tuple(tokens_S[: trained_positions[0] + 1].tolist()), []).append(row)
     return rows_by_prompt
 
 
-def _decoded(held_out: SpeechSet, ids: Sequence[int] | np.ndarray) -> str:
+def _decode_text(held_out: SpeechSet, ids: Sequence[int] | np.ndarray) -> str:
     return held_out.tokenizer.decode([int(token) for token in ids]).strip()
 
 
-def _normaliser() -> Callable[[str], str] | None:
+def _whisper_normaliser() -> Callable[[str], str] | None:
     """Whisper's normaliser for any language, from transformers."""
     if importlib.util.find_spec("transformers") is None:
         return None

@@ -16,16 +16,16 @@ from lm_trainer.data.held_out import open_held_out
 from lm_trainer.data.rows.audio_rows import SpeechSet
 from lm_trainer.data.tokenize.progress import OnProgress
 from lm_trainer.evaluate.compare import SetComparison, compare
-from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_means
+from lm_trainer.evaluate.losses import GroupAverages, SetLosses, evaluate_set, group_means
 from lm_trainer.evaluate.model import EvalModel
-from lm_trainer.evaluate.speech import ErrorRates, error_rates
+from lm_trainer.evaluate.speech import ErrorRates, measure_error_rates
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_run, run_start_directory
 
 _YAML = (".yaml", ".yml")
 
 
-class Text(NamedTuple):
+class EvaluationText(NamedTuple):
     """The text to evaluate on."""
 
     config: DataConfig
@@ -46,13 +46,13 @@ class TextLosses(NamedTuple):
     """A model's losses on texts."""
 
     sets: list[SetLosses]
-    groups: list[Group]
+    groups: list[GroupAverages]
     notes: list[str]
     rates: list[ErrorRates]
     """Error rates of speech sets."""
 
 
-def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
+def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> EvaluationText:
     """Finds the text to evaluate on.
 
     Args:
@@ -66,9 +66,9 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
     if len(data) == 1 and data[0].endswith(_YAML):
         if problem := path_problem(data[0]):
             raise UserError(f"--data: {problem}")
-        return Text(load(local_path(data[0]), ["trainer.tracker=[]"], RunConfig).config.data, Path.cwd())
+        return EvaluationText(load(local_path(data[0]), ["trainer.tracker=[]"], RunConfig).config.data, Path.cwd())
     if data:
-        return Text(_of_files(data), Path.cwd())
+        return EvaluationText(_data_config_of_files(data), Path.cwd())
     if model.step is None:
         raise UserError(
             f"{source} is no run and has no text of its own to be evaluated on; name some: --data FILE, a "
@@ -78,10 +78,10 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
     # For a checkpoint directory without a run directory, it is unknown where the run was started.
     with contextlib.suppress(UserError):
         root = run_start_directory(find_run(source), model.config.trainer.log_dir)
-    return Text(model.config.data, root)
+    return EvaluationText(model.config.data, root)
 
 
-def _of_files(files: Sequence[str]) -> DataConfig:
+def _data_config_of_files(files: Sequence[str]) -> DataConfig:
     """Each file as a separate set; the training text is a placeholder the configuration requires."""
     names = [re.sub(r"[^\w.-]+", "-", Path(file).stem).lstrip(".-") or "text" for file in files]
     if len({*names}) < len(names):
@@ -91,7 +91,7 @@ def _of_files(files: Sequence[str]) -> DataConfig:
 
 
 def evaluate_text(
-    model: EvalModel, text: Text, options: TextOptions, on_progress: OnProgress | None = None
+    model: EvalModel, text: EvaluationText, options: TextOptions, on_progress: OnProgress | None = None
 ) -> TextLosses:
     """Computes a model's losses on all held-out sets of a text.
 
@@ -110,8 +110,8 @@ def evaluate_text(
         speech_sets = [opened_set.rows for opened_set in opened.sets if isinstance(opened_set.rows, SpeechSet)]
         decoder = model.decoder() if speech_sets else None
         generation = getattr(model.config.model, "generation_config", {})
-        rates = [error_rates(decoder, rows, generation, options.max_batches) for rows in speech_sets]
-    return TextLosses(sets, group_means(sets), [*opened.notes, *_notes(model, sets, options)], rates)
+        rates = [measure_error_rates(decoder, rows, generation, options.max_batches) for rows in speech_sets]
+    return TextLosses(sets, group_means(sets), [*opened.notes, *_collect_notes(model, sets, options)], rates)
 
 
 def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLosses) -> list[SetComparison]:
@@ -119,7 +119,7 @@ def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLoss
     return compare(a.sets, b.sets, same_tokens=first.tokenizer.identity() == second.tokenizer.identity())
 
 
-def _notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) -> list[str]:
+def _collect_notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) -> list[str]:
     notes = []
     stride = options.stride or model.row
     for losses in sets:

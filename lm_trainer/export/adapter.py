@@ -12,8 +12,8 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.export.card import TrainingFacts, adapter_card
 from lm_trainer.export.files import FILES
 from lm_trainer.export.huggingface import DTYPES, ExportOptions
-from lm_trainer.export.output import complete_directory
-from lm_trainer.export.weights import write_file, write_json
+from lm_trainer.export.output import atomic_directory
+from lm_trainer.export.weights import write_json, write_safetensors
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.peft import adapter_to_peft
 from lm_trainer.nn.lora_config import LoraConfig
@@ -56,8 +56,8 @@ def write_adapter(out: StoragePath, model: AdapterModel, options: ExportOptions)
         model.name, base=model.base, rank=model.adapter.rank, parameters=parameters, facts=model.facts,
         hub_name=options.hub_name,
     )  # fmt: skip
-    with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
+    with atomic_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
         write_json(draft / "adapter_config.json", config)
-        write_file(draft / "adapter_model.safetensors", tensors, dtype=DTYPES[options.dtype])
+        write_safetensors(draft / "adapter_model.safetensors", tensors, dtype=DTYPES[options.dtype])
         model.tokenizer.save(draft)
         (draft / "README.md").write_text(card, encoding="utf-8")

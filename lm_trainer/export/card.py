@@ -48,15 +48,15 @@ def model_card(
     rows = [
         ("Architecture", architecture),
         ("Parameters", f"{parameters:,}"),
-        ("Vocabulary", _count(hf_config.get("vocab_size"))),
-        ("Context length", _count(next((hf_config[key] for key in _CONTEXTS if key in hf_config), None))),
+        ("Vocabulary", _format_count(hf_config.get("vocab_size"))),
+        ("Context length", _format_count(next((hf_config[key] for key in _CONTEXTS if key in hf_config), None))),
         ("Weights", hf_config.get("dtype")),
         *_training_rows(facts),
     ]
     return (_SPEECH if takes_audio else _TEXT).format(
         header=header.to_yaml().strip(),
-        title=escape(name),
-        table=_table(rows),
+        title=escape_markdown(name),
+        table=_markdown_rows(rows),
         source=hub_name or "path/to/this/directory",
     )
 
@@ -80,24 +80,29 @@ def adapter_card(
     rows = [("Rank", f"{rank:,}"), ("Parameters", f"{parameters:,}"), *_training_rows(facts)]
     return _ADAPTER_TEXT.format(
         header=header.to_yaml().strip(),
-        title=escape(name),
-        table=_table(rows),
-        base=escape(base),
+        title=escape_markdown(name),
+        table=_markdown_rows(rows),
+        base=escape_markdown(base),
         source=hub_name or "path/to/this/directory",
     )
 
 
 def _training_rows(facts: TrainingFacts) -> list[tuple[str, str | None]]:
     return [
-        ("Training steps", _count(facts.step)),
-        ("Training tokens", _count(facts.tokens)),
-        ("Training loss (nats per token)", _loss(facts.train_loss)),
-        *((f"Validation loss on {name} (nats per token)", _loss(x)) for name, x in facts.validation_losses.items()),
+        ("Training steps", _format_count(facts.step)),
+        ("Training tokens", _format_count(facts.tokens)),
+        ("Training loss (nats per token)", _format_loss(facts.train_loss)),
+        *(
+            (f"Validation loss on {name} (nats per token)", _format_loss(x))
+            for name, x in facts.validation_losses.items()
+        ),
     ]
 
 
-def _table(rows: Sequence[tuple[str, str | None]]) -> str:
-    return "\n".join(f"| {escape(title)} | {escape(str(value))} |" for title, value in rows if value is not None)
+def _markdown_rows(rows: Sequence[tuple[str, str | None]]) -> str:
+    return "\n".join(
+        f"| {escape_markdown(title)} | {escape_markdown(str(value))} |" for title, value in rows if value is not None
+    )
 
 
 _ADAPTER_TEXT = """\
@@ -190,14 +195,14 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions")
 """Keys of the maximum sequence length in config.json."""
 
 
-def escape(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escapes a text to Markdown that shows it literally, on one line."""
     return _MARKDOWN.sub(r"\\\1", html.escape(_CONTROL.sub(" ", text), quote=False))
 
 
-def _count(value: int | None) -> str | None:
+def _format_count(value: int | None) -> str | None:
     return None if value is None else f"{value:,}"
 
 
-def _loss(value: float | None) -> str | None:
+def _format_loss(value: float | None) -> str | None:
     return None if value is None else f"{value:.4f}"

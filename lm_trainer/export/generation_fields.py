@@ -55,7 +55,7 @@ _NEUTRAL: Mapping[str, Any] = {
 """Values with which a field has no effect; for other fields null, false, 0 and empty values."""
 
 
-def generation_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def generation_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the generation settings that transformers derives from a config.json without a generation_config.json."""
     return {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
 

@@ -17,7 +17,7 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.hub import hub_unreachable_reason
 from lm_trainer.export.files import CONFIG, DOWNLOADED
-from lm_trainer.export.output import exported_copy
+from lm_trainer.export.output import local_copy_of_export
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -27,7 +27,7 @@ TOKEN_VARIABLE = "HF_TOKEN"
 _STALE = ["*.safetensors", "*.safetensors.index.json"]
 
 
-class Pushed(NamedTuple):
+class PushedModel(NamedTuple):
     """Address and visibility of a pushed model."""
 
     url: str
@@ -43,7 +43,7 @@ def check_push(name: str) -> None:
     _check_name(name)
     if "/" not in name:
         raise UserError(f"{name!r} names no owner; write ORG/NAME, or USER/NAME for your own account")
-    if not _token():
+    if not _find_token():
         raise UserError(
             f"pushing needs a token with write access: set {TOKEN_VARIABLE} in the environment "
             f"(tokens are made in the settings of your account on the hub)"
@@ -68,17 +68,17 @@ def prepare_push(name: str) -> str:
 
     if "/" not in name:
         check_push(f"user/{name}")
-        with _hub_errors(name):
-            name = f"{HfApi(token=_token()).whoami()['name']}/{name}"
+        with _explain_hub_errors(name):
+            name = f"{HfApi(token=_find_token()).whoami()['name']}/{name}"
     check_push(name)
-    with _hub_errors(name):
-        _open_repository(HfApi(token=_token()), name, public=False)
+    with _explain_hub_errors(name):
+        _open_repository(HfApi(token=_find_token()), name, public=False)
     return name
 
 
 def push(
     directory: StoragePath, name: str, *, public: bool, patterns: Collection[str], message: str = "Upload the model"
-) -> Pushed:
+) -> PushedModel:
     """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 
     Creates the repository if necessary, private unless `public`. Deletes weights of an earlier push that are not part
@@ -91,8 +91,8 @@ def push(
     from huggingface_hub import HfApi
 
     check_push(name)
-    api = HfApi(token=_token())
-    with exported_copy(directory) as copy, _hub_errors(name):
+    api = HfApi(token=_find_token())
+    with local_copy_of_export(directory) as copy, _explain_hub_errors(name):
         private = _open_repository(api, name, public=public)
         api.upload_folder(
             repo_id=name,
@@ -101,7 +101,7 @@ def push(
             delete_patterns=_STALE,
             commit_message=message,
         )
-    return Pushed(f"{api.endpoint}/{name}", private)
+    return PushedModel(f"{api.endpoint}/{name}", private)
 
 
 def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
@@ -129,14 +129,14 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
 
     _check_name(name)
     _check_online()
-    with _hub_errors(name):
+    with _explain_hub_errors(name):
         # Never pickles or code: only files that are read without executing them.
         patterns = list(DOWNLOADED) if weights else [CONFIG]
         # False, not None: None would use the token of a login, without the user's request.
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, token=_token() or False))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, token=_find_token() or False))
 
 
-def _token() -> str:
+def _find_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     # The HTTP client would print the full header, including the token, when it refuses such a value.
     if not re.fullmatch(r"[!-~]*", token):
@@ -165,7 +165,7 @@ def _check_online() -> None:
 
 
 @contextlib.contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
+def _explain_hub_errors(name: str) -> Iterator[None]:
     """Turns failures of the hub's client into messages that name the remedy and hide the token."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -178,7 +178,7 @@ def _hub_errors(name: str) -> Iterator[None]:
             raise
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if token := _token():
+        if token := _find_token():
             detail = detail.replace(token, "***")
         if remedy := _REMEDIES.get(status):
             raise UserError(f"the hub refused {name}: {remedy.format(variable=TOKEN_VARIABLE)} ({detail})") from None

@@ -16,12 +16,12 @@ from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.files import CONFIG, FILES, GENERATION
-from lm_trainer.export.output import complete_directory
-from lm_trainer.export.peft_files import AdaptedWeights, adapter_base, is_adapter_directory
+from lm_trainer.export.output import atomic_directory
+from lm_trainer.export.peft_files import AdaptedWeights, base_model_directory, is_adapter_directory
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
-from lm_trainer.models.hf_section import any_length
+from lm_trainer.models.hf_section import allows_any_length
 from lm_trainer.models.hf_table import file_name
 from lm_trainer.step.state.inference_sharding import shard_for_inference
 from lm_trainer.step.state.model_def import ModelDef
@@ -91,14 +91,14 @@ def write_hf(out: StoragePath, model: TextModel, options: ExportOptions) -> None
         MachineError: if the file system refuses.
     """
     dtype = DTYPES[options.dtype]
-    tensors = hf.file_params(model.config, model.params)
-    settings = _exported_settings(model, options)
+    tensors = hf.pending_params_to_hf(model.config, model.params)
+    settings = _settings_to_export(model, options)
     parameters = sum(tensor.size for tensor in tensors.values())
     # All checks that may fail come before the first file is written.
     card = model_card(
         model.name, hf_config=settings.config, parameters=parameters, facts=model.facts, hub_name=options.hub_name
     )
-    with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
+    with atomic_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
         settings.write(draft)
         write_weights(draft, tensors, dtype=dtype, max_shard_size=options.max_shard_size)
         model.tokenizer.save(draft)
@@ -115,14 +115,14 @@ def all_end_ids(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int,
     return tuple(dict.fromkeys((tokenizer.eos_id, *(settings.end_ids if settings else ()))))
 
 
-def _exported_settings(model: TextModel, options: ExportOptions) -> HfSettings:
+def _settings_to_export(model: TextModel, options: ExportOptions) -> HfSettings:
     config, context = model.config, options.context
-    if context is not None and not any_length(config, model.vocab_size):
+    if context is not None and not allows_any_length(config, model.vocab_size):
         raise UserError(f"--context {context}: the model has a parameter for each position; leave it away")
     longest = config if context is None else config.model_copy(update={"seq_len": context})
-    settings = defaults = HfSettings.made_for(longest, model.vocab_size, model.tokenizer)
+    settings = defaults = HfSettings.default_for(longest, model.vocab_size, model.tokenizer)
     if model.settings is not None:
-        settings = model.settings.for_model(config, model.vocab_size, model.tokenizer, context=context)
+        settings = model.settings.adapt_to_model(config, model.vocab_size, model.tokenizer, context=context)
     # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
     dtypes = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
     return replace(settings, config={**settings.config, **dtypes, "architectures": defaults.config["architectures"]})
@@ -150,7 +150,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     from lm_trainer.data.tokenizer.compare import has_rows_for
 
     config, vocab_size, settings = read_hf_settings(directory)
-    base = adapter_base(directory) if is_adapter_directory(directory) else directory
+    base = base_model_directory(directory) if is_adapter_directory(directory) else directory
     home = tokenizer or (directory if (directory / "tokenizer.json").is_file() else base)
     if not (home / "tokenizer.json").is_file():
         raise UserError(f"{home}: no tokenizer.json; name a directory that has the model's with --tokenizer")
@@ -163,10 +163,10 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     # All headers are checked before the first tensor is read.
     weights = Weights(base) if base is directory else AdaptedWeights(directory, base)
     with errors_prefixed_with(directory):
-        hf.plan_reading(config, vocab_size, *weights.headers())
+        hf.plan_reading(config, vocab_size, *weights.shapes_and_files())
         params = hf.params_from_hf(config, vocab_size, weights)
     name = name or directory.resolve().name
-    return TextModel(config, vocab_size, params, loaded, name, settings=settings.for_tokenizer(loaded, base))
+    return TextModel(config, vocab_size, params, loaded, name, settings=settings.adapt_to_tokenizer(loaded, base))
 
 
 def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
@@ -183,7 +183,7 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
     if is_adapter_directory(directory):
-        directory = adapter_base(directory)
+        directory = base_model_directory(directory)
     config_file = directory / CONFIG
     raw = read_json(config_file)
     if "auto_map" in raw:
@@ -192,7 +192,7 @@ def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
             f"use a model that transformers supports without trust_remote_code"
         )
     with errors_prefixed_with(config_file):
-        _check_unquantized(raw)
+        _refuse_quantized(raw)
         config, vocab_size = hf.config_from_hf(raw)
     with errors_prefixed_with(directory):
         config = _untie_distinct_head(config, vocab_size, directory)
@@ -215,13 +215,13 @@ def _untie_distinct_head(config: DecoderConfig, vocab_size: int, directory: Path
     if not head:
         return config
     # Names as in the files, which may lack the prefix of the model with a head.
-    copies = hf.plan_reading(config, vocab_size, *weights.headers()).repeated
+    copies = hf.plan_reading(config, vocab_size, *weights.shapes_and_files()).repeated
     if all(weights.are_equal(copy, first) for copy, first in copies.items()):
         return config
     return config.model_copy(update={"tie_word_embeddings": False})
 
 
-def _check_unquantized(raw: Mapping[str, Any]) -> None:
+def _refuse_quantized(raw: Mapping[str, Any]) -> None:
     """Raises `UserError` for a config.json with quantized weights, naming the method."""
     block = raw.get("quantization_config")
     if not block:

@@ -22,7 +22,7 @@ COMPLETE = "_COMPLETE.json"
 
 
 def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> None:
-    """Checks that `complete_directory` may write its result to `out`; changes no files.
+    """Checks that `atomic_directory` may write its result to `out`; changes no files.
 
     Raises:
         UserError: if `out` is a URL or a file, or contains files and `overwrite` is not set, or contains a file whose
@@ -31,17 +31,17 @@ def check_output(out: StoragePath, *, overwrite: bool, replaceable: Collection[s
     if isinstance(out, Bucket):
         # Without its last object, the directory was left by a killed writer.
         names = iter(out.list())
-        _check_free(out, names, overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
+        _check_replaceable(out, names, overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
         return
     local_path(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out}: exists and is not a directory; choose another name")
-    _check_free(out, _names_below(out), overwrite=overwrite, replaceable=replaceable)
+    _check_replaceable(out, _walk_names(out), overwrite=overwrite, replaceable=replaceable)
 
 
-def _names_below(directory: Path) -> Iterator[str]:
+def _walk_names(directory: Path) -> Iterator[str]:
     """Yields the relative path of every file and every empty directory below a directory."""
     for folder, folders, files in os.walk(directory):
         # Links to directories are listed, and not followed.
@@ -51,7 +51,9 @@ def _names_below(directory: Path) -> Iterator[str]:
         yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in sorted([*files, *links]))
 
 
-def _check_free(out: StoragePath, names: Iterator[str], *, overwrite: bool, replaceable: Collection[str]) -> None:
+def _check_replaceable(
+    out: StoragePath, names: Iterator[str], *, overwrite: bool, replaceable: Collection[str]
+) -> None:
     for name in names:
         if not overwrite:
             raise UserError(f"{out}: exists and is not empty; choose another name, or say --overwrite to replace it")
@@ -63,7 +65,7 @@ def _check_free(out: StoragePath, names: Iterator[str], *, overwrite: bool, repl
 
 
 @contextlib.contextmanager
-def complete_directory(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
+def atomic_directory(out: StoragePath, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
     """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
 
     The next writer for the same `out` removes the leftovers of a killed one. In a bucket, an object with the list of
@@ -74,7 +76,7 @@ def complete_directory(out: StoragePath, *, overwrite: bool, replaceable: Collec
         MachineError: if the file system refuses.
     """
     if isinstance(out, Bucket):
-        with _uploaded(out, overwrite=overwrite, replaceable=replaceable) as draft:
+        with _upload_directory(out, overwrite=overwrite, replaceable=replaceable) as draft:
             yield draft
         return
     # Checked in its original form: made absolute, a URL looks like any other directory.
@@ -84,28 +86,28 @@ def complete_directory(out: StoragePath, *, overwrite: bool, replaceable: Collec
     draft = out.parent / f".{out.name}.incomplete"
     if draft.is_symlink():
         raise UserError(f"{draft}: is a link, and what it leads to would be emptied; remove it")
-    with _machine_errors(out):
+    with _as_machine_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir(exist_ok=True)
     with _draft_lock(draft, out):
         try:
-            with _machine_errors(out):
+            with _as_machine_errors(out):
                 _clear_directory(draft)
                 yield draft
                 # Flushed to disk before the rename, so a power cut cannot leave a complete directory of empty files.
                 for path in (*draft.rglob("*"), draft):
-                    _sync(path)
+                    _fsync(path)
                 # Checked a second time: a file may have been added while a large model was written.
                 check_output(out, overwrite=overwrite, replaceable=replaceable)
-                _replace(draft, out)
+                _replace_with_draft(draft, out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
+def _upload_directory(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
     check_output(out, overwrite=overwrite, replaceable=replaceable)
-    with tempfile.TemporaryDirectory(prefix="lmt-") as directory, _machine_errors(out):
+    with tempfile.TemporaryDirectory(prefix="lmt-") as directory, _as_machine_errors(out):
         draft = Path(directory)
         yield draft
         check_output(out, overwrite=overwrite, replaceable=replaceable)
@@ -118,11 +120,11 @@ def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> 
 
 
 def is_export(bucket: Bucket) -> bool:
-    """Returns True if a directory of a bucket is complete, with the last object of `complete_directory`."""
+    """Returns True if a directory of a bucket is complete, with the last object of `atomic_directory`."""
     return bucket.read(COMPLETE) is not None
 
 
-def exported_files(bucket: Bucket) -> dict[str, int]:
+def list_exported_files(bucket: Bucket) -> dict[str, int]:
     """Lists the files of such a directory, with their sizes in bytes.
 
     Raises:
@@ -137,19 +139,19 @@ def exported_files(bucket: Bucket) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def exported_copy(out: StoragePath) -> Iterator[Path]:
+def local_copy_of_export(out: StoragePath) -> Iterator[Path]:
     """Provides a temporary local directory with the files of an export: `out` itself if it is local."""
     if isinstance(out, Path):
         yield out
         return
     with tempfile.TemporaryDirectory(prefix="lmt-") as copy:
-        files = exported_files(out)
-        with _machine_errors(Path(copy)):
+        files = list_exported_files(out)
+        with _as_machine_errors(Path(copy)):
             download_objects(out, files, Path(copy), files)
         yield Path(copy)
 
 
-def _replace(draft: Path, out: Path) -> None:
+def _replace_with_draft(draft: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         draft.rename(out)
     else:
@@ -159,7 +161,7 @@ def _replace(draft: Path, out: Path) -> None:
         out.rename(old)
         draft.rename(out)
         shutil.rmtree(old, ignore_errors=True)
-    _sync(out.parent)
+    _fsync(out.parent)
 
 
 def _clear_directory(directory: Path) -> None:
@@ -170,7 +172,7 @@ def _clear_directory(directory: Path) -> None:
             path.unlink()
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     """Waits until a file, or the list of names in a directory, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -182,7 +184,7 @@ def _sync(path: Path) -> None:
 @contextlib.contextmanager
 def _draft_lock(draft: Path, out: Path) -> Iterator[None]:
     """Holds a lock on the draft, which ends with the process."""
-    with _machine_errors(out):
+    with _as_machine_errors(out):
         handle = os.open(draft, os.O_RDONLY)
     try:
         # On a file system without locks, the user must avoid concurrent writers.
@@ -195,7 +197,7 @@ def _draft_lock(draft: Path, out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _machine_errors(out: StoragePath) -> Iterator[None]:
+def _as_machine_errors(out: StoragePath) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -66,7 +66,7 @@ def is_adapter_directory(path: Path) -> bool:
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
 
 
-def adapter_base(directory: Path) -> Path:
+def base_model_directory(directory: Path) -> Path:
     """Directory of the base model named in an adapter_config.json.
 
     Raises:
@@ -109,17 +109,19 @@ class AdaptedWeights(Weights):
     def __init__(self, directory: Path, base: Path):
         super().__init__(base)
         file = directory / ADAPTER_CONFIG
-        self._config = _check_config(read_json(file), file)
+        self._config = _check_adapter_config(read_json(file), file)
         try:
             stored_tensors = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
         # A module of PEFT and the tensor that it adapts may differ in their prefix.
-        pairs = _pairs(stored_tensors, directory)
-        self._pairs = {self._target(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()}
+        pairs = _pair_matrices(stored_tensors, directory)
+        self._pairs = {
+            self._find_target_tensor(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()
+        }
         for name, (_, a, b) in self._pairs.items():
             shape = self.stored[name].shape
-            outputs, inputs = shape[::-1] if self._by_inputs else shape
+            outputs, inputs = shape[::-1] if self._has_inputs_first else shape
             if len(a.shape) != 2 or a.shape != (a.shape[0], inputs) or b.shape != (outputs, a.shape[0]):
                 raise UserError(
                     f"{directory / _ADAPTER_WEIGHTS}: {list(b.shape)} times {list(a.shape)} for {name}, which is "
@@ -132,29 +134,29 @@ class AdaptedWeights(Weights):
             return weight
         module, *stored = self._pairs[name]
         a_RI, b_OR = (tensor.read().astype(np.float32) for tensor in stored)
-        change_OI = self._scale(module, len(a_RI)) * (b_OR @ a_RI)
-        return weight + (change_OI.T if self._by_inputs else change_OI)
+        change_OI = self._adapter_scale(module, len(a_RI)) * (b_OR @ a_RI)
+        return weight + (change_OI.T if self._has_inputs_first else change_OI)
 
     @property
-    def _by_inputs(self) -> bool:
+    def _has_inputs_first(self) -> bool:
         """True for weights with inputs before outputs, such as GPT-2's."""
         return bool(self._config.get("fan_in_fan_out"))
 
-    def _target(self, name: str, directory: Path) -> str:
+    def _find_target_tensor(self, name: str, directory: Path) -> str:
         # Some bases are saved without the prefix of the model with a head.
         for candidate in (f"{name}.weight", f"{name.partition('.')[2]}.weight"):
             if candidate in self.stored:
                 return candidate
         raise UserError(f"{directory / _ADAPTER_WEIGHTS}: an adapter for {name}, which {self.directory} does not have")
 
-    def _scale(self, module: str, rank: int) -> float:
+    def _adapter_scale(self, module: str, rank: int) -> float:
         patterns = self._config.get("alpha_pattern") or {}
         alphas = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(alphas, self._config.get("lora_alpha", rank))
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def _check_adapter_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not read; merge it with PEFT, or use LORA")
     for key, value in config.items():
@@ -164,7 +166,9 @@ def _check_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     return config
 
 
-def _pairs(stored_tensors: dict[str, StoredTensor], directory: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+def _pair_matrices(
+    stored_tensors: dict[str, StoredTensor], directory: Path
+) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Module -> A [R, I] and B [O, R]."""
     file = directory / _ADAPTER_WEIGHTS
     modules = [name.removesuffix(_A) for name in stored_tensors if name.endswith(_A)]

@@ -12,10 +12,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import token_text
 from lm_trainer.data.tokenizer.files import CONFIG_FILE, read_copied_files
 from lm_trainer.export.files import CONFIG, GENERATION, PREPROCESSOR, PROCESSOR_FILES
-from lm_trainer.export.generation_fields import generation_of_config
+from lm_trainer.export.generation_fields import generation_from_config
 from lm_trainer.export.weights import read_json
 from lm_trainer.models import hf
-from lm_trainer.models.hf_section import any_length
+from lm_trainer.models.hf_section import allows_any_length
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
@@ -44,7 +44,7 @@ class HfSettings:
         """
         config = read_json(directory / CONFIG)
         generation_file, preprocessor_file = directory / GENERATION, directory / PREPROCESSOR
-        generation = read_json(generation_file) if generation_file.is_file() else generation_of_config(config)
+        generation = read_json(generation_file) if generation_file.is_file() else generation_from_config(config)
         if not all(isinstance(end, int) for end in _as_list(generation.get("eos_token_id"))):
             raise UserError(
                 f"{generation_file if generation_file.is_file() else directory / CONFIG}: "
@@ -54,7 +54,7 @@ class HfSettings:
         return cls(config, generation, preprocessor, read_copied_files(directory, PROCESSOR_FILES))
 
     @classmethod
-    def made_for(cls, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer) -> Self:
+    def default_for(cls, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer) -> Self:
         """Makes default settings for a model without imported ones.
 
         Raises:
@@ -70,16 +70,16 @@ class HfSettings:
         """Tokens that end a text."""
         return tuple(_as_list(self.generation.get("eos_token_id")))
 
-    def with_end(self, token: int) -> Self:
+    def with_end_token(self, token: int) -> Self:
         """Returns settings for a model with an additional end token."""
 
-        def extended(fields: Mapping[str, Any]) -> dict[str, Any]:
+        def add_end_token(fields: Mapping[str, Any]) -> dict[str, Any]:
             ends = _as_list(fields.get("eos_token_id"))
             return dict(fields) if token in ends else {**fields, "eos_token_id": [*ends, token] if ends else token}
 
-        return replace(self, config=extended(self.config), generation=extended(self.generation))
+        return replace(self, config=add_end_token(self.config), generation=add_end_token(self.generation))
 
-    def for_tokenizer(self, tokenizer: HfTokenizer, model_directory: Path) -> Self:
+    def adapt_to_tokenizer(self, tokenizer: HfTokenizer, model_directory: Path) -> Self:
         """Returns settings for a tokenizer whose end-of-document token may differ from the model's.
 
         Args:
@@ -88,9 +88,9 @@ class HfSettings:
         """
         named = read_json(model_directory / CONFIG_FILE) if (model_directory / CONFIG_FILE).is_file() else {}
         same_end = token_text(named.get("eos_token")) == tokenizer.named_tokens()["eos_token"]
-        return self if same_end else self.with_end(tokenizer.eos_id)
+        return self if same_end else self.with_end_token(tokenizer.eos_id)
 
-    def for_model(
+    def adapt_to_model(
         self, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer, *, context: int | None = None
     ) -> Self:
         """Updates the settings with the user's changes to the model; unchanged values keep the source's form.
@@ -108,22 +108,24 @@ class HfSettings:
         source = source.with_generation(self.generation)
         # Generation settings that the model section lacks were not changed by the user.
         model = model.with_generation({**self.generation, **getattr(model, "generation_config", {})})
-        if any_length(model, vocab_size):
+        if allows_any_length(model, vocab_size):
             model = model.model_copy(update={"seq_len": context or max(model.seq_len, source.seq_len)})
         source_defaults, model_defaults = (
-            self.made_for(source, rows, tokenizer),
-            self.made_for(model, vocab_size, tokenizer),
+            self.default_for(source, rows, tokenizer),
+            self.default_for(model, vocab_size, tokenizer),
         )
         same_family = type(model) is type(source)
         return replace(
             self,
-            config=_merged(self.config, source_defaults.config, model_defaults.config)
+            config=_merge_changes(self.config, source_defaults.config, model_defaults.config)
             if same_family
             else model_defaults.config,
-            generation=_merged(self.generation, source_defaults.generation, model_defaults.generation),
+            generation=_merge_changes(self.generation, source_defaults.generation, model_defaults.generation),
             preprocessor=model_defaults.preprocessor
             if self.preprocessor is None
-            else _merged(self.preprocessor, source_defaults.preprocessor or {}, model_defaults.preprocessor or {}),
+            else _merge_changes(
+                self.preprocessor, source_defaults.preprocessor or {}, model_defaults.preprocessor or {}
+            ),
         )
 
     def write(self, directory: Path) -> None:
@@ -144,7 +146,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _merged(
+def _merge_changes(
     source: Mapping[str, Any], before_change: Mapping[str, Any], after_change: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`source` with the fields that differ between `before_change` and `after_change`, two settings of the same form.

@@ -115,7 +115,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         # The package checks the full header against the size of the file.
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            header = json.loads(file.read(length), object_pairs_hook=_refuse_duplicate_keys)
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
@@ -129,7 +129,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Builds a JSON object and refuses duplicate keys, of which Python would silently use the last."""
     entries = dict(pairs)
     if len(entries) < len(pairs):

@@ -66,13 +66,13 @@ def write_weights(directory: Path, tensors: Mapping[str, Any], *, dtype: np.dtyp
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
-        write_file(directory / filename, {name: tensors[name] for name in names}, dtype=dtype)
+        write_safetensors(directory / filename, {name: tensors[name] for name in names}, dtype=dtype)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(directory / INDEX_FILE, index)
 
 
-def write_file(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype) -> None:
     """Writes `tensors`, cast to `dtype`, as one safetensors file.
 
     Raises:
@@ -177,7 +177,7 @@ class Weights(Mapping[str, np.ndarray]):
         first, second = self.stored[one], self.stored[other]
         return all(np.array_equal(first.read(region), second.read(region)) for region in regions)
 
-    def headers(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    def shapes_and_files(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Shape and file name of every tensor."""
         shapes = {name: stored.shape for name, stored in self.stored.items()}
         return shapes, {name: stored.file.name for name, stored in self.stored.items()}
@@ -189,11 +189,11 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
     single = directory / SINGLE_FILE
     if index.exists():
         weight_map = _read_weight_map(index)
-        files = {name: _header(directory, name, source=index) for name in sorted(set(weight_map.values()))}
+        files = {name: _read_file_header(directory, name, source=index) for name in sorted(set(weight_map.values()))}
         _check_index(index, weight_map, files)
         return files
     if single.exists():
-        return {SINGLE_FILE: _header(directory, SINGLE_FILE, source=directory)}
+        return {SINGLE_FILE: _read_file_header(directory, SINGLE_FILE, source=directory)}
     # Mentioned, because a directory with only pickles is the most common case.
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
@@ -226,7 +226,7 @@ def _check_index(index: Path, weight_map: Mapping[str, str], files: Mapping[str,
             raise UserError(f"{index}: {name} holds {unlisted[0]}, which the index does not list")
 
 
-def _header(directory: Path, name: str, *, source: Path) -> dict[str, StoredTensor]:
+def _read_file_header(directory: Path, name: str, *, source: Path) -> dict[str, StoredTensor]:
     try:
         return read_header(path_inside(directory, name, source))
     except FileNotFoundError:

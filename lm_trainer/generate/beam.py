@@ -98,7 +98,7 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
     )
 
     def body(state: _Beams) -> _Beams:
-        candidates = _candidates(state, eos_id, max_new_tokens)
+        candidates = _best_candidates(state, eos_id, max_new_tokens)
         unfinished_BN, selected_BN = jax.lax.top_k(candidates.scores_BK + _NEVER * candidates.ends_BK, beams)
         finished = _merge_finished(state.finished, candidates, state.step + 1, state.open_B, length_penalty)
         open_B = state.open_B & _may_improve(unfinished_BN, finished, state.step + 1, length_penalty)
@@ -116,7 +116,7 @@ def search_beams(  # noqa: PLR0913 - the choices of a search
     return best.tokens_BNG[:, 0], best.counts_BN[:, 0]
 
 
-def _candidates(state: _Beams, eos_id: jax.Array, max_new_tokens: int) -> _Candidates:
+def _best_candidates(state: _Beams, eos_id: jax.Array, max_new_tokens: int) -> _Candidates:
     rows, beams = state.scores_BN.shape
     vocab_size = state.log_probs_RV.shape[-1]
     sums_BNV = state.log_probs_RV.reshape(rows, beams, vocab_size) + state.scores_BN[:, :, None]

@@ -10,7 +10,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.base import UnusableRow
 from lm_trainer.data.formats.chat import compile_template, tokenize_rendered
 from lm_trainer.generate.engine import generate_stream
-from lm_trainer.generate.layout import for_decoding
+from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.generate.text import Sampling, stream_tokens
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Chat:
     def __init__(
         self, model: Decoder, tokenizer: HfTokenizer, *, context: int, sampling: Sampling, system: str | None = None
     ):
-        self._model, self._tokenizer, self._context = for_decoding(model, sampling.dtype), tokenizer, context
+        self._model, self._tokenizer, self._context = to_decoding_layout(model, sampling.dtype), tokenizer, context
         self._template = compile_template(tokenizer)
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._start)
@@ -57,7 +57,7 @@ class Chat:
             UserError: if the conversation no longer fits into the model's context; it then stays unchanged.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        ids = self._ids(messages)
+        ids = self._encode_messages(messages)
         if len(ids) >= self._context:
             raise UserError(
                 f"the conversation has {len(ids)} tokens, but the model reads {self._context}; begin anew with /reset"
@@ -72,7 +72,7 @@ class Chat:
             # An interrupted answer is stored as far as it was generated.
             self.messages = [*messages, {"role": "assistant", "content": "".join(answer_pieces)}]
 
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
+    def _encode_messages(self, messages: Sequence[Message]) -> list[int]:
         try:
             rendered = self._template.render(list(messages), add_generation_prompt=True)
         except UnusableRow as error:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits, penalize
+from lm_trainer.generate.sampling import GenerateSettings, filter_logits, penalize_seen, sample_tokens
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 
@@ -136,7 +136,7 @@ class Generation(NamedTuple):
 
     def decode(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes the new tokens, int32 [B, G], and the number of valid ones in each row, int32 [B]."""
-        loop = self._start(cache, logits_BV)
+        loop = self._initial_loop(cache, logits_BV)
         done = _decode(self.program, self.params, loop, self.lengths_B, self.inputs, self.program.buffer)
         return done.tokens_BG, done.counts_B
 
@@ -144,7 +144,7 @@ class Generation(NamedTuple):
         self, cache: KvCache, logits_BV: jax.Array, *, chunk: int, stop: Stop
     ) -> Iterator[list[Continuation]]:
         """Same as `decode`, but yields the continuations after every `chunk` tokens."""
-        loop = self._start(cache, logits_BV)
+        loop = self._initial_loop(cache, logits_BV)
         while not bool(np.all(loop.done_B)):
             until = int(loop.step) + chunk
             loop = _decode_chunk(self.program, self.params, loop, self.lengths_B, self.inputs, until)
@@ -159,7 +159,7 @@ class Generation(NamedTuple):
             ended = [bool(done) or stop(i, row.tokens) for i, (done, row) in enumerate(zip(done_B, rows, strict=True))]
             loop = loop._replace(done_B=jnp.asarray(ended))
 
-    def _start(self, cache: KvCache, logits_BV: jax.Array) -> _Loop:
+    def _initial_loop(self, cache: KvCache, logits_BV: jax.Array) -> _Loop:
         rows, vocab_size = logits_BV.shape
         tokens_BG = jnp.zeros((rows, self.program.buffer), jnp.int32)
         log_probs_BG = jnp.zeros((rows, self.program.buffer if self.program.log_probs else 0), jnp.float32)
@@ -266,15 +266,15 @@ def _decode_until(
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         top_p = inputs.top_p if program.nucleus else None
         filtered_BV = filter_logits(logits_BV, temperature=inputs.temperature, top_k=program.top_k, top_p=top_p)
-        return draw(jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys), filtered_BV)
+        return sample_tokens(jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys), filtered_BV)
 
-    def unfinished(loop: _Loop) -> jax.Array:
+    def is_unfinished(loop: _Loop) -> jax.Array:
         return jnp.any(~loop.done_B) & (loop.step < until)
 
     def body(loop: _Loop) -> _Loop:
         logits_BV, seen_BV = loop.logits_BV, loop.seen_BV
         if program.penalized:
-            logits_BV = penalize(logits_BV, seen_BV, inputs.penalty)
+            logits_BV = penalize_seen(logits_BV, seen_BV, inputs.penalty)
         next_B = choose(loop.step, logits_BV)
         if program.penalized:
             seen_BV = seen_BV.at[jnp.arange(len(next_B)), next_B].set(True)
@@ -292,7 +292,7 @@ def _decode_until(
         logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + loop.step)[:, None], loop.cache)
         return _Loop(loop.step + 1, tokens_BG, log_probs_BG, counts_B, cache, logits_B1V[:, 0], seen_BV, done_B)
 
-    return jax.lax.while_loop(unfinished, body, loop)
+    return jax.lax.while_loop(is_unfinished, body, loop)
 
 
 _decode = functools.partial(jax.jit, static_argnums=0)(_decode_until)

@@ -26,13 +26,13 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.linear import Linear
 
 
-def for_decoding(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
+def to_decoding_layout(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
     """Returns a model with the same results, up to rounding, for `generate` with the same `dtype`.
 
     The matrices of linear maps are copied, in `dtype`. Returns `model` itself unless it is on exactly one CPU device.
     """
     graph, state = nnx.split(model)
-    devices = {device for leaf in jax.tree.leaves(state) for device in _devices(leaf)}
+    devices = {device for leaf in jax.tree.leaves(state) for device in _devices_of(leaf)}
     if [device.platform for device in devices] != ["cpu"]:
         return model
     # A new module of the same arrays: the original stays unchanged.
@@ -51,7 +51,7 @@ def for_decoding(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
     return laid_out
 
 
-def _devices(array: jax.Array | np.ndarray) -> Set[Any]:
+def _devices_of(array: jax.Array | np.ndarray) -> Set[Any]:
     """Devices that hold an array; NumPy arrays go to JAX's default device."""
     return array.devices() if isinstance(array, jax.Array) else jnp.empty(0).devices()
 

@@ -25,7 +25,7 @@ class GenerateSettings:
     top_p: float = 1.0
     """Sample from the most likely tokens whose probabilities reach this sum; order as in `filter_logits`."""
     repetition_penalty: float = 1.0
-    """Makes tokens of the prompt and the continuation less likely, see `penalize`; 1: disabled."""
+    """Makes tokens of the prompt and the continuation less likely, see `penalize_seen`; 1: disabled."""
     eos_id: int | tuple[int, ...] | None = None
     """Tokens that end a continuation: one, or several; None: no such token."""
     seed: int = 0
@@ -88,7 +88,7 @@ def _sortable_bits(values: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def penalize(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:
+def penalize_seen(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:
     """Divides the logits of tokens seen so far by `penalty`, or multiplies negative logits by it.
 
     Keskar et al. 2019 (arXiv 1909.05858), as implemented in transformers.
@@ -97,6 +97,6 @@ def penalize(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> ja
     return jnp.where(seen_BV, penalized_BV, logits_BV)
 
 
-def draw(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+def sample_tokens(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
     """Samples one token per row, int32 [B], each row with its own key."""
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)

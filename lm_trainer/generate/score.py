@@ -60,7 +60,9 @@ def score(
     graphdef, state = nnx.split(model, nnx.Param)
     engine, max_positions = _Engine(graphdef, nnx.to_pure_dict(state), jnp.dtype(dtype)), model.spec.num_positions
     shared = [i for i, context in enumerate(contexts) if _is_shared(context, max_positions)]
-    for batch, width in _batches(shared, [len(contexts[i].tokens) for i in shared], tokens_at_once, max_positions):
+    for batch, width in _batch_by_length(
+        shared, [len(contexts[i].tokens) for i in shared], tokens_at_once, max_positions
+    ):
         yield from zip(batch, engine.score_shared([contexts[i] for i in batch], width), strict=True)
     separate = [
         (i, Context(contexts[i].tokens, [tokens]))
@@ -68,8 +70,8 @@ def score(
         for tokens in contexts[i].continuations
     ]
     scores: dict[int, Score] = {}
-    for batch, width in _batches(
-        range(len(separate)), [_length(context) for _, context in separate], tokens_at_once, max_positions
+    for batch, width in _batch_by_length(
+        range(len(separate)), [_input_length(context) for _, context in separate], tokens_at_once, max_positions
     ):
         scores |= zip(batch, engine.score_separately([separate[index][1] for index in batch], width), strict=True)
     for i, group in itertools.groupby(range(len(separate)), key=lambda index: separate[index][0]):
@@ -94,12 +96,12 @@ def _is_shared(context: Context, max_positions: int) -> bool:
     )
 
 
-def _length(context: Context) -> int:
+def _input_length(context: Context) -> int:
     # The last token is predicted, and never read.
     return len(context.tokens) + len(context.continuations[0]) - 1
 
 
-def _batches(
+def _batch_by_length(
     indices: Sequence[int], lengths: Sequence[int], tokens_at_once: int, max_width: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yields batches of similar lengths, the longest first, with the width of each."""
@@ -195,7 +197,7 @@ def _score_full(
 ) -> tuple[jax.Array, jax.Array]:
     """Log probabilities of the targets, and whether they are the most likely tokens, [B, T] each."""
     model: Decoder = nnx.merge(program.graphdef, params)
-    h_BTD = model.hidden(tokens_BT, _positions(tokens_BT), jnp.zeros_like(tokens_BT), dtype=program.dtype)
+    h_BTD = model.hidden(tokens_BT, _position_ids(tokens_BT), jnp.zeros_like(tokens_BT), dtype=program.dtype)
     return _score_hidden(model, h_BTD, targets_BT)
 
 
@@ -206,7 +208,7 @@ def _prefill(
     """Computes the cache after the contexts, and the logits [B, V] after each one's last token."""
     model: Decoder = nnx.merge(program.graphdef, params)
     cache = model.init_cache(tokens_BT.shape[0], program.capacity, dtype=program.dtype)
-    h_BTD, cache = model.decode_hidden(tokens_BT, _positions(tokens_BT), cache)
+    h_BTD, cache = model.decode_hidden(tokens_BT, _position_ids(tokens_BT), cache)
     return cache, model.logits(h_BTD[jnp.arange(tokens_BT.shape[0]), lengths_B - 1])
 
 
@@ -225,13 +227,13 @@ def _continue_from_cache(
     if continuations_BT.shape[1] == 1:
         return first[0][:, None], first[1][:, None]
     inputs_BT = continuations_BT[:, :-1]
-    h_BTD, _ = model.decode_hidden(inputs_BT, lengths_B[:, None] + _positions(inputs_BT), cache)
+    h_BTD, _ = model.decode_hidden(inputs_BT, lengths_B[:, None] + _position_ids(inputs_BT), cache)
     remaining = _score_hidden(model, h_BTD, continuations_BT[:, 1:])
     log_probs_BT, greedy_BT = (jnp.concatenate([a[:, None], b], axis=1) for a, b in zip(first, remaining, strict=True))
     return log_probs_BT, greedy_BT
 
 
-def _positions(tokens_BT: jax.Array) -> jax.Array:
+def _position_ids(tokens_BT: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.beam import search_beams
-from lm_trainer.generate.speech_rules import SpeechRules, TimestampState, timestamps_only
+from lm_trainer.generate.speech_rules import SpeechRules, TimestampState, mask_by_timestamp_rules
 from lm_trainer.nn.encoder_decoder import EncodedCache, EncoderDecoder
 
 
@@ -56,12 +56,12 @@ def transcribe_features(  # noqa: PLR0913 - the choices of a transcription
             tokens outside the vocabulary, and for unsupported rules of beam search.
     """
     rules.check_beams(beams)
-    prompt_ids = list(prompt) if prompt is not None else rules.prompt(language, task, timestamps=timestamps)
+    prompt_ids = list(prompt) if prompt is not None else rules.prompt_tokens(language, task, timestamps=timestamps)
     limit = model.spec.num_positions - len(prompt_ids)
     limit = limit if max_new_tokens is None else min(limit, max_new_tokens)
     if limit < 1 or not len(features_BMP):
         return [[] for _ in features_BMP]
-    inputs = _Inputs.of(rules, model.spec.vocab_size)
+    inputs = _Inputs.from_rules(rules, model.spec.vocab_size)
     graphdef, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
     program = _Program(graphdef, len(prompt_ids) + limit, limit, timestamps, beams, jnp.dtype(dtype))
@@ -83,7 +83,10 @@ def detect_languages(
     """Detects the most likely language of each row, returning its token; arguments as for `transcribe_features`."""
     graphdef, state = nnx.split(model, nnx.Param)
     params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, 1, jnp.dtype(dtype))
-    cache, inputs = _encode(program, params, jnp.asarray(features_BMP)), _Inputs.of(rules, model.spec.vocab_size)
+    cache, inputs = (
+        _encode(program, params, jnp.asarray(features_BMP)),
+        _Inputs.from_rules(rules, model.spec.vocab_size),
+    )
     languages_L = np.array(sorted(rules.languages.values()), np.int32)
     return _detect_language(program, params, cache, inputs, languages_L).tolist()
 
@@ -115,7 +118,7 @@ class _Inputs(NamedTuple):
     length_penalty: jax.Array
 
     @classmethod
-    def of(cls, rules: SpeechRules, vocab_size: int) -> _Inputs:
+    def from_rules(cls, rules: SpeechRules, vocab_size: int) -> _Inputs:
         """Makes the inputs from rules; raises `UserError` for tokens outside the vocabulary."""
         all_tokens = (
             rules.start_id,
@@ -185,7 +188,7 @@ def _mask_forbidden(
     masked_V = jnp.where(step == 0, inputs.begin_suppressed_V, inputs.suppressed_V)
     logits_BV = jnp.where(masked_V[None], -jnp.inf, logits_BV)
     if program.timestamps:
-        logits_BV = timestamps_only(logits_BV, stamps, inputs.eos_id, inputs.first_stamp, inputs.latest_first)
+        logits_BV = mask_by_timestamp_rules(logits_BV, stamps, inputs.eos_id, inputs.first_stamp, inputs.latest_first)
     return logits_BV
 
 
@@ -197,7 +200,7 @@ def _decode_greedily(
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     rows, length = prompt_BT.shape
 
-    def unfinished(loop: _Loop) -> jax.Array:
+    def is_unfinished(loop: _Loop) -> jax.Array:
         return jnp.any(~loop.done_B) & (loop.step < program.max_new_tokens)
 
     def body(loop: _Loop) -> _Loop:
@@ -216,7 +219,7 @@ def _decode_greedily(
     zeros_BG, zeros_B = jnp.zeros((rows, program.max_new_tokens), jnp.int32), jnp.zeros(rows, jnp.int32)
     start = TimestampState.start(rows)
     loop = _Loop(jnp.int32(0), zeros_BG, zeros_B, cache, logits_BV, start, jnp.zeros(rows, bool))
-    done = jax.lax.while_loop(unfinished, body, loop)
+    done = jax.lax.while_loop(is_unfinished, body, loop)
     return done.tokens_BG, done.counts_B
 
 

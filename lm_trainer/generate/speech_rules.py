@@ -119,7 +119,7 @@ class SpeechRules:
             raise UserError(f"language {language!r} is unknown to the model; it knows: {names}")
         return self.languages[name]
 
-    def prompt(self, language: str | None, task: str | None, *, timestamps: bool) -> list[int | None]:
+    def prompt_tokens(self, language: str | None, task: str | None, *, timestamps: bool) -> list[int | None]:
         """Chooses the tokens at the beginning of a text, like transformers; None represents the detected language.
 
         Raises:
@@ -168,7 +168,7 @@ class TimestampState(NamedTuple):
         return TimestampState(token_B, self.last_B, jnp.where(token_B >= first_stamp, token_B, self.stamp_B))
 
 
-def timestamps_only(
+def mask_by_timestamp_rules(
     logits_BV: jax.Array, state: TimestampState, eos_id: jax.Array, first_stamp: jax.Array, latest_first: jax.Array
 ) -> jax.Array:
     """Masks the logits with -inf for tokens forbidden by the rules of timestamps (Radford et al. 2022, section 4.5).

@@ -73,11 +73,11 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
         # Bytes of an argument that are not UTF-8 become surrogates, which no tokenizer accepts.
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"--prompt {text!r}: not UTF-8 text")
-    prompts = [*texts, *(_read(path) for path in files)]
+    prompts = [*texts, *(_read_prompt_file(path) for path in files)]
     return prompts or [""]
 
 
-def _read(path: Path) -> str:
+def _read_prompt_file(path: Path) -> str:
     try:
         if str(path) == "-":
             data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
@@ -119,16 +119,16 @@ def continue_texts(
     """
     # Imports JAX, which other commands that print text do not need.
     from lm_trainer.generate.engine import generate_stream
-    from lm_trainer.generate.layout import for_decoding
+    from lm_trainer.generate.layout import to_decoding_layout
 
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
     _check_stop(stop)
     tokenizer = source.tokenizer
-    rows = [row for prompt in prompts for row in [(prompt, _encode_checked(source, prompt))] * num_samples]
+    rows = [row for prompt in prompts for row in [(prompt, _encode_within_context(source, prompt))] * num_samples]
     # All rows together: a batch takes little longer than one row.
     *_, outputs = generate_stream(
-        for_decoding(source.build(devices), sampling.dtype),
+        to_decoding_layout(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
         replace(sampling, eos_id=source.end_ids),
         stop=lambda _, tokens: truncate_at_stop(tokenizer.decode(tokens), stop)[1],
@@ -148,11 +148,11 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the continuation of one prompt piece by piece; arguments and errors as for `continue_texts`."""
     from lm_trainer.generate.engine import generate_stream
-    from lm_trainer.generate.layout import for_decoding
+    from lm_trainer.generate.layout import to_decoding_layout
 
     _check_stop(stop)
-    ids, settings = _encode_checked(source, prompt), replace(sampling, eos_id=source.end_ids)
-    model = for_decoding(source.build(devices), settings.dtype)
+    ids, settings = _encode_within_context(source, prompt), replace(sampling, eos_id=source.end_ids)
+    model = to_decoding_layout(source.build(devices), settings.dtype)
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
 
@@ -220,7 +220,7 @@ def _check_stop(stop: Sequence[str]) -> None:
         raise UserError("--stop '': an empty text would end everything; leave it away")
 
 
-def _encode_checked(source: TextModel, prompt: str) -> list[int]:
+def _encode_within_context(source: TextModel, prompt: str) -> list[int]:
     ids, context = encode_prompt(source.tokenizer, prompt), source.config.seq_len
     if len(ids) > context:
         start = prompt if len(prompt) <= 40 else prompt[:40] + "..."

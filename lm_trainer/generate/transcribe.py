@@ -85,7 +85,7 @@ class Transcriber:
             config.generation_config, start_id=config.decoder_start_token_id, eos_id=source.tokenizer.eos_id
         )
         # Called only for its errors, before the weights are placed.
-        self._rules.prompt(settings.language, settings.task, timestamps=settings.timestamps)
+        self._rules.prompt_tokens(settings.language, settings.task, timestamps=settings.timestamps)
         self._rules.check_beams(settings.beams)
         self._model: Any = source.build(devices)
 
@@ -99,9 +99,9 @@ class Transcriber:
             UserError: for a file that is missing, damaged or empty.
         """
         samples_T = read_recording(path)
-        features_FM = self._features(samples_T)
+        features_FM = self._extract_features(samples_T)
         stamps = self._settings.timestamps or (len(features_FM) > self._frames and self._rules.has_timestamps)
-        prompt, language = self._prompt(features_FM, stamps)
+        prompt, language = self._choose_prompt(features_FM, stamps)
         segments, seek = list[Segment](), 0
         while seek < len(features_FM):
             frames = min(len(features_FM) - seek, self._frames)
@@ -116,7 +116,7 @@ class Transcriber:
                 max_new_tokens=self._settings.max_new_tokens,
                 beams=self._settings.beams,
             )
-            window_segments, frames_done = self._segments(tokens, seek, frames, stamps)
+            window_segments, frames_done = self._split_window(tokens, seek, frames, stamps)
             segments += window_segments
             seek += frames_done
         seconds = len(samples_T) / AudioRules.rate
@@ -126,15 +126,15 @@ class Transcriber:
         )
         return Transcript(str(path), seconds, language, text.strip(), segments)
 
-    def _features(self, samples_T: np.ndarray) -> np.ndarray:
+    def _extract_features(self, samples_T: np.ndarray) -> np.ndarray:
         """Features of a full recording, float32 [F, M]: a short one is padded with silence, a long one is not."""
         frames = max(self._frames, len(samples_T) * FRAMES_PER_SECOND // AudioRules.rate)
         return LogMel(frames, self._mels)(samples_T)
 
-    def _prompt(self, features_FM: np.ndarray, stamps: bool) -> tuple[list[int], str | None]:
+    def _choose_prompt(self, features_FM: np.ndarray, stamps: bool) -> tuple[list[int], str | None]:
         """The tokens before every text, and the language; by default it is detected in the first window."""
         settings, rules = self._settings, self._rules
-        prompt = rules.prompt(settings.language, settings.task, timestamps=stamps)
+        prompt = rules.prompt_tokens(settings.language, settings.task, timestamps=stamps)
         if None in prompt:
             (language_id,) = detect_languages(self._model, features_FM[None, : self._frames], rules)
             prompt = [language_id if token is None else token for token in prompt]
@@ -142,15 +142,15 @@ class Transcriber:
         language = next((names[token] for token in prompt if token in names), None)
         return [token for token in prompt if token is not None], language
 
-    def _segments(self, tokens: list[int], seek: int, frames: int, stamps: bool) -> tuple[list[Segment], int]:
+    def _split_window(self, tokens: list[int], seek: int, frames: int, stamps: bool) -> tuple[list[Segment], int]:
         """Segments of a window, and the number of frames to the start of the next window."""
         ids = tokens[:-1] if tokens and tokens[-1] == self._rules.eos_id else tokens
         # Unrequested timestamps follow no rules, and might not advance.
         pieces, frames_done = split_at_stamps(ids, self._rules.first_stamp if stamps else None, frames)
         offset = seek / FRAMES_PER_SECOND
-        return [self._segment(offset + start, offset + end, piece) for start, end, piece in pieces], frames_done
+        return [self._make_segment(offset + start, offset + end, piece) for start, end, piece in pieces], frames_done
 
-    def _segment(self, start: float, end: float, ids: list[int]) -> Segment:
+    def _make_segment(self, start: float, end: float, ids: list[int]) -> Segment:
         first = self._rules.first_stamp
         words = [token for token in ids if first is None or token < first]
         return Segment(start, end, self._tokenizer.decode(words), ids)
@@ -210,7 +210,7 @@ def as_json(transcript: Transcript) -> dict[str, Any]:
 def as_srt(transcript: Transcript) -> str:
     """The content of an SRT file."""
     blocks = [
-        f"{number}\n{_clock(segment.start, ',')} --> {_clock(segment.end, ',')}\n{segment.text.strip()}\n"
+        f"{number}\n{_format_clock(segment.start, ',')} --> {_format_clock(segment.end, ',')}\n{segment.text.strip()}\n"
         for number, segment in enumerate(transcript.segments, 1)
     ]
     return "\n".join(blocks)
@@ -220,12 +220,13 @@ def as_vtt(transcript: Transcript) -> str:
     """The content of a WebVTT file."""
     # An arrow in a text would begin another cue.
     blocks = [
-        f"{_clock(segment.start, '.')} --> {_clock(segment.end, '.')}\n{segment.text.strip().replace('-->', '->')}\n"
+        f"{_format_clock(segment.start, '.')} --> {_format_clock(segment.end, '.')}\n"
+        f"{segment.text.strip().replace('-->', '->')}\n"
         for segment in transcript.segments
     ]
     return "\n".join(["WEBVTT\n", *blocks])
 
 
-def _clock(seconds: float, point: str) -> str:
+def _format_clock(seconds: float, point: str) -> str:
     whole_seconds, thousandths = divmod(round(seconds * 1000), 1000)
     return f"{whole_seconds // 3600:02}:{whole_seconds // 60 % 60:02}:{whole_seconds % 60:02}{point}{thousandths:03}"

@@ -20,7 +20,7 @@ from lm_trainer.export.generation_fields import unsupported_fields
 from lm_trainer.export.huggingface import all_end_ids
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.generate.engine import generate_stream
-from lm_trainer.generate.layout import for_decoding
+from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.score import Context, Score, score
 from lm_trainer.harness.chat import TaskTemplate
@@ -220,7 +220,7 @@ class HarnessModel(TemplateLM):
 
     @functools.cached_property
     def _decoding_model(self) -> Decoder:
-        return for_decoding(self._model, self._dtype)
+        return to_decoding_layout(self._model, self._dtype)
 
     def _max_new_tokens(self, requested: int) -> int:
         """The number of new tokens that fit; half of the context if they leave no room for the question."""

@@ -101,7 +101,7 @@ class LadderConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _sizes_exist(self) -> LadderConfig:
+    def _check_sizes_exist(self) -> LadderConfig:
         for size in self.sizes:
             try:
                 self.model_configurator.configure_model(
@@ -131,16 +131,16 @@ class LadderConfig(Config):
         # Dump and parse: the result then knows which keys were set, and defaults stay defaults.
         data = self.data_loader.model_dump(mode="json", include=self.data_loader.changed_fields)
         tokenizer = self.tokenizer if isinstance(self.tokenizer, str | None) else self.tokenizer.model_dump(mode="json")
-        return DataConfig.model_validate({**data, "tokenizer": tokenizer, **self._sources()})
+        return DataConfig.model_validate({**data, "tokenizer": tokenizer, **self._sources_section()})
 
-    def _sources(self) -> dict[str, Any]:
-        def plain(source: InstanceSource) -> dict[str, Any]:
+    def _sources_section(self) -> dict[str, Any]:
+        def to_plain(source: InstanceSource) -> dict[str, Any]:
             return source.model_dump(mode="json", include=source.changed_fields - {"label", "weight"})
 
         # A single source is the data section itself, without the names and weights of a mixture.
         if len(self.instance_sources) <= 1:
-            return plain(self.instance_sources[0]) if self.instance_sources else {}
+            return to_plain(self.instance_sources[0]) if self.instance_sources else {}
         return {
-            "configs": {str(source.label): plain(source) for source in self.instance_sources},
+            "configs": {str(source.label): to_plain(source) for source in self.instance_sources},
             "train_weights": {str(source.label): source.weight for source in self.instance_sources},
         }

@@ -11,7 +11,7 @@ from lm_trainer.core.files import AnyPath
 from lm_trainer.ladder.batch import BatchShape
 from lm_trainer.ladder.checkpoints import RunCheckpointInfo, find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
-from lm_trainer.ladder.metrics import frame, rows_of
+from lm_trainer.ladder.metrics import collect_rows, to_dataframe
 from lm_trainer.ladder.plan import RungPlan, plan_rung
 from lm_trainer.ladder.rungs import (
     batch_shape,
@@ -156,5 +156,5 @@ class ModelLadder(LadderConfig):
         Raises:
             UserError: without pandas, or if the directory holds metrics of another ladder.
         """
-        rows = rows_of(self, size_spec, prefix, discover_all=discover_all, alternative_dirs=alternative_dirs)
-        return frame(rows) if rows else None
+        rows = collect_rows(self, size_spec, prefix, discover_all=discover_all, alternative_dirs=alternative_dirs)
+        return to_dataframe(rows) if rows else None

@@ -14,7 +14,7 @@ from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import count_params, model_config, run_config, vocab_size_of
-from lm_trainer.ladder.running import changes
+from lm_trainer.ladder.running import describe_changes
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import numeric_identity
@@ -30,7 +30,7 @@ FACTS = ("ladder", "size", "seed", "name", "step", "tokens", "num_params", "flop
 """Names of the columns before the metrics."""
 
 
-def rows_of(
+def collect_rows(
     ladder: LadderConfig,
     size_spec: str,
     prefix: str | None = None,
@@ -68,7 +68,7 @@ def rows_of(
                 continue
             if checkpoint.metrics_path not in measured:
                 _check_owner(ladder, size_spec, seed, checkpoint.metrics_path.parent)
-                measured[checkpoint.metrics_path] = _by_step(checkpoint.metrics_path)
+                measured[checkpoint.metrics_path] = _read_metrics_by_step(checkpoint.metrics_path)
             metrics = measured[checkpoint.metrics_path].get(checkpoint.step, {})
             metrics = {key: value for key, value in metrics.items() if key.startswith(prefix or "")}
             if not metrics:
@@ -84,7 +84,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
     identity = identity_of(read_run_record(folder), folder)
     expected = config_with_recorded_keys(run_config(ladder, size_spec, seed), identity)
-    if differences := changes(identity, numeric_identity(expected), expected):
+    if differences := describe_changes(identity, numeric_identity(expected), expected):
         raise UserError(
             f"{folder} holds a run of another ladder than {ladder.name}:\n  "
             + "\n  ".join(differences[:8])
@@ -92,7 +92,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
         )
 
 
-def _by_step(file: Path) -> dict[int, Row]:
+def _read_metrics_by_step(file: Path) -> dict[int, Row]:
     """The numbers of a `metrics.jsonl` by step: training and evaluation each write a line for the same step."""
     metrics: dict[int, Row] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -109,7 +109,7 @@ def _by_step(file: Path) -> dict[int, Row]:
     return metrics
 
 
-def frame(rows: Sequence[Row]) -> pandas.DataFrame:
+def to_dataframe(rows: Sequence[Row]) -> pandas.DataFrame:
     """The rows as a DataFrame.
 
     Raises:
@@ -119,15 +119,15 @@ def frame(rows: Sequence[Row]) -> pandas.DataFrame:
         import pandas
     except ImportError:
         raise UserError("a DataFrame needs pandas: pip install 'lm_trainer[ladder]'") from None
-    return pandas.DataFrame(list(rows), columns=columns(rows))
+    return pandas.DataFrame(list(rows), columns=column_names(rows))
 
 
-def columns(rows: Sequence[Row]) -> list[str]:
+def column_names(rows: Sequence[Row]) -> list[str]:
     """Names of the columns: `FACTS`, then the metrics of all rows in alphabetical order."""
     return [*FACTS, *sorted({key for row in rows for key in row} - set(FACTS))]
 
 
-def write(rows: Sequence[Row], kind: str, path: AnyPath | None) -> str | None:
+def write_rows(rows: Sequence[Row], kind: str, path: AnyPath | None) -> str | None:
     """Writes rows to a file as CSV, JSON or Parquet; without a path, returns the text of CSV or JSON."""
     path = None if path is None else local_path(path)
     if kind == "parquet":
@@ -136,14 +136,14 @@ def write(rows: Sequence[Row], kind: str, path: AnyPath | None) -> str | None:
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns(rows)})
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in column_names(rows)})
         pyarrow.parquet.write_table(table, path)
         return None
     if kind == "json":
         text = json.dumps(list(rows), indent=1) + "\n"
     else:
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, columns(rows), lineterminator="\n")
+        writer = csv.DictWriter(buffer, column_names(rows), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         text = buffer.getvalue()

@@ -95,7 +95,7 @@ class TransformerModelConfigurator(ModelConfigurator):
     """Name of a size -> its model; `seq_len` is set by the ladder."""
 
     @model_validator(mode="after")
-    def _length_is_set_once(self) -> TransformerModelConfigurator:
+    def _check_length_is_set_once(self) -> TransformerModelConfigurator:
         for name, model in self.models.items():
             if "seq_len" in model.changed_fields:
                 raise ValueError(f"models.{name}.seq_len: sequence_length of the ladder decides it; remove the key")
@@ -125,7 +125,7 @@ class Olmo3ModelConfigurator(ModelConfigurator):
     """Settings that override the ones of a size, such as `gradient_checkpointing: dots`."""
 
     @model_validator(mode="after")
-    def _settings_exist(self) -> Olmo3ModelConfigurator:
+    def _check_settings_exist(self) -> Olmo3ModelConfigurator:
         # Any size will do: a wrong setting is wrong for all of them.
         try:
             self.configure_model(size_spec=TransformerSize.size_60M, sequence_length=2048)

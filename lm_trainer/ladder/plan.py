@@ -9,7 +9,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.batch import BatchShape
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, vocab_size_of
-from lm_trainer.plan.cost import MFU, Time, Work, training_time
+from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_time
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import Traces, compile_temporary, estimate_step, estimate_temporary
 from lm_trainer.profile.flops import flops_per_token, parameter_count
@@ -118,9 +118,9 @@ def plan_rung(
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
     # The batch of the ladder, not of its run config: with `compat` no run would have it.
-    work = Work(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
-    time = _time(ladder, hardware, work, shape.devices)
-    memory = _memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
+    work = RunWork(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
+    time = _training_time(ladder, hardware, work, shape.devices)
+    memory = _peak_memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
     return RungPlan(
         size=size_spec,
         model_params=total,
@@ -149,7 +149,7 @@ def plan_rung(
     )
 
 
-def _time(ladder: LadderConfig, hardware: Hardware, work: Work, devices: int) -> Time | None:
+def _training_time(ladder: LadderConfig, hardware: Hardware, work: RunWork, devices: int) -> RunTime | None:
     """Training time of a size; None for a CPU, which has no datasheet figures."""
     if hardware.device.lower() == "cpu":
         return None
@@ -164,7 +164,7 @@ def _time(ladder: LadderConfig, hardware: Hardware, work: Work, devices: int) ->
     return time
 
 
-def _memory(
+def _peak_memory(
     ladder: LadderConfig, size_spec: str, vocab_size: int, shape: BatchShape, hardware: Hardware, *, compiled: bool
 ) -> PhaseBytes:
     config, length = run_config(ladder, size_spec, vocab_size=vocab_size), ladder.sequence_length

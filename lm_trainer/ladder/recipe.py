@@ -140,7 +140,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return round(_REFERENCE_BATCH * (num_params / _REFERENCE_PARAMS) ** (2 / 3))
 
     def configure_duration(self, num_params: int, batch_size: int) -> int:
-        return batch_size * self._steps(num_params, batch_size, self.chinchilla_multiple)
+        return batch_size * self._num_steps(num_params, batch_size, self.chinchilla_multiple)
 
     def learning_rate(self, num_params: int) -> float:
         """Peak learning rate: half the rate of Porian et al., which OLMo-core found to be better."""
@@ -152,7 +152,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         Raises:
             UserError: if a period has no step before its decay.
         """
-        ends = [self._steps(num_params, batch_size, multiple) for multiple in self.multiples]
+        ends = [self._num_steps(num_params, batch_size, multiple) for multiple in self.multiples]
         periods = []
         for multiple, start, end in zip(self.multiples, (0, *ends), ends, strict=False):
             # Round in tokens first, as OLMo-core does; -(-a // b) divides and rounds up.
@@ -207,7 +207,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
             names.append((period.end * batch_size, f"{name} post-decay"))
         return names
 
-    def _steps(self, num_params: int, batch_size: int, multiple: float) -> int:
+    def _num_steps(self, num_params: int, batch_size: int, multiple: float) -> int:
         # Round down to whole tokens, then to the nearest step: the same order as in OLMo-core.
         return round(int(self.tokens_per_param * num_params * multiple) / batch_size)
 

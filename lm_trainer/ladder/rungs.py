@@ -99,7 +99,7 @@ def run_config(
         "per_device_parallelism": -1 if rank is None else rank // ladder.sequence_length,
         "steps_per_eval": list(dict.fromkeys(steps)),
         "checkpointer": checkpointer,
-        "tracker": [_tracker(ladder, tracker).model_dump(mode="json") for tracker in ladder.trainer.trackers],
+        "tracker": [_with_ladder_group(ladder, tracker).model_dump(mode="json") for tracker in ladder.trainer.trackers],
     }
     tasks: dict[str, Any] = {}
     if ladder.eval_harness is not None:
@@ -116,7 +116,7 @@ def run_config(
     )
 
 
-def _tracker(ladder: LadderConfig, tracker: Any) -> Any:
+def _with_ladder_group(ladder: LadderConfig, tracker: Any) -> Any:
     """Puts all runs of a ladder into one project and group, unless the user set them."""
     if not isinstance(tracker, WandbConfig):
         return tracker

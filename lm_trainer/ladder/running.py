@@ -54,7 +54,7 @@ def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     identity = identity_of(read_run_record(folder), folder)
     config = config_with_recorded_keys(config, identity)
     expected = numeric_identity(config)
-    if differences := changes(identity, expected, config):
+    if differences := describe_changes(identity, expected, config):
         raise UserError(
             f"{folder} holds a run of another ladder, or of an earlier form of {ladder.name}:\n  "
             + "\n  ".join(differences)
@@ -64,23 +64,23 @@ def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     return bool(numeric_differences(identity, expected, config))
 
 
-def changes(old: Mapping[str, Any], new: Mapping[str, Any], config: RunConfig) -> list[str]:
+def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Lines that describe the differences between two run identities, apart from a longer length."""
-    pairs = [(_value(old, key), _value(new, key)) for key in _GROWS]
+    pairs = [(_lookup(old, key), _lookup(new, key)) for key in _GROWS]
     steps = old["trainer"]["num_train_steps"], new["trainer"]["num_train_steps"]
     # A list that changed while the length did not is another recipe, even with the same beginning.
-    one_begins = all(_begins(*pair) for pair in pairs)
+    one_begins = all(_is_prefix(*pair) for pair in pairs)
     length = {"trainer.num_train_steps", *_GROWS} if one_begins and steps[0] != steps[1] else set()
     differences = numeric_differences(dict(old), dict(new), config)
     return [line for line in differences if re.split(r"[:\s]", line, maxsplit=1)[0] not in length]
 
 
-def _value(identity: Mapping[str, Any], key: str) -> Any:
+def _lookup(identity: Mapping[str, Any], key: str) -> Any:
     section, name = key.split(".")
     return identity[section].get(name)
 
 
-def _begins(a: list[float] | None, b: list[float] | None) -> bool:
+def _is_prefix(a: list[float] | None, b: list[float] | None) -> bool:
     if a is None or b is None:
         return a is b
     # Compare up to the end of the shorter list.

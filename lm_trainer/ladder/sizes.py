@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lm_trainer.core.errors import UserError
 
 
-class Shape(NamedTuple):
+class ModelShape(NamedTuple):
     """Hyperparameters of one size of OLMo 3."""
 
     hidden_dim: int
@@ -37,22 +37,22 @@ class TransformerSize(StrEnum):
         return int(self[:-1]) * {"M": 10**6, "B": 10**9}[self[-1]]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """Hyperparameters of this size."""
         return _SHAPES[self]
 
 
 _SHAPES = {
-    TransformerSize.size_60M: Shape(384, 8, 8, 1536),
-    TransformerSize.size_100M: Shape(512, 12, 8, 2048),
-    TransformerSize.size_190M: Shape(768, 12, 12, 3072),
-    TransformerSize.size_370M: Shape(1024, 16, 16, 4096),
-    TransformerSize.size_600M: Shape(1280, 16, 16, 5120),
-    TransformerSize.size_760M: Shape(1536, 16, 16, 6144),
-    TransformerSize.size_1B: Shape(2048, 16, 16, 8192),
-    TransformerSize.size_3B: Shape(3328, 16, 16, 13312),
-    TransformerSize.size_7B: Shape(4096, 32, 32, 11008),
-    TransformerSize.size_13B: Shape(5120, 40, 40, 13824),
+    TransformerSize.size_60M: ModelShape(384, 8, 8, 1536),
+    TransformerSize.size_100M: ModelShape(512, 12, 8, 2048),
+    TransformerSize.size_190M: ModelShape(768, 12, 12, 3072),
+    TransformerSize.size_370M: ModelShape(1024, 16, 16, 4096),
+    TransformerSize.size_600M: ModelShape(1280, 16, 16, 5120),
+    TransformerSize.size_760M: ModelShape(1536, 16, 16, 6144),
+    TransformerSize.size_1B: ModelShape(2048, 16, 16, 8192),
+    TransformerSize.size_3B: ModelShape(3328, 16, 16, 13312),
+    TransformerSize.size_7B: ModelShape(4096, 32, 32, 11008),
+    TransformerSize.size_13B: ModelShape(5120, 40, 40, 13824),
 }
 
 _MICROBATCH = {"100M": 4, "190M": 16, "370M": 12, "760M": 10, "1B": 8, "3B": 4, "13B": 2}

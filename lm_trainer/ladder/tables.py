@@ -14,11 +14,11 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
     rows = [
         [
             plan.size,
-            short(plan.body_params),
-            short(plan.embedding_params),
-            short(plan.model_params),
-            short(plan.num_params),
-            short(plan.tokens),
+            format_number(plan.body_params),
+            format_number(plan.embedding_params),
+            format_number(plan.model_params),
+            format_number(plan.num_params),
+            format_number(plan.tokens),
             f"{plan.steps:,}",
             f"{plan.batch_size:,}",
             f"{plan.learning_rate:.3e}",
@@ -35,7 +35,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
     if plans[0].cost is not None:
         head.append("cost")
     total = sum(plan.flops for plan in plans)
-    lines = [table(head, rows), f"all: {total:.3g} FLOPs"]
+    lines = [format_table(head, rows), f"all: {total:.3g} FLOPs"]
     if plans[0].hours is not None:
         lines[-1] += f", {sum((plan.hours or 0) * plan.devices for plan in plans):,.1f} device hours"
     if plans[0].cost is not None:
@@ -58,10 +58,10 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    return table(head, cells) + "\n"
+    return format_table(head, cells) + "\n"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligns the columns of a table: the first to the left, all others to the right."""
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
     # The first column is padded on its right.
@@ -69,7 +69,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]).rstrip() for line in lines)
 
 
-def short(number: float) -> str:
+def format_number(number: float) -> str:
     """Formats a number with four digits and a unit: 190.4M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:

@@ -40,7 +40,7 @@ class BackpackConfig(LearnedPositionsConfig):
     """Width of the MLP that makes them, in multiples of hidden_dim. The one before it has `mlp_scale`."""
 
     @model_validator(mode="after")
-    def _senses_divide(self) -> Self:
+    def _check_senses_divide(self) -> Self:
         if self.hidden_dim % self.num_senses:
             raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_senses={self.num_senses}")
         return self
@@ -53,13 +53,13 @@ class BackpackConfig(LearnedPositionsConfig):
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         # Senses are larger than the queries and keys that weigh them, which no other backend can do.
-        scores = replace(self.probabilities(), backend="xla")
+        scores = replace(self.resolved_score_spec(), backend="xla")
         size = self.hidden_dim // self.num_senses
         senses = SenseSpec(
             attention=AttentionSpec(self.num_senses, size, bias=self.use_bias, out_bias=False, scores=scores),
-            mlp=self.mlp(self.mlp_scale),
-            out=self.mlp(self.sense_intermediate_scale),
-            norm=self.norm(),
+            mlp=self.mlp_spec(self.mlp_scale),
+            out=self.mlp_spec(self.sense_intermediate_scale),
+            norm=self.norm_spec(),
             dropout=self.resid_pdrop,
         )
-        return replace(self.backbone(vocab_size), senses=senses)
+        return replace(self.backbone_spec(vocab_size), senses=senses)

@@ -30,14 +30,14 @@ _ACTIVATION_ALIASES = {"swish": "silu", "gelu_fast": "gelu_new"}
 _BACKEND_ALIASES = {"vanilla": "xla", "jax_flash": "xla", "nvte": "cudnn", "default": "auto"}
 
 
-def _renamed(names: Mapping[str, str]) -> BeforeValidator:
+def _alias_validator(names: Mapping[str, str]) -> BeforeValidator:
     """Replaces alternative names of a choice with the name used here."""
     return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
 
 
-ActivationName = Annotated[Activation, _renamed(_ACTIVATION_ALIASES)]
+ActivationName = Annotated[Activation, _alias_validator(_ACTIVATION_ALIASES)]
 """An activation. `swish` is read as `silu`, and `gelu_fast` as `gelu_new`."""
-BackendName = Annotated[Backend, _renamed(_BACKEND_ALIASES)]
+BackendName = Annotated[Backend, _alias_validator(_BACKEND_ALIASES)]
 """An attention backend, by its name here or by Levanter's."""
 
 
@@ -67,11 +67,11 @@ class CheckpointPolicy(Config):
 
     @field_validator("offload_block_internals", mode="before")
     @classmethod
-    def _all_or_none(cls, value: object) -> object:
+    def _expand_bool_offload(cls, value: object) -> object:
         return (get_args(BlockInternal) if value else ()) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
-    def _kept_once(self) -> CheckpointPolicy:
+    def _check_each_value_kept_once(self) -> CheckpointPolicy:
         saves_all = self.disable or self.save_block_internals is True
         saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
         if saves_all and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
@@ -224,7 +224,7 @@ class DecoderConfig(Config):
         """Content of generation_config.json, from the content for a text model."""
         return plain
 
-    def differs_from_hf(self) -> str | None:
+    def describe_difference_from_hf(self) -> str | None:
         """Describes the sequences for which transformers computes a different result; None if it always agrees."""
         return None
 
@@ -241,7 +241,7 @@ class DecoderConfig(Config):
         return cls.hf
 
     @model_validator(mode="after")
-    def _groups_need_a_loop(self) -> Self:
+    def _check_groups_need_loop(self) -> Self:
         if self._policy is not None and self._policy.nested and not self.scan:
             raise ValueError("gradient_checkpointing: nested layers must run as a loop; write scan_layers: true")
         return self
@@ -276,7 +276,7 @@ class DecoderConfig(Config):
             return self.scan_layers
         return self.num_layers > SCAN_ABOVE or (self._policy is not None and bool(self._policy.nested))
 
-    def scores(self, scale: float | None = None, *, dropout: float = 0.0) -> ScoreSpec:
+    def score_spec(self, scale: float | None = None, *, dropout: float = 0.0) -> ScoreSpec:
         """Returns the `ScoreSpec` of these settings; `scale` and `dropout` are its fields."""
         return ScoreSpec(
             scale=scale,

@@ -26,7 +26,7 @@ class EqualHeadsConfig(DecoderConfig):
     """Dropout of the attention probabilities."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _check_heads_divide(self) -> Self:
         if self.hidden_dim % self.num_heads:
             raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
         return self
@@ -36,7 +36,7 @@ class EqualHeadsConfig(DecoderConfig):
         """Dimensions of each head."""
         return self.hidden_dim // self.num_heads
 
-    def decoder(
+    def decoder_spec(
         self,
         vocab_size: int,
         block: BlockSpec,

@@ -23,14 +23,14 @@ class ExpertsConfig(RotaryConfig):
     """Weight of the loss for large router logits (z-loss); 0: none. It affects only the gradient."""
 
     @model_validator(mode="after")
-    def _enough_experts(self) -> "ExpertsConfig":
+    def _check_enough_experts(self) -> "ExpertsConfig":
         if self.num_experts_per_tok > self.n_routed_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} is more than n_routed_experts={self.n_routed_experts}"
             )
         return self
 
-    def experts(self, width: int, *, renormalize: bool = True) -> MoeSpec:
+    def moe_spec(self, width: int, *, renormalize: bool = True) -> MoeSpec:
         """Builds the mixture of a layer; `width` is the width of one expert."""
         return MoeSpec(
             hidden_dim=width,

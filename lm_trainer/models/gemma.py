@@ -22,17 +22,17 @@ from lm_trainer.models.rotary import (
     QK_NORM,
     TIED,
     RotaryConfig,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    layer_norms,
+    layer_norm_tensors,
     layer_types,
     pattern_from_hf,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
 
 # `post_attention_layernorm` is the norm after attention here; in Llama's files it is the one before the MLP.
-_FOUR_NORMS = layer_norms(
+_FOUR_NORMS = layer_norm_tensors(
     attention_pre_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
     mlp_pre_norm="pre_feedforward_layernorm",
@@ -63,11 +63,11 @@ class _GemmaConfig(RotaryConfig):
     tie_word_embeddings: bool = True
     """Gives the output layer the weights of the token embedding."""
 
-    def norm(self) -> NormSpec:
+    def norm_spec(self) -> NormSpec:
         # Files store gains minus 1, and so do our parameters: conversion adds and subtracts no constant.
-        return replace(super().norm(), unit_offset=True)
+        return replace(super().norm_spec(), unit_offset=True)
 
-    def embedding(self) -> EmbeddingSpec:
+    def embedding_spec(self) -> EmbeddingSpec:
         """Token embeddings multiplied by sqrt(hidden_dim)."""
         return EmbeddingSpec(scale=math.sqrt(self.hidden_dim))
 
@@ -75,7 +75,7 @@ class _GemmaConfig(RotaryConfig):
 def _gemma_to_hf(config: "GemmaConfig") -> dict[str, Any]:
     if config.activation_function == "gelu":
         raise ValueError("transformers takes hidden_act: gelu of a gemma model for its tanh approximation")
-    return shared_to_hf(config)
+    return common_fields_to_hf(config)
 
 
 class GemmaConfig(_GemmaConfig):
@@ -117,8 +117,8 @@ class GemmaConfig(_GemmaConfig):
     """Key and value heads, each for num_heads / num_kv_heads query heads."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        block = BlockSpec(self.attention(), self.mlp(), pre_norm=self.norm())
-        return self.decoder(vocab_size, (block,) * self.num_layers, embedding=self.embedding())
+        block = BlockSpec(self.attention_spec(), self.mlp_spec(), pre_norm=self.norm_spec())
+        return self.decoder_spec(vocab_size, (block,) * self.num_layers, embedding=self.embedding_spec())
 
 
 def _from_hf(hf: Mapping[str, Any], pattern: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _to_hf(config: "_WindowedGemmaConfig") -> dict[str, Any]:
     return {
         "final_logit_softcapping": config.final_logit_softcapping,
         "layer_types": layer_types(config.num_layers, config.sliding_window_pattern),
-        **shared_to_hf(config),
+        **common_fields_to_hf(config),
     }
 
 
@@ -186,19 +186,21 @@ class _WindowedGemmaConfig(_GemmaConfig):
     sliding_window_pattern: int = Field(default=6, gt=0)
     """Every n-th layer attends to all positions; the others have a window."""
 
-    def block(self, softcap: float | None = None) -> BlockSpec:
+    def block_spec(self, softcap: float | None = None) -> BlockSpec:
         """A layer with full attention; `softcap` bounds its scores."""
         # Not the head size: the two differ in some sizes of Gemma 2.
-        scores = replace(self.scores(self.query_pre_attn_scalar**-0.5), softcap=softcap)
-        attention = replace(self.attention(), scores=scores)
-        return BlockSpec(attention, self.mlp(), pre_norm=self.norm(), post_norm=self.norm())
+        scores = replace(self.score_spec(self.query_pre_attn_scalar**-0.5), softcap=softcap)
+        attention = replace(self.attention_spec(), scores=scores)
+        return BlockSpec(attention, self.mlp_spec(), pre_norm=self.norm_spec(), post_norm=self.norm_spec())
 
-    def patterned(self, vocab_size: int, full: BlockSpec, local: BlockSpec) -> DecoderSpec:
+    def alternating_decoder_spec(self, vocab_size: int, full: BlockSpec, local: BlockSpec) -> DecoderSpec:
         """Builds the model from both kinds of layers; `local` gets the window."""
         local = replace(local, attention=replace(local.attention, window=self.sliding_window))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
         blocks = tuple(full if kind == "full_attention" else local for kind in kinds)
-        return self.decoder(vocab_size, blocks, embedding=self.embedding(), softcap=self.final_logit_softcapping)
+        return self.decoder_spec(
+            vocab_size, blocks, embedding=self.embedding_spec(), softcap=self.final_logit_softcapping
+        )
 
 
 _WINDOWED = {
@@ -240,8 +242,8 @@ class Gemma2Config(_WindowedGemmaConfig):
     """Every n-th layer attends to all positions; the others have a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        block = self.block(self.attn_logit_softcapping)
-        return self.patterned(vocab_size, block, block)
+        block = self.block_spec(self.attn_logit_softcapping)
+        return self.alternating_decoder_spec(vocab_size, block, block)
 
 
 class Gemma3Config(_WindowedGemmaConfig):
@@ -276,7 +278,7 @@ class Gemma3Config(_WindowedGemmaConfig):
     """Theta of the layers with a window; their positions are never scaled."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        block = self.block()
-        full = replace(block, attention=replace(block.attention, qk_norm=QkNormSpec(self.norm())))
+        block = self.block_spec()
+        full = replace(block, attention=replace(block.attention, qk_norm=QkNormSpec(self.norm_spec())))
         local = replace(full, attention=replace(full.attention, positions=RopeSpec(self.rope_local_base_freq)))
-        return self.patterned(vocab_size, full, local)
+        return self.alternating_decoder_spec(vocab_size, full, local)

@@ -86,4 +86,4 @@ class Gpt2Config(LearnedPositionsConfig):
     """The family."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        return self.backbone(vocab_size)
+        return self.backbone_spec(vocab_size)

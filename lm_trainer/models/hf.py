@@ -21,10 +21,10 @@ from lm_trainer.models.hf_table import (
     PendingTensor,
     check_tensors,
     file_tensors,
+    params_from_tensors,
     pending_tensors,
-    read_config,
-    read_tensors,
-    write_config,
+    settings_from_hf,
+    settings_to_hf,
 )
 from lm_trainer.nn.init import LOGICAL_AXES
 
@@ -44,7 +44,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
         supported = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
         raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {supported}")
     family = config_class.hf_family()
-    fields = read_config(family, hf)
+    fields = settings_from_hf(family, hf)
     vocab_size = hf.get("vocab_size")
     # A bool is an int in Python, but not a number in JSON.
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
@@ -69,7 +69,7 @@ def config_to_hf(
     Raises:
         UserError: for a setting that the format cannot express.
     """
-    config = write_config(model_config.hf_family(), model_config)
+    config = settings_to_hf(model_config.hf_family(), model_config)
     return {
         **config,
         "vocab_size": vocab_size,
@@ -88,33 +88,33 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
-    shapes = _abstract(model_config, vocab_size)
-    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _leaves(shapes), tensors))
+    shapes = _param_info_tree(model_config, vocab_size)
+    return from_named_leaves(shapes, params_from_tensors(model_config.hf_family(), _infos_by_name(shapes), tensors))
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns the tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
 
     Raises:
-        UserError: as `file_params`.
+        UserError: as `pending_params_to_hf`.
     """
-    return {name: np.asarray(tensor) for name, tensor in file_params(model_config, params).items()}
+    return {name: np.asarray(tensor) for name, tensor in pending_params_to_hf(model_config, params).items()}
 
 
-def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
+def pending_params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
     """Like `params_to_hf`, but each tensor is made when NumPy requests it, so no memory is allocated.
 
     Raises:
         UserError: for a setting that the format cannot express, or parameters of another configuration.
     """
     # Called for its errors: a setting that the format cannot express must not be lost silently.
-    write_config(model_config.hf_family(), model_config)
+    settings_to_hf(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
-    leaves = _leaves(_abstract(model_config, vocab_size))
+    leaves = _infos_by_name(_param_info_tree(model_config, vocab_size))
     shapes = {name: tuple(leaf.shape) for name, leaf in named.items()}
     if mismatched := sorted(
-        name for name in leaves.keys() | shapes.keys() if not _fits(leaves.get(name), shapes.get(name))
+        name for name in leaves.keys() | shapes.keys() if not _shape_matches(leaves.get(name), shapes.get(name))
     ):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(mismatched)}")
     return pending_tensors(model_config.hf_family(), leaves, named)
@@ -124,7 +124,7 @@ def check_writable(model_config: DecoderConfig) -> None:
     """Raises `UserError` if the format cannot express a setting or a parameter of the model."""
     # One token is enough: no table depends on the vocabulary size.
     family, vocab_size = model_config.hf_family(), 1
-    write_config(family, model_config)
+    settings_to_hf(family, model_config)
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(family, leaves)
     _check_mapped(family, leaves, {part.path for entry in entries for part in entry.parts})
@@ -169,23 +169,23 @@ def plan_reading(
 
 def param_infos(model_config: DecoderConfig, vocab_size: int) -> dict[str, ParamInfo]:
     """Returns the shape and axes of every parameter by dotted name; allocates no memory."""
-    return _leaves(_abstract(model_config, vocab_size))
+    return _infos_by_name(_param_info_tree(model_config, vocab_size))
 
 
-def _fits(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
+def _shape_matches(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
     return leaf is not None and leaf.shape == shape
 
 
-def _abstract(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
+def _param_info_tree(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
     """Returns the parameter tree with a `ParamInfo` for each array; allocates no memory."""
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
 
-    def leaf(variable: nnx.Variable) -> nnx.Variable:
+    def to_param_info(variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(ParamInfo(tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES)))
 
-    state = jax.tree.map(leaf, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    state = jax.tree.map(to_param_info, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
     return nnx.to_pure_dict(state)
 
 
-def _leaves(shapes: dict[str, Any]) -> dict[str, ParamInfo]:
+def _infos_by_name(shapes: dict[str, Any]) -> dict[str, ParamInfo]:
     return named_leaves(shapes)

@@ -36,8 +36,8 @@ def adopt_hf_config(
     overrides = {key: getattr(section, key) for key in written_keys}
     problems = [
         f"model.{key} is {value}, but {hf_value} in config.json"
-        for key, value, hf_value in _differences(section, hf_config, vocab_size)
-        if key in written_keys and not (key == "seq_len" and any_length(hf_config, vocab_size))
+        for key, value, hf_value in _find_differences(section, hf_config, vocab_size)
+        if key in written_keys and not (key == "seq_len" and allows_any_length(hf_config, vocab_size))
     ]
     if problems:
         raise UserError(
@@ -64,8 +64,8 @@ def compare_with_hf_config(
             f"model.type: {hf_config.type}, or use_hf_model_config: true"
         )
     problems, notes = [], []
-    for key, value, hf_value in _differences(section, hf_config, vocab_size):
-        if key == "seq_len" and any_length(hf_config, vocab_size):
+    for key, value, hf_value in _find_differences(section, hf_config, vocab_size):
+        if key == "seq_len" and allows_any_length(hf_config, vocab_size):
             continue
         text = f"model.{key} is {value}, but {hf_value} in config.json"
         (notes if key in written_keys else problems).append(text)
@@ -78,7 +78,9 @@ def compare_with_hf_config(
     return notes
 
 
-def _differences(section: DecoderConfig, hf_config: DecoderConfig, vocab_size: int) -> Iterator[tuple[str, str, str]]:
+def _find_differences(
+    section: DecoderConfig, hf_config: DecoderConfig, vocab_size: int
+) -> Iterator[tuple[str, str, str]]:
     """Yields the keys of config.json that would change the model's results, each with our value and the file's."""
     spec = hf_config.spec(vocab_size)
     for key in sorted(hf_config.model_fields_set - _OF_TRAINING):
@@ -109,6 +111,6 @@ _OF_TRAINING = frozenset(
 """Keys that do not change the results of a trained model."""
 
 
-def any_length(config: DecoderConfig, vocab_size: int) -> bool:
+def allows_any_length(config: DecoderConfig, vocab_size: int) -> bool:
     """Returns true if rows may be of any length, because no parameter of the checkpoint has a row per position."""
     return not config.spec(vocab_size).embedding.learned_positions

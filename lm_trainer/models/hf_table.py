@@ -51,7 +51,7 @@ class HfTensor:
     """The parts alternate head by head instead of being concatenated."""
 
 
-def linear(hf: str, *params: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
+def linear_tensors(hf: str, *params: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
     """Weight and bias of a linear map whose weight in the file has outputs before inputs."""
     return (
         HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in params), transposed=True, interleaved=interleaved),
@@ -209,7 +209,7 @@ class PendingTensor:
         return tensor if dtype is None else tensor.astype(dtype, copy=False)
 
 
-def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
+def settings_from_hf(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Reads our settings from the content of a config.json.
 
     Raises:
@@ -235,7 +235,7 @@ def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
+def settings_to_hf(family: HfFamily, config: Any) -> dict[str, Any]:
     """Returns the content of config.json without the fields that depend on vocabulary and tokenizer.
 
     Raises:
@@ -259,7 +259,7 @@ def _to_hf_value(entry: HfField, value: Any) -> Any:
     return entry.write.get(value, value) if isinstance(value, str) else value
 
 
-def read_tensors(
+def params_from_tensors(
     family: HfFamily, leaves: Mapping[str, ParamInfo], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Reads our parameters by dotted path from the tensors of a file; exact, in the dtypes of the file.
@@ -278,7 +278,7 @@ def read_tensors(
     for entry in entries:
         tensor = np.asarray(tensors[names[entry.name]])
         if tensor.shape != entry.shape:
-            problems.append(_shape_problem(names[entry.name], tensor.shape, entry))
+            problems.append(_describe_shape_mismatch(names[entry.name], tensor.shape, entry))
             continue
         for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
             pieces[part.path][part.index] = piece
@@ -307,16 +307,17 @@ def check_tensors(
     entries_in_file |= {copy: entries_in_file[first] for copy, first in repeated.items()}
     misshapen = {name: entry for name, entry in entries_in_file.items() if tuple(shapes[name]) != entry.shape}
     _raise_problems(
-        _shape_problem(name, shapes[name], entry) + _in_file(name, files) for name, entry in misshapen.items()
+        _describe_shape_mismatch(name, shapes[name], entry) + _file_suffix(name, files)
+        for name, entry in misshapen.items()
     )
     return names, repeated
 
 
-def _shape_problem(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
+def _describe_shape_mismatch(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
     return f"{name} has the shape {list(shape)}, expected {list(entry.shape)}"
 
 
-def _in_file(name: str, files: Mapping[str, str]) -> str:
+def _file_suffix(name: str, files: Mapping[str, str]) -> str:
     return f" (in {files[name]})" if name in files else ""
 
 
@@ -326,7 +327,7 @@ def _stack_slices(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) ->
     return np.stack([pieces[index] for index in sorted(pieces)]).reshape(leaf.shape)
 
 
-def write_tensors(
+def tensors_from_params(
     family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
@@ -367,14 +368,14 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[File
                     FileTensor(tensor.hf, tensor, tuple(ParamSlice(path, (), leaves[path]) for path in tensor.params))
                 )
             continue
-        repeats = _repeats(leaves, tensor.params[0].partition("blocks.{}")[0])
+        repeats = _count_layers_by_slot(leaves, tensor.params[0].partition("blocks.{}")[0])
         period = len(repeats)
         for layer in range(sum(repeats)):
             entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
     return entries
 
 
-def _repeats(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
+def _count_layers_by_slot(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
     """Counts the layers of a module at each slot of their period; the module's name is "" or ends with a dot."""
     counts: dict[str, int] = {}
     for path, leaf in leaves.items():
@@ -434,7 +435,8 @@ def match_names(
     }
     problems += [f"{file_name(family, name)} is missing" for name in sorted(set(expected) - names.keys())]
     problems += [
-        f"{names[name]} is unknown{_in_file(names[name], files or {})}" for name in sorted(names.keys() - set(expected))
+        f"{names[name]} is unknown{_file_suffix(names[name], files or {})}"
+        for name in sorted(names.keys() - set(expected))
     ]
     _raise_problems(problems)
     return names, repeated

@@ -30,7 +30,7 @@ class LearnedPositionsConfig(EqualHeadsConfig):
     that is not set; `false` forbids setting it. Unset: depends on `flash_attention_block_size`."""
 
     @model_validator(mode="after")
-    def _flash_agrees(self) -> Self:
+    def _check_flash_agrees(self) -> Self:
         if self.use_flash_attention is False and self.flash_attention_block_size is not None:
             raise ValueError(
                 f"use_flash_attention: false contradicts flash_attention_block_size: "
@@ -38,28 +38,28 @@ class LearnedPositionsConfig(EqualHeadsConfig):
             )
         return self
 
-    def norm(self) -> NormSpec:
+    def norm_spec(self) -> NormSpec:
         """The norm of this model."""
         return NormSpec(eps=self.layer_norm_epsilon, bias=self.use_bias)
 
-    def mlp(self, scale: int) -> MlpSpec:
+    def mlp_spec(self, scale: int) -> MlpSpec:
         """Builds an MLP `scale` times as wide as the model."""
         return MlpSpec(hidden_dim=self.hidden_dim * scale, activation=self.activation_function, bias=self.use_bias)
 
-    def probabilities(self) -> ScoreSpec:
+    def resolved_score_spec(self) -> ScoreSpec:
         """Builds the `ScoreSpec` of every layer, with `use_flash_attention` resolved."""
         return replace(
-            self.scores(dropout=self.attn_pdrop),
+            self.score_spec(dropout=self.attn_pdrop),
             block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),
         )
 
-    def backbone(self, vocab_size: int) -> DecoderSpec:
+    def backbone_spec(self, vocab_size: int) -> DecoderSpec:
         """Builds the plain decoder, without additions of the family."""
-        scores = replace(self.probabilities(), inverse_layer=self.scale_attn_by_inverse_layer_idx)
+        scores = replace(self.resolved_score_spec(), inverse_layer=self.scale_attn_by_inverse_layer_idx)
         attention = AttentionSpec(
             self.num_heads, self.head_size, bias=self.use_bias, out_bias=self.use_bias, scores=scores
         )
-        norm = self.norm()
-        block = BlockSpec(attention, self.mlp(self.mlp_scale), pre_norm=norm, dropout=self.resid_pdrop)
+        norm = self.norm_spec()
+        block = BlockSpec(attention, self.mlp_spec(self.mlp_scale), pre_norm=norm, dropout=self.resid_pdrop)
         embedding = EmbeddingSpec(learned_positions=True, dropout=self.embed_pdrop)
-        return self.decoder(vocab_size, block, norm, embedding=embedding)
+        return self.decoder_spec(vocab_size, block, norm, embedding=embedding)

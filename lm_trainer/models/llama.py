@@ -16,9 +16,9 @@ from lm_trainer.models.rotary import (
     PRE_NORMS,
     TIED,
     RotaryConfig,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec
 
@@ -40,7 +40,7 @@ def _to_hf(config: "LlamaConfig") -> dict[str, Any]:
     }
     if names := [name for name, used in unsupported.items() if used]:
         raise ValueError(f"the format has no place for {', '.join(names)}")
-    return {"attention_bias": config.use_bias, "mlp_bias": config.use_bias, **shared_to_hf(config)}
+    return {"attention_bias": config.use_bias, "mlp_bias": config.use_bias, **common_fields_to_hf(config)}
 
 
 _HF = HfFamily(
@@ -84,21 +84,21 @@ class LlamaConfig(RotaryConfig):
     use_layer_norm_weight: bool = True
     """Gives the norms learned gains. A model without them cannot be exported to Hugging Face."""
 
-    def norm(self) -> NormSpec:
-        return replace(super().norm(), scale=self.use_layer_norm_weight)
+    def norm_spec(self) -> NormSpec:
+        return replace(super().norm_spec(), scale=self.use_layer_norm_weight)
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        norm = self.norm()
+        norm = self.norm_spec()
         block = BlockSpec(
             attention=replace(
-                self.attention(),
+                self.attention_spec(),
                 bias=self.use_bias,
                 out_bias=self.use_bias,
                 qk_norm=QkNormSpec(norm) if self.use_qk_norm else None,
             ),
-            mlp=replace(self.mlp(), bias=self.use_bias),
+            mlp=replace(self.mlp_spec(), bias=self.use_bias),
             pre_norm=norm,
             post_norm=norm if self.hybrid_norm else None,
         )
         embedding = EmbeddingSpec(norm=norm if self.input_embedding_norm else None)
-        return self.decoder(vocab_size, (block,) * self.num_layers, embedding=embedding)
+        return self.decoder_spec(vocab_size, (block,) * self.num_layers, embedding=embedding)

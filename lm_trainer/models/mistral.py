@@ -16,9 +16,9 @@ from lm_trainer.models.rotary import (
     PRE_NORMS,
     TIED,
     RotaryConfig,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
@@ -30,7 +30,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(config: "MistralConfig") -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window, **shared_to_hf(config)}
+    return {"sliding_window": config.sliding_window, **common_fields_to_hf(config)}
 
 
 _HF = HfFamily(
@@ -67,6 +67,6 @@ class MistralConfig(RotaryConfig):
     """Number of positions visible to attention, including the current one; `null`: all previous ones."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        attention = replace(self.attention(), window=self.sliding_window)
-        block = BlockSpec(attention, self.mlp(), pre_norm=self.norm())
-        return self.decoder(vocab_size, (block,) * self.num_layers)
+        attention = replace(self.attention_spec(), window=self.sliding_window)
+        block = BlockSpec(attention, self.mlp_spec(), pre_norm=self.norm_spec())
+        return self.decoder_spec(vocab_size, (block,) * self.num_layers)

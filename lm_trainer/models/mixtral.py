@@ -16,9 +16,9 @@ from lm_trainer.models.rotary import (
     LAYER,
     PRE_NORMS,
     TIED,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
@@ -32,7 +32,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_hf(config: "MixtralConfig") -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window, **shared_to_hf(config)}
+    return {"sliding_window": config.sliding_window, **common_fields_to_hf(config)}
 
 
 class MixtralConfig(ExpertsConfig):
@@ -81,6 +81,6 @@ class MixtralConfig(ExpertsConfig):
     """Number of positions visible to attention, including the current one. Unset: all previous ones."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        attention = replace(self.attention(), window=self.sliding_window)
-        block = BlockSpec(attention, self.experts(self.intermediate_dim), pre_norm=self.norm())
-        return self.decoder(vocab_size, (block,) * self.num_layers)
+        attention = replace(self.attention_spec(), window=self.sliding_window)
+        block = BlockSpec(attention, self.moe_spec(self.intermediate_dim), pre_norm=self.norm_spec())
+        return self.decoder_spec(vocab_size, (block,) * self.num_layers)

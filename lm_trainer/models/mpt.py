@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lm_trainer.models.equal_heads import EqualHeadsConfig
-from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
+from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear_tensors
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
 MLP_RATIO = 4
@@ -73,10 +73,10 @@ class MptConfig(EqualHeadsConfig):
             HfTensor("norm_f.weight", ("final_norm.scale",)),
             HfTensor("blocks.{}.norm_1.weight", ("blocks.{}.attention_pre_norm.scale",)),
             HfTensor("blocks.{}.norm_2.weight", ("blocks.{}.mlp_pre_norm.scale",)),
-            *linear("blocks.{}.attn.Wqkv", *(f"blocks.{{}}.attention.{name}" for name in "qkv")),
-            *linear("blocks.{}.attn.out_proj", "blocks.{}.attention.out"),
-            *linear("blocks.{}.ffn.up_proj", "blocks.{}.mlp.up"),
-            *linear("blocks.{}.ffn.down_proj", "blocks.{}.mlp.down"),
+            *linear_tensors("blocks.{}.attn.Wqkv", *(f"blocks.{{}}.attention.{name}" for name in "qkv")),
+            *linear_tensors("blocks.{}.attn.out_proj", "blocks.{}.attention.out"),
+            *linear_tensors("blocks.{}.ffn.up_proj", "blocks.{}.mlp.up"),
+            *linear_tensors("blocks.{}.ffn.down_proj", "blocks.{}.mlp.down"),
         ),
         prefix="transformer.",
         fixed={"learned_pos_emb": True, "no_bias": True, "logit_scale": None, "tie_word_embeddings": True},
@@ -112,9 +112,9 @@ class MptConfig(EqualHeadsConfig):
             out_bias=False,
             positions=AlibiSpec(),
             clip=self.clip_qkv,
-            scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
+            scores=self.score_spec(self.softmax_scale, dropout=self.attn_pdrop),
         )
         # transformers uses the exact GELU for every MPT.
         mlp = MlpSpec(self.hidden_dim * MLP_RATIO, "gelu", bias=False)
         block = BlockSpec(attention, mlp, pre_norm=norm, dropout=self.resid_pdrop)
-        return self.decoder(vocab_size, block, norm, embedding=EmbeddingSpec(dropout=self.embed_pdrop))
+        return self.decoder_spec(vocab_size, block, norm, embedding=EmbeddingSpec(dropout=self.embed_pdrop))

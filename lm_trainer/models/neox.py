@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.base import ActivationName
 from lm_trainer.models.equal_heads import EqualHeadsConfig
-from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
+from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear_tensors
 from lm_trainer.models.rope import AnyRope, DefaultRope, fraction_from_hf, fraction_to_hf, rope_from_hf, rope_to_hf
 from lm_trainer.models.rotary import ACTIVATIONS
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
@@ -42,12 +42,12 @@ _TENSORS = (
         for hf, name in {"weight": "scale", "bias": "bias"}.items()
     ),
     # The file interleaves query, key and value head by head.
-    *linear(
+    *linear_tensors(
         "layers.{}.attention.query_key_value", *(f"blocks.{{}}.attention.{name}" for name in "qkv"), interleaved=True
     ),
-    *linear("layers.{}.attention.dense", "blocks.{}.attention.out"),
-    *linear("layers.{}.mlp.dense_h_to_4h", "blocks.{}.mlp.up"),
-    *linear("layers.{}.mlp.dense_4h_to_h", "blocks.{}.mlp.down"),
+    *linear_tensors("layers.{}.attention.dense", "blocks.{}.attention.out"),
+    *linear_tensors("layers.{}.mlp.dense_h_to_4h", "blocks.{}.mlp.up"),
+    *linear_tensors("layers.{}.mlp.dense_4h_to_h", "blocks.{}.mlp.down"),
 )
 
 
@@ -109,10 +109,10 @@ class GptNeoxConfig(EqualHeadsConfig):
     """Fraction of each head's dimensions, from the first, to rotate."""
 
     @model_validator(mode="after")
-    def _pairs_rotate(self) -> "GptNeoxConfig":
+    def _check_rotary_pairs(self) -> "GptNeoxConfig":
         if (rotated := int(self.head_size * self.rotary_pct)) % 2 or not rotated:
             raise ValueError(f"rotary_pct={self.rotary_pct} rotates {rotated} dimensions of a head; make that even")
-        self.rope.check(rotated)
+        self.rope.check_head_size(rotated)
         return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
@@ -123,8 +123,8 @@ class GptNeoxConfig(EqualHeadsConfig):
             bias=self.use_bias,
             out_bias=self.use_bias,
             positions=self.rope.spec(self.seq_len, self.rotary_pct),
-            scores=self.scores(dropout=self.attn_pdrop),
+            scores=self.score_spec(dropout=self.attn_pdrop),
         )
         mlp = MlpSpec(self.intermediate_dim, self.activation_function)
         block = BlockSpec(attention, mlp, norm, dropout=self.resid_pdrop, parallel=self.use_parallel_residual)
-        return self.decoder(vocab_size, block, norm, tied=self.tie_word_embeddings)
+        return self.decoder_spec(vocab_size, block, norm, tied=self.tie_word_embeddings)

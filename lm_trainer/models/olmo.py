@@ -19,19 +19,19 @@ from lm_trainer.models.rotary import (
     QK_NORM,
     TIED,
     RotaryConfig,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    layer_norms,
+    layer_norm_tensors,
     layer_types,
     pattern_from_hf,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec, RopeSpec
 
 _TENSORS = (
     *EMBEDDING,
     HEAD,
-    *layer_norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    *layer_norm_tensors(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
     *ATTENTION,
     *QK_NORM,
     *MLP,
@@ -58,7 +58,7 @@ def _olmo3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _olmo3_to_hf(config: "Olmo3Config") -> dict[str, Any]:
     return {
-        **shared_to_hf(config),
+        **common_fields_to_hf(config),
         **ropes_to_hf(config.rope, config.rope_local_base_freq),
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config.num_layers, config.sliding_window_pattern),
@@ -68,17 +68,17 @@ def _olmo3_to_hf(config: "Olmo3Config") -> dict[str, Any]:
 class _OlmoConfig(RotaryConfig):
     """The block shared by both generations."""
 
-    def block(self, *, window: int | None = None, rope: RopeSpec | None = None) -> BlockSpec:
+    def block_spec(self, *, window: int | None = None, rope: RopeSpec | None = None) -> BlockSpec:
         """Builds one layer, optionally with a window and other rotations."""
-        plain = self.attention()
+        plain = self.attention_spec()
         attention = replace(
             plain,
-            qk_norm=QkNormSpec(self.norm(), over="heads"),
+            qk_norm=QkNormSpec(self.norm_spec(), over="heads"),
             window=window,
             positions=rope or plain.positions,
         )
         # No pre-norm: attention and MLP read the unnormalized residual stream.
-        return BlockSpec(attention, self.mlp(), post_norm=self.norm())
+        return BlockSpec(attention, self.mlp_spec(), post_norm=self.norm_spec())
 
 
 class Olmo2Config(_OlmoConfig):
@@ -95,7 +95,7 @@ class Olmo2Config(_OlmoConfig):
         fixed=_FIXED,
         inert=_INERT,
         computed_from_hf=_olmo2_from_hf,
-        computed_to_hf=shared_to_hf,
+        computed_to_hf=common_fields_to_hf,
         tied=TIED,
     )
 
@@ -103,7 +103,7 @@ class Olmo2Config(_OlmoConfig):
     """The family."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        return self.decoder(vocab_size, (self.block(),) * self.num_layers)
+        return self.decoder_spec(vocab_size, (self.block_spec(),) * self.num_layers)
 
 
 class Olmo3Config(_OlmoConfig):
@@ -136,7 +136,7 @@ class Olmo3Config(_OlmoConfig):
     """Every n-th layer attends to all positions; the others have a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        full = self.block()
-        local = self.block(window=self.sliding_window, rope=RopeSpec(self.rope_local_base_freq))
+        full = self.block_spec()
+        local = self.block_spec(window=self.sliding_window, rope=RopeSpec(self.rope_local_base_freq))
         kinds = layer_types(self.num_layers, self.sliding_window_pattern)
-        return self.decoder(vocab_size, tuple(full if kind == "full_attention" else local for kind in kinds))
+        return self.decoder_spec(vocab_size, tuple(full if kind == "full_attention" else local for kind in kinds))

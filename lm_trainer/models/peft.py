@@ -41,7 +41,7 @@ def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list
     Empty for a family that `transformers` does not have.
     """
     names: dict[str, list[str]] = {}
-    for entry in _weights(model_config, vocab_size):
+    for entry in _weight_matrices(model_config, vocab_size):
         for part in entry.parts:
             names.setdefault(part.path, []).append(_module_name(model_config, entry))
     return names
@@ -64,20 +64,20 @@ def adapter_to_peft(
         UserError: for a family that `transformers` does not have.
     """
     modules, tensors = [], {}
-    for entry in _weights(model_config, vocab_size):
-        pairs = [_adapter_of(part, params) for part in entry.parts]
+    for entry in _weight_matrices(model_config, vocab_size):
+        pairs = [_get_adapter(part, params) for part in entry.parts]
         if any(pair is not None for pair in pairs):
-            module = _module_of(model_config, entry, sum(pair is not None for pair in pairs))
+            module = _make_module(model_config, entry, sum(pair is not None for pair in pairs))
             modules.append(module)
             a_RI, b_OR = _join_adapters(entry, pairs)
             tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
             tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
     if not modules:
         raise UserError(f"a {model_config.type} model has no layers in `transformers` that could hold the adapter")
-    return _config(lora, modules, _layers(model_config, vocab_size), base), tensors
+    return _adapter_config(lora, modules, _num_layers(model_config, vocab_size), base), tensors
 
 
-def _weights(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
+def _weight_matrices(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
     """Lists the matrices of the layers."""
     if not isinstance(model_config.hf, HfFamily):
         return []
@@ -92,16 +92,16 @@ def _module_name(model_config: DecoderConfig, entry: FileTensor) -> str:
     return file_name(model_config.hf, entry.name).removesuffix(_WEIGHT)
 
 
-def _module_of(model_config: DecoderConfig, entry: FileTensor, parts: int) -> _Module:
+def _make_module(model_config: DecoderConfig, entry: FileTensor, parts: int) -> _Module:
     in_layer = entry.table.hf.split("{}.", 1)[1].removesuffix(_WEIGHT)
     return _Module(_module_name(model_config, entry), in_layer, parts, not entry.table.transposed)
 
 
-def _layers(model_config: DecoderConfig, vocab_size: int) -> int:
+def _num_layers(model_config: DecoderConfig, vocab_size: int) -> int:
     return len(model_config.spec(vocab_size).blocks)
 
 
-def _adapter_of(part: ParamSlice, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+def _get_adapter(part: ParamSlice, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
     """A and B of one layer, or None if it has no adapter."""
     lora = part.path.removesuffix(_WEIGHT) + ".lora"
     if f"{lora}.a" not in params:
@@ -129,7 +129,7 @@ def _join_adapters(
     return np.ascontiguousarray(a_RI), FileTensor(entry.name, table, tuple(parts)).join(pieces)
 
 
-def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) -> dict[str, Any]:
+def _adapter_config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) -> dict[str, Any]:
     by_suffix: dict[str, list[_Module]] = {}
     for module in modules:
         by_suffix.setdefault(module.in_layer, []).append(module)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lm_trainer.models.hf_table import HfFamily, HfField, linear
+from lm_trainer.models.hf_table import HfFamily, HfField, linear_tensors
 from lm_trainer.models.rope import ORIGINAL_LENGTH, LongRope, RopeConfig, fraction_from_hf, fraction_to_hf, rope_from_hf
 from lm_trainer.models.rotary import (
     BLOCK,
@@ -16,9 +16,9 @@ from lm_trainer.models.rotary import (
     PRE_NORMS,
     TIED,
     RotaryConfig,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
@@ -36,17 +36,17 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _to_hf(config: "Phi3Config") -> dict[str, Any]:
     if config.head_size * config.num_heads != config.hidden_dim:
         raise ValueError("its heads have the size hidden_dim / num_heads, but the model was made with another head_dim")
-    shared = shared_to_hf(config)
+    shared = common_fields_to_hf(config)
     # The format has no such key; the check above ensures that none is needed.
     del shared["head_dim"]
     return {
         **fraction_to_hf(shared, config.partial_rotary_factor),
         "sliding_window": config.sliding_window,
-        **_lengths(config.rope, config.seq_len),
+        **_longrope_fields(config.rope, config.seq_len),
     }
 
 
-def _lengths(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
+def _longrope_fields(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
     """Fields of LongRoPE outside of its block, and the block itself with the only keys accepted by transformers 4."""
     if not isinstance(rope, LongRope):
         return {}
@@ -60,10 +60,10 @@ def _lengths(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
 
 
 _JOINED = (
-    *linear(f"{LAYER}.self_attn.qkv_proj", *(f"{BLOCK}.attention.{name}" for name in "qkv")),
-    *linear(f"{LAYER}.self_attn.o_proj", f"{BLOCK}.attention.out"),
-    *linear(f"{LAYER}.mlp.gate_up_proj", f"{BLOCK}.mlp.gate", f"{BLOCK}.mlp.up"),
-    *linear(f"{LAYER}.mlp.down_proj", f"{BLOCK}.mlp.down"),
+    *linear_tensors(f"{LAYER}.self_attn.qkv_proj", *(f"{BLOCK}.attention.{name}" for name in "qkv")),
+    *linear_tensors(f"{LAYER}.self_attn.o_proj", f"{BLOCK}.attention.out"),
+    *linear_tensors(f"{LAYER}.mlp.gate_up_proj", f"{BLOCK}.mlp.gate", f"{BLOCK}.mlp.up"),
+    *linear_tensors(f"{LAYER}.mlp.down_proj", f"{BLOCK}.mlp.down"),
 )
 
 
@@ -108,9 +108,9 @@ class Phi3Config(RotaryConfig):
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         block = BlockSpec(
-            replace(self.attention(), window=self.sliding_window),
-            self.mlp(),
-            pre_norm=self.norm(),
+            replace(self.attention_spec(), window=self.sliding_window),
+            self.mlp_spec(),
+            pre_norm=self.norm_spec(),
             dropout=self.resid_pdrop,
         )
-        return self.decoder(vocab_size, (block,) * self.num_layers)
+        return self.decoder_spec(vocab_size, (block,) * self.num_layers)

@@ -21,9 +21,9 @@ from lm_trainer.models.rotary import (
     TIED,
     RotaryConfig,
     check_layer_types,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, QkNormSpec
 
@@ -45,7 +45,7 @@ class _QwenConfig(RotaryConfig):
     """Number of initial layers with full attention."""
 
     @model_validator(mode="after")
-    def _window_is_used(self) -> "_QwenConfig":
+    def _check_window_is_used(self) -> "_QwenConfig":
         if self.sliding_window is not None and not self.use_sliding_window:
             raise ValueError("sliding_window has no effect without use_sliding_window: true; set that, or remove it")
         return self
@@ -55,11 +55,11 @@ class _QwenConfig(RotaryConfig):
         used = self.use_sliding_window and layer >= self.max_window_layers
         return (self.sliding_window or _WINDOW) if used else None
 
-    def windowed(self, vocab_size: int, attention: AttentionSpec) -> DecoderSpec:
+    def windowed_decoder_spec(self, vocab_size: int, attention: AttentionSpec) -> DecoderSpec:
         """Builds the model with the window of each layer."""
-        block = BlockSpec(attention, self.mlp(), pre_norm=self.norm())
+        block = BlockSpec(attention, self.mlp_spec(), pre_norm=self.norm_spec())
         layers = range(self.num_layers)
-        return self.decoder(
+        return self.decoder_spec(
             vocab_size, tuple(replace(block, attention=replace(attention, window=self.window(i))) for i in layers)
         )
 
@@ -80,7 +80,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_hf(config: _QwenConfig) -> dict[str, Any]:
     window = (config.sliding_window or _WINDOW) if config.use_sliding_window else None
-    return {"use_sliding_window": config.use_sliding_window, "sliding_window": window, **shared_to_hf(config)}
+    return {"use_sliding_window": config.use_sliding_window, "sliding_window": window, **common_fields_to_hf(config)}
 
 
 _FIELDS = (
@@ -117,7 +117,7 @@ class Qwen2Config(_QwenConfig):
     """The family; `qwen` is another name for it."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        return self.windowed(vocab_size, replace(self.attention(), bias=True))
+        return self.windowed_decoder_spec(vocab_size, replace(self.attention_spec(), bias=True))
 
 
 class Qwen3Config(_QwenConfig):
@@ -144,4 +144,6 @@ class Qwen3Config(_QwenConfig):
     """Size of a head. `null`: hidden_dim / num_heads."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        return self.windowed(vocab_size, replace(self.attention(), qk_norm=QkNormSpec(self.norm())))
+        return self.windowed_decoder_spec(
+            vocab_size, replace(self.attention_spec(), qk_norm=QkNormSpec(self.norm_spec()))
+        )

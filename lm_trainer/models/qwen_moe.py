@@ -18,9 +18,9 @@ from lm_trainer.models.rotary import (
     PRE_NORMS,
     QK_NORM,
     TIED,
+    common_fields_to_hf,
     heads_from_hf,
     hf_fields,
-    shared_to_hf,
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec
 
@@ -42,7 +42,7 @@ def _to_hf(config: "Qwen3MoeConfig") -> dict[str, Any]:
         "mlp_only_layers": list(config.mlp_only_layers),
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
-        **shared_to_hf(config),
+        **common_fields_to_hf(config),
     }
 
 
@@ -110,20 +110,20 @@ class Qwen3MoeConfig(ExpertsConfig):
     """Number of positions visible to attention, including the current one. Unset: all previous ones."""
 
     @model_validator(mode="after")
-    def _layers_exist(self) -> "Qwen3MoeConfig":
+    def _check_layers_exist(self) -> "Qwen3MoeConfig":
         if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_layers]:
             raise ValueError(f"mlp_only_layers: there is no layer {wrong[0]}; they are 0 to {self.num_layers - 1}")
         return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        norm = self.norm()
-        attention = replace(self.attention(), qk_norm=QkNormSpec(norm), window=self.sliding_window)
-        plain = BlockSpec(attention, self.mlp(), pre_norm=norm)
-        sparse = replace(plain, mlp=self.experts(self.moe_intermediate_dim, renormalize=self.norm_topk_prob))
+        norm = self.norm_spec()
+        attention = replace(self.attention_spec(), qk_norm=QkNormSpec(norm), window=self.sliding_window)
+        plain = BlockSpec(attention, self.mlp_spec(), pre_norm=norm)
+        sparse = replace(plain, mlp=self.moe_spec(self.moe_intermediate_dim, renormalize=self.norm_topk_prob))
 
         def block(layer: int) -> BlockSpec:
             # transformers counts the layers from 1 here, from 0 in `mlp_only_layers`.
             dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
             return plain if dense else sparse
 
-        return self.decoder(vocab_size, tuple(block(layer) for layer in range(self.num_layers)))
+        return self.decoder_spec(vocab_size, tuple(block(layer) for layer in range(self.num_layers)))

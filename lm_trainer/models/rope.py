@@ -23,10 +23,10 @@ class RopeConfig(Config):
     def scaling(self, _seq_len: int) -> _Scaling:
         """Scaling of frequencies in a model whose longest sequence has this many tokens; None: no scaling."""
 
-    def check(self, size: int) -> None:
+    def check_head_size(self, size: int) -> None:
         """Raises ValueError if `size` dimensions of a head cannot be rotated with these settings."""
 
-    def differs_from_hf(self, _seq_len: int) -> str | None:
+    def describe_difference_from_hf(self, _seq_len: int) -> str | None:
         """Describes the sequences for which transformers computes a different result; None if it always agrees."""
         return None
 
@@ -71,7 +71,7 @@ class Llama3Rope(RopeConfig):
     """The longest sequence of pretraining."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> "Llama3Rope":
+    def _check_order(self) -> "Llama3Rope":
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
@@ -108,7 +108,7 @@ class YarnRope(RopeConfig):
     """Rounds the ends of the ramp between unchanged and stretched pairs to whole dimensions."""
 
     @model_validator(mode="after")
-    def _one_magnitude(self) -> "YarnRope":
+    def _check_one_magnitude(self) -> "YarnRope":
         if self.attention_factor is not None and self.mscale != 1.0:
             raise ValueError("attention_factor and mscale set the same thing; remove one of them")
         return self
@@ -157,7 +157,7 @@ class LongRope(RopeConfig):
     attention_factor: float | None = Field(default=None, gt=0)
     """Multiplies cosines and sines. Unset: sqrt(1 + log(factor) / log(original_max_position_embeddings)), or 1."""
 
-    def check(self, size: int) -> None:
+    def check_head_size(self, size: int) -> None:
         for name in ("short_factor", "long_factor"):
             if (count := len(getattr(self, name))) != size // 2:
                 raise ValueError(f"rope.{name} has {count} numbers, but {size // 2} pairs of dimensions are rotated")
@@ -168,7 +168,7 @@ class LongRope(RopeConfig):
         factors = self.long_factor if _seq_len > original else self.short_factor
         return LongRopeScaling(factors, magnitude if self.attention_factor is None else self.attention_factor)
 
-    def differs_from_hf(self, _seq_len: int) -> str | None:
+    def describe_difference_from_hf(self, _seq_len: int) -> str | None:
         original = self.original_max_position_embeddings
         if _seq_len <= original or self.short_factor == self.long_factor:
             return None
@@ -219,16 +219,16 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, laye
     """
     block = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if layers is not None and layers in block:
-        block = _with_lengths(block[layers], {**hf, ORIGINAL_LENGTH: None})
+        block = _fill_in_lengths(block[layers], {**hf, ORIGINAL_LENGTH: None})
     else:
-        block = _with_lengths(block, hf)
+        block = _fill_in_lengths(block, hf)
     theta = block.get("rope_theta") or hf.get("rope_theta") or default_theta
     return parse_rope(block, float(theta))
 
 
-def _with_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_in_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Adds lengths that files write outside of the block or leave to be computed, by the rules of transformers."""
-    kind, longest = _kind(block), hf.get("max_position_embeddings")
+    kind, longest = _rope_type(block), hf.get("max_position_embeddings")
     if kind not in _WITH_ORIGINAL:
         return dict(block)
     # The length next to the block takes precedence over the one in it.
@@ -239,7 +239,7 @@ def _with_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, 
     return completed
 
 
-def _kind(block: Mapping[str, Any]) -> str:
+def _rope_type(block: Mapping[str, Any]) -> str:
     return str(block.get("rope_type") or block.get("type") or "default")
 
 
@@ -249,7 +249,7 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
     Raises:
         ValueError: for an unsupported kind of scaling.
     """
-    kind = _kind(block)
+    kind = _rope_type(block)
     rope_class = _KINDS.get(kind)
     if rope_class is None:
         reason = f" ({_REFUSED[kind]})" if kind in _REFUSED else ""

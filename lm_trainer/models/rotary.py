@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from lm_trainer.models.base import ActivationName, DecoderConfig
-from lm_trainer.models.hf_table import HfField, HfTensor, linear
+from lm_trainer.models.hf_table import HfField, HfTensor, linear_tensors
 from lm_trainer.models.rope import AnyRope, DefaultRope, rope_to_hf
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, HeadSpec, MlpSpec, NormSpec
 
@@ -48,7 +48,7 @@ class RotaryConfig(DecoderConfig):
     """Rotary positions."""
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "RotaryConfig":
+    def _check_heads_fit(self) -> "RotaryConfig":
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         # A rotation pairs the two halves of a head, so the size must be even.
@@ -59,12 +59,12 @@ class RotaryConfig(DecoderConfig):
         return self
 
     @model_validator(mode="after")
-    def _rope_fits(self) -> "RotaryConfig":
-        self.rope.check(int(self.head_size * self.rotated_fraction))
+    def _check_rope_fits(self) -> "RotaryConfig":
+        self.rope.check_head_size(int(self.head_size * self.rotated_fraction))
         return self
 
-    def differs_from_hf(self) -> str | None:
-        return self.rope.differs_from_hf(self.seq_len)
+    def describe_difference_from_hf(self) -> str | None:
+        return self.rope.describe_difference_from_hf(self.seq_len)
 
     @property
     def rotated_fraction(self) -> float:
@@ -76,11 +76,11 @@ class RotaryConfig(DecoderConfig):
         """`head_dim` with its default resolved."""
         return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
 
-    def norm(self) -> NormSpec:
+    def norm_spec(self) -> NormSpec:
         """The norm of this model."""
         return NormSpec(kind="rms", eps=self.layer_norm_epsilon, bias=False)
 
-    def attention(self) -> AttentionSpec:
+    def attention_spec(self) -> AttentionSpec:
         """Grouped-query attention with rotary positions and no biases."""
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -89,14 +89,14 @@ class RotaryConfig(DecoderConfig):
             bias=False,
             out_bias=False,
             positions=self.rope.spec(self.seq_len, self.rotated_fraction),
-            scores=self.scores(),
+            scores=self.score_spec(),
         )
 
-    def mlp(self) -> MlpSpec:
+    def mlp_spec(self) -> MlpSpec:
         """The gated MLP, without biases."""
         return MlpSpec(self.intermediate_dim, self.activation_function, bias=False, gated=True)
 
-    def decoder(
+    def decoder_spec(
         self,
         vocab_size: int,
         blocks: tuple[BlockSpec, ...],
@@ -110,7 +110,7 @@ class RotaryConfig(DecoderConfig):
             hidden_dim=self.hidden_dim,
             num_positions=self.seq_len,
             blocks=blocks,
-            final_norm=self.norm(),
+            final_norm=self.norm_spec(),
             embedding=embedding or EmbeddingSpec(),
             head=HeadSpec(tied=self.tie_word_embeddings, softcap=softcap),
             init_std=self.initializer_range,
@@ -152,7 +152,7 @@ def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int 
     }
 
 
-def shared_to_hf(config: RotaryConfig) -> dict[str, Any]:
+def common_fields_to_hf(config: RotaryConfig) -> dict[str, Any]:
     """Returns the fields of config.json that are not copies of one of our settings."""
     return {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_size, **rope_to_hf(config.rope)}
 
@@ -167,10 +167,12 @@ TIED: Mapping[str, str] = {"lm_head.weight": "embed_tokens.weight"}
 ATTENTION = tuple(
     tensor
     for hf, name in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}.items()
-    for tensor in linear(f"{LAYER}.self_attn.{hf}", f"{BLOCK}.attention.{name}")
+    for tensor in linear_tensors(f"{LAYER}.self_attn.{hf}", f"{BLOCK}.attention.{name}")
 )
 MLP = tuple(
-    tensor for name in ("gate", "up", "down") for tensor in linear(f"{LAYER}.mlp.{name}_proj", f"{BLOCK}.mlp.{name}")
+    tensor
+    for name in ("gate", "up", "down")
+    for tensor in linear_tensors(f"{LAYER}.mlp.{name}_proj", f"{BLOCK}.mlp.{name}")
 )
 QK_NORM = tuple(
     HfTensor(f"{LAYER}.self_attn.{name}.weight", (f"{BLOCK}.attention.{name}.norm.scale",))
@@ -178,13 +180,13 @@ QK_NORM = tuple(
 )
 
 
-def layer_norms(**names: str) -> tuple[HfTensor, ...]:
+def layer_norm_tensors(**names: str) -> tuple[HfTensor, ...]:
     """Tensors of a layer's norms; `names` maps our names to the names in the file."""
     return tuple(HfTensor(f"{LAYER}.{hf}.weight", (f"{BLOCK}.{name}.scale",)) for name, hf in names.items())
 
 
 # `post_attention_layernorm` comes after attention, but is the norm before the MLP.
-PRE_NORMS = layer_norms(attention_pre_norm="input_layernorm", mlp_pre_norm="post_attention_layernorm")
+PRE_NORMS = layer_norm_tensors(attention_pre_norm="input_layernorm", mlp_pre_norm="post_attention_layernorm")
 
 
 def layer_types(num_layers: int, pattern: int) -> list[str]:
@@ -211,7 +213,7 @@ def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
     raise ValueError("layer_types is not supported, only one full_attention layer after every n sliding_attention are")
 
 
-def check_layer_types(hf: Mapping[str, Any], windowed: Callable[[int], bool]) -> None:
+def check_layer_types(hf: Mapping[str, Any], is_windowed: Callable[[int], bool]) -> None:
     """Compares `layer_types`, if the file has it, with the windowed layers implied by its other fields.
 
     Raises:
@@ -220,5 +222,5 @@ def check_layer_types(hf: Mapping[str, Any], windowed: Callable[[int], bool]) ->
     kinds = hf.get("layer_types")
     if kinds is None or hf.get("sliding_window") is None:
         return
-    if [kind == "sliding_attention" for kind in kinds] != [windowed(layer) for layer in range(len(kinds))]:
+    if [kind == "sliding_attention" for kind in kinds] != [is_windowed(layer) for layer in range(len(kinds))]:
         raise ValueError("layer_types is not supported where it differs from max_window_layers")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from lm_trainer.models.base import ActivationName, DecoderConfig
-from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
+from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear_tensors
 from lm_trainer.nn.spec import (
     AttentionSpec,
     BlockSpec,
@@ -46,22 +46,24 @@ def _to_hf(config: WhisperConfig) -> dict[str, Any]:
     }
 
 
-def _norm(hf: str, param: str) -> tuple[HfTensor, HfTensor]:
+def _norm_tensors(hf: str, param: str) -> tuple[HfTensor, HfTensor]:
     return HfTensor(f"{hf}.weight", (f"{param}.scale",)), HfTensor(f"{hf}.bias", (f"{param}.bias",))
 
 
-def _attention(hf: str, param: str) -> tuple[HfTensor, ...]:
+def _attention_tensors(hf: str, param: str) -> tuple[HfTensor, ...]:
     names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
-    return tuple(tensor for hf_name, name in names.items() for tensor in linear(f"{hf}.{hf_name}", f"{param}.{name}"))
+    return tuple(
+        tensor for hf_name, name in names.items() for tensor in linear_tensors(f"{hf}.{hf_name}", f"{param}.{name}")
+    )
 
 
-def _layer(hf: str, param: str) -> tuple[HfTensor, ...]:
+def _layer_tensors(hf: str, param: str) -> tuple[HfTensor, ...]:
     return (
-        *_attention(f"{hf}.self_attn", f"{param}.attention"),
-        *_norm(f"{hf}.self_attn_layer_norm", f"{param}.attention_pre_norm"),
-        *linear(f"{hf}.fc1", f"{param}.mlp.up"),
-        *linear(f"{hf}.fc2", f"{param}.mlp.down"),
-        *_norm(f"{hf}.final_layer_norm", f"{param}.mlp_pre_norm"),
+        *_attention_tensors(f"{hf}.self_attn", f"{param}.attention"),
+        *_norm_tensors(f"{hf}.self_attn_layer_norm", f"{param}.attention_pre_norm"),
+        *linear_tensors(f"{hf}.fc1", f"{param}.mlp.up"),
+        *linear_tensors(f"{hf}.fc2", f"{param}.mlp.down"),
+        *_norm_tensors(f"{hf}.final_layer_norm", f"{param}.mlp_pre_norm"),
     )
 
 
@@ -97,14 +99,14 @@ _HF = HfFamily(
         HfTensor("encoder.conv2.weight", ("encoder.conv2.weight",), transposed=True),
         HfTensor("encoder.conv2.bias", ("encoder.conv2.bias",)),
         HfTensor("encoder.embed_positions.weight", ("encoder.positions",)),
-        *_layer("encoder.layers.{}", "encoder.blocks.{}"),
-        *_norm("encoder.layer_norm", "encoder.final_norm"),
+        *_layer_tensors("encoder.layers.{}", "encoder.blocks.{}"),
+        *_norm_tensors("encoder.layer_norm", "encoder.final_norm"),
         HfTensor("decoder.embed_tokens.weight", ("embed.tokens",)),
         HfTensor("decoder.embed_positions.weight", ("embed.positions",)),
-        *_layer("decoder.layers.{}", "blocks.{}"),
-        *_attention("decoder.layers.{}.encoder_attn", "blocks.{}.cross"),
-        *_norm("decoder.layers.{}.encoder_attn_layer_norm", "blocks.{}.cross_pre_norm"),
-        *_norm("decoder.layer_norm", "final_norm"),
+        *_layer_tensors("decoder.layers.{}", "blocks.{}"),
+        *_attention_tensors("decoder.layers.{}.encoder_attn", "blocks.{}.cross"),
+        *_norm_tensors("decoder.layers.{}.encoder_attn_layer_norm", "blocks.{}.cross_pre_norm"),
+        *_norm_tensors("decoder.layer_norm", "final_norm"),
     ),
     prefix="model.",
     fixed={"scale_embedding": False, "tie_word_embeddings": True},
@@ -168,7 +170,7 @@ class WhisperConfig(DecoderConfig):
     tasks, timestamps. Import keeps them, export writes them, and transcription applies them."""
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
+    def _check_heads_divide(self) -> Self:
         for name in ("num_heads", "encoder_heads"):
             if self.hidden_dim % getattr(self, name):
                 raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of {name}={getattr(self, name)}")
@@ -215,17 +217,17 @@ class WhisperConfig(DecoderConfig):
         norm = NormSpec()
         encoder_block = BlockSpec(
             # No kernel computes attention without a mask.
-            replace(self._attention(self.encoder_heads), scores=self._unmasked()),
-            self._mlp(self.encoder_intermediate_dim),
+            replace(self._attention_spec(self.encoder_heads), scores=self._unmasked_score_spec()),
+            self._mlp_spec(self.encoder_intermediate_dim),
             pre_norm=norm,
             dropout=self.resid_pdrop,
         )
         block = BlockSpec(
-            self._attention(self.num_heads),
-            self._mlp(self.intermediate_dim),
+            self._attention_spec(self.num_heads),
+            self._mlp_spec(self.intermediate_dim),
             pre_norm=norm,
             dropout=self.resid_pdrop,
-            cross=replace(self._attention(self.num_heads), scores=self._unmasked()),
+            cross=replace(self._attention_spec(self.num_heads), scores=self._unmasked_score_spec()),
         )
         return DecoderSpec(
             vocab_size=vocab_size,
@@ -247,12 +249,12 @@ class WhisperConfig(DecoderConfig):
             remat_groups=self.remat_groups,
         )
 
-    def _unmasked(self) -> ScoreSpec:
-        return replace(self.scores(dropout=self.attn_pdrop), backend="xla")
+    def _unmasked_score_spec(self) -> ScoreSpec:
+        return replace(self.score_spec(dropout=self.attn_pdrop), backend="xla")
 
-    def _attention(self, heads: int) -> AttentionSpec:
-        scores = self.scores(dropout=self.attn_pdrop)
+    def _attention_spec(self, heads: int) -> AttentionSpec:
+        scores = self.score_spec(dropout=self.attn_pdrop)
         return AttentionSpec(heads, self.hidden_dim // heads, key_bias=False, scores=scores)
 
-    def _mlp(self, width: int) -> MlpSpec:
+    def _mlp_spec(self, width: int) -> MlpSpec:
         return MlpSpec(width, activation=self.activation_function)

@@ -9,11 +9,11 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.run import RunPlan
-from lm_trainer.plan.table import columns, duration_of, size_of
+from lm_trainer.plan.table import align_columns, format_bytes, format_duration
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedConfig:
     """A configuration on some devices."""
 
     config: str
@@ -28,17 +28,17 @@ class Planned:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
         named = {"config": self.config, "wanted": self.devices, "refused": self.refused}
-        return named if self.plan is None else {**named, **self.plan.as_dict(), **rates(self.plan)}
+        return named if self.plan is None else {**named, **self.plan.as_dict(), **throughput_and_fit(self.plan)}
 
 
-def rates(plan: RunPlan) -> dict[str, Any]:
+def throughput_and_fit(plan: RunPlan) -> dict[str, Any]:
     """Tokens per second at the assumed MFU, and whether the run fits; None if unknown."""
     fits = None if plan.budget is None else plan.memory.peak.bytes <= plan.budget.bytes
     per_second = None if plan.time is None else plan.work.tokens_per_step / plan.time.step_seconds
     return {"fits": fits, "tokens_per_second": per_second}
 
 
-def prices(texts: Sequence[str]) -> Mapping[str, float]:
+def parse_prices(texts: Sequence[str]) -> Mapping[str, float]:
     """Parses prices per device-hour: `2.5` for all kinds, or `H100=2.5` for one.
 
     Returns:
@@ -60,46 +60,46 @@ def prices(texts: Sequence[str]) -> Mapping[str, float]:
     return price_list
 
 
-def price_of(group: DeviceGroup, devices: str, price_list: Mapping[str, float]) -> float | None:
+def find_price(group: DeviceGroup, devices: str, price_list: Mapping[str, float]) -> float | None:
     """The price per device-hour; None if none is given.
 
     Args:
         group: the devices.
         devices: as written by the user, such as `8xH100` or `v5e:4x4`.
-        price_list: the result of `prices`.
+        price_list: the result of `parse_prices`.
     """
     written = devices.lower()
-    names = (name for name in price_list if name and (name == group.kind.lower() or name in _parts(written)))
+    names = (name for name in price_list if name and (name == group.kind.lower() or name in _device_names(written)))
     return next((price_list[name] for name in names), price_list.get(""))
 
 
-def _parts(written: str) -> tuple[str, ...]:
+def _device_names(written: str) -> tuple[str, ...]:
     kind = written.split(":")[0].strip()
     return kind, kind.lstrip("0123456789").lstrip(" x*").strip()
 
 
-def comparison_lines(plans: Sequence[Planned]) -> Iterator[str]:
+def comparison_lines(plans: Sequence[PlannedConfig]) -> Iterator[str]:
     """A table with one row per plan, and the reasons for missing plans."""
     priced = any(
         planned.plan is not None and planned.plan.time is not None and planned.plan.time.cost is not None
         for planned in plans
     )
     head = ["configuration", "devices", "peak", "of", "fits", "step", "tokens/s", "time", *(["cost"] if priced else [])]
-    yield from columns([head, *(_row(planned, priced=priced) for planned in plans)])
+    yield from align_columns([head, *(_comparison_row(planned, priced=priced) for planned in plans)])
     for planned in plans:
         if planned.refused is not None:
             yield f"{planned.config} on {planned.devices}: {planned.refused}"
     yield "note: Steps and times are those at the assumed MFU (--mfu); lmt plan of one of them says more."
 
 
-def _row(planned: Planned, *, priced: bool) -> list[str]:
+def _comparison_row(planned: PlannedConfig, *, priced: bool) -> list[str]:
     plan = planned.plan
     if plan is None:
         return [planned.config, planned.devices, "none: below", *[""] * (5 + priced)]
-    room = "n/a" if plan.budget is None else size_of(plan.budget.bytes)
-    rate_fields = rates(plan)
+    budget_text = "n/a" if plan.budget is None else format_bytes(plan.budget.bytes)
+    rate_fields = throughput_and_fit(plan)
     fits = {None: "n/a", True: "yes", False: "NO"}[rate_fields["fits"]]
-    row = [planned.config, planned.devices, size_of(plan.memory.peak.bytes), room, fits]
+    row = [planned.config, planned.devices, format_bytes(plan.memory.peak.bytes), budget_text, fits]
     if plan.time is None:
         return [*row, "n/a", "n/a", "n/a", *(["n/a"] if priced else [])]
     cost = "n/a" if plan.time.cost is None else f"{plan.time.cost:,.2f}"
@@ -108,6 +108,6 @@ def _row(planned: Planned, *, priced: bool) -> list[str]:
         *row,
         step,
         f"{rate_fields['tokens_per_second']:,.0f}",
-        duration_of(plan.time.seconds),
+        format_duration(plan.time.seconds),
         *([cost] if priced else []),
     ]

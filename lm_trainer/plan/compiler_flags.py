@@ -23,7 +23,7 @@ _MOSTLY = 10
 all-reduces, both are of about the same size."""
 
 
-def sends_too_much(group: DeviceGroup, mesh: Mapping[str, int], programs: Sequence[ProgramWork]) -> str | None:
+def all_gather_advice(group: DeviceGroup, mesh: Mapping[str, int], programs: Sequence[ProgramWork]) -> str | None:
     """Advice for a step whose all-gathers were compiled to all-reduces of twice the bytes, else None.
 
     The compiler does this for collectives over all chips of a v5p slice that is a full torus, 4x4x4 and larger.

@@ -15,7 +15,7 @@ MFU = 0.4
 
 
 @dataclass(frozen=True)
-class Work:
+class RunWork:
     """The computation of a run, by the definition of model FLOPs."""
 
     flops_per_token: int
@@ -38,7 +38,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Time:
+class RunTime:
     """The time of a run at the assumed MFU."""
 
     peak: float
@@ -53,8 +53,8 @@ class Time:
 
 
 def training_time(
-    work: Work, group: DeviceGroup, trainer: TrainerConfig, *, mfu: float = MFU, price: float | None = None
-) -> Time | None:
+    work: RunWork, group: DeviceGroup, trainer: TrainerConfig, *, mfu: float = MFU, price: float | None = None
+) -> RunTime | None:
     """The time of a run on a device group; None if no datasheet has a figure.
 
     Args:
@@ -70,7 +70,7 @@ def training_time(
     # The assumed MFU accounts for everything but matrix products: communication, data, idle devices.
     rate = peak.flops * group.count * mfu
     hours = work.flops / rate / 3600 * group.count
-    return Time(
+    return RunTime(
         peak=peak.flops,
         step_seconds=work.flops_per_step / rate,
         seconds=work.flops / rate,

@@ -78,7 +78,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
-def budget(kind: str, memory: int | None = None) -> Budget | None:
+def memory_budget(kind: str, memory: int | None = None) -> Budget | None:
     """The memory of a device for a run; None if unknown.
 
     `memory` in bytes, else the fraction of the datasheet's figure that JAX allocates.

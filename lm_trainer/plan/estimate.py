@@ -62,14 +62,14 @@ class Traces:
         self._models = dict[str, ModelDef]()
         self._programs = dict[Any, Measured]()
 
-    def model(self, config: RunConfig) -> ModelDef:
+    def trace_model_once(self, config: RunConfig) -> ModelDef:
         """The model of a configuration."""
         key = config.model.model_dump_json()
         if key not in self._models:
             self._models[key] = trace_model(config, self.vocab_size)
         return self._models[key]
 
-    def program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+    def measure_program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
         """A program of a step, without its temporary memory."""
         # Everything else that changes a program is reflected in the shapes and shardings of its arguments.
         kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
@@ -101,7 +101,7 @@ def estimate_step(
     """
     # Layers in a loop are traced once.
     config = config.model_copy(update={"model": config.model.model_copy(update={"scan_layers": True})})
-    model = traces.model(config)
+    model = traces.trace_model_once(config)
     config = with_resolved_gather(config, traces.vocab_size)
     trainer = config.trainer.step_plan
     tx, sharding = shard_state(trainer, config.optimizer, model, trainer.abstract_mesh(group.count))
@@ -111,21 +111,21 @@ def estimate_step(
         if limit is not None and state + size > limit:
             return PhaseBytes(name, {"state": state, "temporary": size})
     if not config.trainer.bitwise:
-        temporary = {STEP: temporary[STEP] + _inside_step(config, model, sharding)}
+        temporary = {STEP: temporary[STEP] + _bytes_inside_step(config, model, sharding)}
     platform = device_platform(group.kind)
     devices = [DescribedDevice(number, platform, group.kind) for number in range(group.count)]
     with on_one_shard():
         setup = setup_from_config(config, config.trainer, model, devices=devices)
 
     def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
-        trace = traces.program(config, program, key, args)
+        trace = traces.measure_program(config, program, key, args)
         return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.computation, 0)))
 
     row = random_batch(1, config.model.seq_len, traces.vocab_size, config.model.features_shape)
     return max(setup.rehearse(row, platform, measure, limit).phases, key=lambda phase: phase.bytes)
 
 
-def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:
+def _bytes_inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) -> int:
     """The parameters and gradients held inside the single program of `determinism: fast`."""
     itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, config.model.num_layers
     shardings = {name: NamedSharding(sharding.mesh, specs.compute) for name, specs in sharding.params.items()}
@@ -185,10 +185,10 @@ def estimate_temporary(
     width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
     # For each token of a block: eight arrays as wide as the model (residuals, norms, inputs and outputs of attention
     # and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
-    wide = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
-    inside = 8 * spec.hidden_dim + (3 * wide + 4 * width) // tensor
+    mlp_width = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
+    inside = 8 * spec.hidden_dim + (3 * mlp_width + 4 * width) // tensor
     # Only results of products with weights.
-    products = 2 * spec.hidden_dim + (2 * wide + width + 2 * kv_width) // tensor
+    products = 2 * spec.hidden_dim + (2 * mlp_width + width + 2 * kv_width) // tensor
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
     # differs; a ring holds the scores of one block of keys.
     ring = attention.scores.backend == "ring"

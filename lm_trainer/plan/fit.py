@@ -18,7 +18,7 @@ _TOO_HIGH = 1.1
 
 
 @dataclass(frozen=True)
-class Fit:
+class MicrobatchFit:
     """The microbatches that fit into a device's memory; all figures come from compiled programs."""
 
     rows: int | None
@@ -45,10 +45,10 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int
     divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
     # A batch that may be padded can be split at any size: powers of two are enough choice.
     powers = {1 << k for k in range(max(sizes).bit_length())} if trainer.allow_nondivisible_batch_size else set()
-    return sorted(rows for rows in divisors | powers | configured if _can_share(trainer, rows, mesh))
+    return sorted(rows for rows in divisors | powers | configured if _can_share_batches(trainer, rows, mesh))
 
 
-def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> bool:
+def _can_share_batches(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> bool:
     try:
         plan = trainer.model_copy(update={"per_device_parallelism": rows}).step_plan
         plan.check_shares(mesh)
@@ -59,7 +59,7 @@ def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> 
     return True
 
 
-def find_fit(memory: StepMemory, limit: int, rows: int) -> Fit:
+def find_fitting_microbatch(memory: StepMemory, limit: int, rows: int) -> MicrobatchFit:
     """Finds a step of at most `limit` bytes per device, as close to the configured one as possible.
 
     Layer by layer, the number of microbatches that share a gather does not affect the bits. So smaller groups are tried
@@ -71,21 +71,21 @@ def find_fit(memory: StepMemory, limit: int, rows: int) -> Fit:
         rows: the configured rows of a microbatch.
     """
     if memory.plan().peak.bytes <= limit:
-        return find_largest(memory, limit)
+        return find_largest_microbatch(memory, limit)
     trainer, mesh = memory.config.trainer, memory.setup.sharding.mesh
     layerwise = memory.setup.gathers_layers
     for together in memory.largest_step().smaller_groups(mesh, trainer.microbatches_per_gather) if layerwise else ():
         peak = memory.with_gather(together).plan().peak.bytes
         if peak <= limit:
-            return Fit(rows, peak, rows, memory.largest_step().count, None, None, together)
-    largest = find_largest(memory, limit)
+            return MicrobatchFit(rows, peak, rows, memory.largest_step().count, None, None, together)
+    largest = find_largest_microbatch(memory, limit)
     if largest.rows is not None or not layerwise:
         return largest
-    one = find_largest(memory.with_gather(1), limit)
+    one = find_largest_microbatch(memory.with_gather(1), limit)
     return largest if one.rows is None and one.bytes >= largest.bytes else dataclasses.replace(one, together=1)
 
 
-def find_largest(memory: StepMemory, limit: int) -> Fit:
+def find_largest_microbatch(memory: StepMemory, limit: int) -> MicrobatchFit:
     """The largest microbatch whose step takes at most `limit` bytes on a device.
 
     Temporary memory grows almost linearly with the rows, so a few compiled sizes guide the search. The result has been
@@ -101,7 +101,7 @@ def find_largest(memory: StepMemory, limit: int) -> Fit:
     unplanned = [*planned, sizes[-1]]
     while unplanned:
         for rows in unplanned:
-            memory.record(rows)
+            memory.step_record(rows)
         peaks = {rows: memory.estimate(rows).peak.bytes for rows in sizes}
         best = max((rows for rows in sizes if peaks[rows] <= limit), default=None)
         larger = [rows for rows in sizes if best is None or rows > best]
@@ -111,7 +111,7 @@ def find_largest(memory: StepMemory, limit: int) -> Fit:
         least = min(sizes, key=lambda rows: peaks[rows])
         candidates = (least, above, *near) if best is None else (best, above, *near)
         unplanned = [rows for rows in dict.fromkeys(candidates) if rows is not None and not memory.is_planned(rows)]
-    return Fit(
+    return MicrobatchFit(
         rows=best,
         bytes=peaks[least if best is None else best],
         least_rows=least,

@@ -41,7 +41,7 @@ class _Gpu:
     shared: int
     """Shared memory per multiprocessor, in KiB."""
 
-    def text(self, kind: str) -> str:
+    def to_target_config(self, kind: str) -> str:
         """The description, for the compiler."""
         # A block may use all shared memory except one KiB, which the system reserves.
         limits = {"threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048}
@@ -85,7 +85,7 @@ _GPUS = {
 }
 
 
-def described_gpus() -> tuple[str, ...]:
+def supported_gpus() -> tuple[str, ...]:
     """The GPU kinds for which the compiler can be used, as JAX names them."""
     return tuple(_GPUS)
 
@@ -110,13 +110,13 @@ def gpu_target(kind: str, count: int) -> dict[str, str]:
             f"--compile has no description of {kind!r} for the compiler; it has {', '.join(_GPUS)}. Leave --compile "
             f"out, or plan for one of these"
         )
-    _check_plugin()
+    _check_cuda_plugin()
     # Slices, nodes of a slice, devices of a node.
     topology = f"1x1x{count}" if count <= NODE else f"1x{-(-count // NODE)}x{NODE}"
-    return {"target_config": _GPUS[kind].text(kind), "topology": topology}
+    return {"target_config": _GPUS[kind].to_target_config(kind), "topology": topology}
 
 
-def _check_plugin() -> None:
+def _check_cuda_plugin() -> None:
     installed = {}
     for package, extra in _PLUGINS.items():
         try:

@@ -42,16 +42,16 @@ class Layout:
     @property
     def overrides(self) -> tuple[str, ...]:
         """`key=value` for each of the settings, as arguments of `lmt train`."""
-        return tuple(f"{key}={_text(value)}" for key, value in self.settings.items())
+        return tuple(f"{key}={_format_value(value)}" for key, value in self.settings.items())
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{','.join(map(str, value))}]"
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
+def enumerate_layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
     """Yields all possible layouts of a run on `count` devices.
 
     The batch, the row length, the optimizer and the data stay unchanged. With `trainer.elastic_shards`, a layout has at
@@ -60,12 +60,12 @@ def layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
     """
     config = with_resolved_gather(config, vocab_size)
     initial_identity = numeric_identity(config)
-    for trainer in _meshes(config, vocab_size, count):
-        for settings in _steps(config, trainer, count):
-            yield _layout(config, initial_identity, settings)
+    for trainer in _mesh_settings(config, vocab_size, count):
+        for settings in _step_settings(config, trainer, count):
+            yield _make_layout(config, initial_identity, settings)
 
 
-def _layout(config: RunConfig, initial_identity: dict[str, Any], settings: Mapping[str, Any]) -> Layout:
+def _make_layout(config: RunConfig, initial_identity: dict[str, Any], settings: Mapping[str, Any]) -> Layout:
     changed, parts = {}, {"trainer": config.trainer, "model": config.model}
     for key, value in settings.items():
         section, name = key.split(".")
@@ -74,7 +74,7 @@ def _layout(config: RunConfig, initial_identity: dict[str, Any], settings: Mappi
             parts[section] = parts[section].model_copy(update={name: value})
     laid_out = config.model_copy(update=parts)
     # The same microbatches, in other words: keeps the configured setting.
-    configured_plan, plan = (_largest(candidate) for candidate in (config, laid_out))
+    configured_plan, plan = (_largest_microbatches(candidate) for candidate in (config, laid_out))
     if configured_plan == plan and changed.pop("trainer.per_device_parallelism", None):
         unchanged = {"per_device_parallelism": config.trainer.per_device_parallelism}
         laid_out = laid_out.model_copy(update={"trainer": laid_out.trainer.model_copy(update=unchanged)})
@@ -82,14 +82,14 @@ def _layout(config: RunConfig, initial_identity: dict[str, Any], settings: Mappi
     return Layout(laid_out, changed, tuple(key for key in changed if key in numeric), plan)
 
 
-def _largest(config: RunConfig) -> MicrobatchPlan:
+def _largest_microbatches(config: RunConfig) -> MicrobatchPlan:
     return max(config.trainer.step_plan.microbatches.values, key=lambda plan: (plan.rows, plan.count))
 
 
-def _meshes(config: RunConfig, vocab_size: int, count: int) -> Iterator[dict[str, Any]]:
+def _mesh_settings(config: RunConfig, vocab_size: int, count: int) -> Iterator[dict[str, Any]]:
     """Mesh axis settings for which the devices can share the model."""
     spec, length = config.model.spec(vocab_size), config.model.seq_len
-    for sizes in _sizes(count, len(_AXES)):
+    for sizes in _axis_sizes(count, len(_AXES)):
         axes: dict[str, int] = dict(zip(_AXES, sizes, strict=True))
         # Tensor parallelism communicates most: as in other frameworks, it stays within a node.
         if axes["model"] > NODE or spec.blocks[0].attention.num_heads % axes["model"]:
@@ -107,17 +107,17 @@ def _meshes(config: RunConfig, vocab_size: int, count: int) -> Iterator[dict[str
         yield settings
 
 
-def _sizes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
+def _axis_sizes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
     """Sizes whose product divides `count`."""
     if not axes:
         yield ()
         return
     for size in (size for size in range(1, count + 1) if count % size == 0):
-        for remaining in _sizes(count // size, axes - 1):
+        for remaining in _axis_sizes(count // size, axes - 1):
             yield (size, *remaining)
 
 
-def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
+def _step_settings(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """All settings of a step on a mesh."""
     trainer = config.trainer.model_copy(update={key.split(".")[1]: value for key, value in mesh.items()})
     abstract = trainer.step_plan.abstract_mesh(count)
@@ -137,7 +137,7 @@ def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[d
                 continue
             largest = max(plans, key=lambda plan: plan.count)
             for more in _memory_settings(config, chosen.model_copy(update={"gather": gather}), largest, abstract):
-                for attention in _backends(config):
+                for attention in _backend_settings(config):
                     step = {"trainer.gather": gather, "trainer.microbatches_per_gather": None}
                     yield {**common, **step, **more, **attention}
 
@@ -155,11 +155,13 @@ def _memory_settings(
         }
         policies = [*words.values()]
     for policy in policies:
-        for gathers in _gathers(config, trainer, plan, mesh):
+        for gathers in _gather_settings(config, trainer, plan, mesh):
             yield {"model.gradient_checkpointing": policy, **gathers}
 
 
-def _gathers(config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any) -> Iterator[dict[str, Any]]:
+def _gather_settings(
+    config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any
+) -> Iterator[dict[str, Any]]:
     """The possible numbers of microbatches that share a gather."""
     if not trainer.gathers_layers:
         yield {}
@@ -173,7 +175,7 @@ def _gathers(config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, me
         }
 
 
-def _backends(config: RunConfig) -> Iterator[dict[str, Any]]:
+def _backend_settings(config: RunConfig) -> Iterator[dict[str, Any]]:
     yield {"model.attn_backend": config.model.attn_backend}
     if config.model.attn_backend == "xla":
         yield {"model.attn_backend": "auto"}

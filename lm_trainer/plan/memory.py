@@ -103,22 +103,22 @@ class StepMemory:
         with on_one_shard(), dispatching_for(self._platform):
             return build_setup(self.config.model_copy(update={"trainer": trainer}), self._vocab_size, self._devices)
 
-    def _trainer(self, rows: int | None) -> TrainerConfig:
+    def _trainer_with_rows(self, rows: int | None) -> TrainerConfig:
         trainer = self.config.trainer
         return trainer if rows is None else trainer.model_copy(update={"per_device_parallelism": rows})
 
-    def texts(self) -> dict[str, str]:
-        """The HLO texts of the step's programs, by the names of `runs`."""
-        return {name: self.programs.texts[key] for name, key in self._names().items()}
+    def hlo_texts(self) -> dict[str, str]:
+        """The HLO texts of the step's programs, by the names of `run_counts`."""
+        return {name: self.programs.texts[key] for name, key in self._keys_by_name().items()}
 
-    def runs(self) -> dict[str, int]:
+    def run_counts(self) -> dict[str, int]:
         """The number of runs of each program in the step, by name; programs of equal names are numbered."""
-        record = self.record()
-        return {name: record.runs[key] for name, key in self._names().items()}
+        record = self.step_record()
+        return {name: record.runs[key] for name, key in self._keys_by_name().items()}
 
-    def _names(self) -> dict[str, Key]:
+    def _keys_by_name(self) -> dict[str, Key]:
         names = dict[str, Key]()
-        for key in self.record().runs:
+        for key in self.step_record().runs:
             count = sum(other[0] == key[0] for other in names.values())
             names[f"{key[0]} {count + 1}" if count else key[0]] = key
         return names
@@ -130,10 +130,10 @@ class StepMemory:
         return StepMemory(config, self._vocab_size, self._devices, self._platform, self._correction, self.programs)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
-        """The run's batch with the highest memory; `rows` as for `record`."""
-        return max(self._trainer(rows).step_plan.microbatches.values, key=memory_order)
+        """The run's batch with the highest memory; `rows` as for `step_record`."""
+        return max(self._trainer_with_rows(rows).step_plan.microbatches.values, key=memory_order)
 
-    def record(self, rows: int | None = None) -> StepRecord:
+    def step_record(self, rows: int | None = None) -> StepRecord:
         """The compiled programs of the step with the highest memory.
 
         Args:
@@ -147,7 +147,7 @@ class StepMemory:
 
     def plan(self, rows: int | None = None) -> MemoryPlan:
         """The memory of a step with microbatches of `rows` rows, from its compiled programs."""
-        return MemoryPlan(self.state, self.record(rows).phases)
+        return MemoryPlan(self.state, self.step_record(rows).phases)
 
     def estimate(self, rows: int) -> MemoryPlan:
         """As `plan`, but interpolates programs that are not compiled for this number of rows."""
@@ -161,32 +161,32 @@ class StepMemory:
 
     def _rehearse(self, rows: int, measure: Measure) -> StepRecord:
         if rows not in self._built:
-            self._built[rows] = self._build(self._trainer(rows))
-        return self._built[rows].rehearse(self._row, self._platform, self._on_accelerator(rows, measure))
+            self._built[rows] = self._build(self._trainer_with_rows(rows))
+        return self._built[rows].rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
 
-    def _on_accelerator(self, rows: int, measure: Measure) -> Measure:
+    def _scale_to_accelerator(self, rows: int, measure: Measure) -> Measure:
         """Scales the memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""
         if self._platform == "cpu":
             return measure
         compiled_for_cpu = self._devices[0].platform == "cpu"
 
-        def on_accelerator(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+        def measure_scaled(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
             measured = measure(program, key, args)
             temporary = measured.bytes.temporary
             if compiled_for_cpu:
-                temporary = round(self._share(program) * temporary) + self._copied(program)
+                temporary = round(self._accelerator_ratio(program) * temporary) + self._layer_copy_bytes(program)
             temporary += self._correction.workspace.of_program(program.computation, rows)
             return replace(measured, bytes=replace(measured.bytes, temporary=temporary))
 
-        return on_accelerator
+        return measure_scaled
 
-    def _share(self, program: StepProgram) -> float:
+    def _accelerator_ratio(self, program: StepProgram) -> float:
         """The ratio of a program's temporary memory on an accelerator to its temporary memory on a CPU."""
         if program.elementwise:
             return 0.0
         return self._correction.growing if program.grows else 1.0
 
-    def _copied(self, program: StepProgram) -> int:
+    def _layer_copy_bytes(self, program: StepProgram) -> int:
         """Bytes of the low-precision copy of all layers that is made before a loop over them.
 
         The TPU compiler hoists the cast out of the loop; others cast one layer at a time. Parameters gathered layer by

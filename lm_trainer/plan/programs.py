@@ -30,7 +30,7 @@ class ProgramWork:
     matrix products."""
 
     @classmethod
-    def of(cls, name: str, runs: int, hlo: str) -> ProgramWork:
+    def from_hlo(cls, name: str, runs: int, hlo: str) -> ProgramWork:
         """Analyses the text of a compiled program."""
         return cls(name, runs, tuple(operations(hlo, ())), bytes_sent(hlo), Counter(_KERNEL.findall(hlo)))
 
@@ -140,7 +140,7 @@ def step_time(programs: Sequence[ProgramWork], flops: float, peak: float, bandwi
         bandwidths: bandwidths of one device.
     """
 
-    def time(work: ProgramWork) -> ProgramTime:
+    def program_time(work: ProgramWork) -> ProgramTime:
         limits = [(op.flops / peak, op.num_bytes / bandwidths.memory) for op in work.operations]
         return ProgramTime(
             work.name,
@@ -151,4 +151,4 @@ def step_time(programs: Sequence[ProgramWork], flops: float, peak: float, bandwi
             one_by_one=sum(map(max, limits)),
         )
 
-    return StepTime(tuple(map(time, programs)), flops, peak)
+    return StepTime(tuple(map(program_time, programs)), flops, peak)

@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 
 
 @contextmanager
-def explained_refusals(kind: str) -> Iterator[None]:
+def explain_refusals(kind: str) -> Iterator[None]:
     """Turns a compiler error into a UserError, and keeps the rejected program.
 
     Args:
@@ -34,12 +34,14 @@ def explained_refusals(kind: str) -> Iterator[None]:
         # The last file is the program that failed.
         programs = sorted(directory.glob("*.mlir"), key=lambda path: path.stat().st_mtime_ns)
         location = f"; the program is in {programs[-1]}" if programs else ""
-        raise UserError(f"the compiler for {kind} refuses a program: {_reason(str(error))}{location}") from error
+        raise UserError(
+            f"the compiler for {kind} refuses a program: {_extract_reason(str(error))}{location}"
+        ) from error
     finally:
         jax.config.update("jax_dump_ir_to", previous_dump_directory)
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _reason(message: str) -> str:
+def _extract_reason(message: str) -> str:
     return next((line.strip() for line in message.splitlines() if line.strip()), "it gives no reason")

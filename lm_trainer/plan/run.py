@@ -16,12 +16,12 @@ from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
-from lm_trainer.plan.cost import MFU, Time, Work, training_peak, training_time
-from lm_trainer.plan.devices import Budget, DeviceGroup, budget
-from lm_trainer.plan.fit import Fit, find_fit
+from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_peak, training_time
+from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
+from lm_trainer.plan.fit import MicrobatchFit, find_fitting_microbatch
 from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
-from lm_trainer.plan.refusal import explained_refusals
+from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_share
 from lm_trainer.run.config.run_config import RunConfig
@@ -88,10 +88,10 @@ class RunPlan:
     """The memory of one device."""
     budget: Budget | None
     """None if given neither by the user nor by a datasheet."""
-    fit: Fit | None
+    fit: MicrobatchFit | None
     """None without a budget."""
-    work: Work
-    time: Time | None
+    work: RunWork
+    time: RunTime | None
     """None if no datasheet has a figure."""
     assumed: str | None
     """The reason why the vocabulary size is a guess; None if it is known."""
@@ -142,16 +142,16 @@ def plan_run(
             f"trainer.max_devices: {trainer.max_devices} of {group.count} devices would leave the others idle; plan "
             f"for {trainer.max_devices}, or set trainer.max_devices=null"
         )
-    limit = budget(group.kind, assumptions.memory)
+    limit = memory_budget(group.kind, assumptions.memory)
     vocab_override = assumptions.vocab_size
     vocab_size, assumed = find_vocabulary(config) if vocab_override is None else Vocabulary(vocab_override)
     platform = device_platform(group.kind)
     backend = attention_backend(config, vocab_size, platform)
     if not own_compiler:
-        config = _as_planned_here(config, platform, backend)
-    refusals = explained_refusals(group.kind) if own_compiler else nullcontext()
+        config = _adapt_to_local_compiler(config, platform, backend)
+    refusals = explain_refusals(group.kind) if own_compiler else nullcontext()
     with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
-        growing = 1.0 if own_compiler else _growing(trainer, backend)
+        growing = 1.0 if own_compiler else _growing_memory_ratio(trainer, backend)
         axes = dict(trainer.step_plan.abstract_mesh(len(devices)).shape)
         # A compiler that has the GPU asks cuDNN, and counts the workspace itself.
         counted = own_compiler and jax.default_backend() == "gpu"
@@ -161,7 +161,7 @@ def plan_run(
     plan, mesh, spec = memory.largest_step(), memory.setup.sharding.mesh, config.model.spec(vocab_size)
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.setup.model)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
-    work = Work(
+    work = RunWork(
         flops_per_token=flops,
         tokens_per_step=schedule.at(0) * config.model.seq_len,
         steps=steps,
@@ -183,27 +183,27 @@ def plan_run(
         memory=planned,
         budget=limit,
         # With the devices' own compiler, each size would take minutes.
-        fit=None if limit is None or own_compiler else find_fit(memory, limit.bytes, rows),
+        fit=None if limit is None or own_compiler else find_fitting_microbatch(memory, limit.bytes, rows),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         attention_workspace=workspace.bytes(rows),
-        ring=_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
-        compiled=_compiled(memory, work, group, trainer) if own_compiler else None,
+        ring=_plan_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
+        compiled=_compile_step(memory, work, group, trainer) if own_compiler else None,
     )
 
 
-def _compiled(memory: StepMemory, work: Work, group: DeviceGroup, trainer: TrainerConfig) -> CompiledStep:
-    runs = memory.runs()
-    programs = tuple(ProgramWork.of(name, runs[name], text) for name, text in memory.texts().items())
+def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, trainer: TrainerConfig) -> CompiledStep:
+    runs = memory.run_counts()
+    programs = tuple(ProgramWork.from_hlo(name, runs[name], text) for name, text in memory.hlo_texts().items())
     peak, bandwidths = training_peak(group.kind, trainer), device_bandwidths(group.kind)
     if peak is None or bandwidths is None:
         return CompiledStep(programs, None)
     return CompiledStep(programs, step_time(programs, work.flops_per_step / group.count, peak.flops, bandwidths))
 
 
-def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfig:
+def _adapt_to_local_compiler(config: RunConfig, platform: str, backend: str) -> RunConfig:
     """The configuration to compile on this machine such that its memory resembles `platform`."""
     # The devices of this machine may lack the kernel, or choose another backend.
     model, changes = config.model, dict[str, Any](attn_backend="ring" if backend == "ring" else "xla")
@@ -216,7 +216,7 @@ def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfi
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
-def _growing(trainer: TrainerConfig, backend: str) -> float:
+def _growing_memory_ratio(trainer: TrainerConfig, backend: str) -> float:
     # Known only for bfloat16 and kernels.
     if trainer.mp.compute_dtype.itemsize != 2 or backend in ("xla", "ring"):
         return 1.0
@@ -236,7 +236,7 @@ def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
     return choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
 
 
-def _ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:
+def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:
     length, devices, dtype = config.model.seq_len, config.trainer.context_axis_size, config.trainer.mp.compute_dtype
     spec = config.model.spec(vocab_size)
     share, count = ring_share(spec, length, devices), flops_per_token(spec, length)

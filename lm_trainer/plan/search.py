@@ -14,11 +14,11 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.attention_workspace import AttentionWorkspace
 from lm_trainer.plan.cost import training_peak
-from lm_trainer.plan.devices import Budget, DeviceGroup, budget
+from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
-from lm_trainer.plan.layouts import Layout, layouts
+from lm_trainer.plan.layouts import Layout, enumerate_layouts
 from lm_trainer.plan.run import Assumptions, attention_backend
-from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
+from lm_trainer.plan.speed import LayoutWork, Machine, StepCost, step_cost
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.model import trace_model
@@ -115,13 +115,13 @@ class Search:
             "budget": None if self.budget is None else asdict(self.budget),
             "tokens_per_step": self.tokens_per_step,
             "considered": self.considered,
-            "ranked": [self._plain(candidate) for candidate in self.ranked],
-            "same_numbers": None if self.same_numbers is None else self._plain(self.same_numbers),
-            "nearest": None if self.nearest is None else self._plain(self.nearest),
-            "rejected": [self._plain(candidate) for candidate in self.rejected],
+            "ranked": [self._candidate_as_dict(candidate) for candidate in self.ranked],
+            "same_numbers": None if self.same_numbers is None else self._candidate_as_dict(self.same_numbers),
+            "nearest": None if self.nearest is None else self._candidate_as_dict(self.nearest),
+            "rejected": [self._candidate_as_dict(candidate) for candidate in self.rejected],
         }
 
-    def _plain(self, candidate: Candidate) -> dict[str, Any]:
+    def _candidate_as_dict(self, candidate: Candidate) -> dict[str, Any]:
         return {
             "overrides": list(candidate.layout.overrides),
             "changes_numbers": list(candidate.layout.changes),
@@ -162,17 +162,17 @@ def search_layouts(
             possible.
     """
     vocab_size, _ = Vocabulary(assumptions.vocab_size) if assumptions.vocab_size else find_vocabulary(config)
-    machine = _machine(config, group, assumptions)
-    limit = budget(group.kind, assumptions.memory)
-    room = None if limit is None else int((1 - MARGIN) * limit.bytes)
+    machine = _make_machine(config, group, assumptions)
+    limit = memory_budget(group.kind, assumptions.memory)
+    usable_bytes = None if limit is None else int((1 - MARGIN) * limit.bytes)
     pricing = _Pricing(config, vocab_size, group, machine)
-    priced = _price(pricing, layouts(config, vocab_size, group.count))
+    priced = _price_layouts(pricing, enumerate_layouts(config, vocab_size, group.count))
     if not priced:
         raise UserError(
             f"--search: {group.count} devices cannot share the batch of trainer.train_batch_size in any layout: use "
             f"fewer devices, or lower trainer.elastic_shards where it is set"
         )
-    ranked, same_numbers, tried = _choose(priced, pricing, room)
+    ranked, same_numbers, tried = _choose_candidates(priced, pricing, usable_bytes)
     search = Search(
         devices=group,
         budget=limit,
@@ -180,12 +180,12 @@ def search_layouts(
         considered=len(priced),
         ranked=tuple(ranked[:SHOWN]),
         same_numbers=same_numbers,
-        nearest=None if ranked else _nearest(tried, pricing),
+        nearest=None if ranked else _find_least_memory(tried, pricing),
     )
-    return search if compile_best is None else _compiled(search, *compile_best)
+    return search if compile_best is None else _compile_best(search, *compile_best)
 
 
-def _machine(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) -> Machine:
+def _make_machine(config: RunConfig, group: DeviceGroup, assumptions: Assumptions) -> Machine:
     peak, bandwidths = training_peak(group.kind, config.trainer), device_bandwidths(group.kind)
     if peak is None or bandwidths is None:
         raise UserError(
@@ -205,7 +205,7 @@ class _Pricing:
         self._params: dict[tuple[int, ...], int] = {}
         self._traces = Traces(vocab_size)
 
-    def cost(self, layout: Layout) -> StepCost:
+    def step_cost(self, layout: Layout) -> StepCost:
         """The time of a step by the cost model.
 
         Raises:
@@ -215,7 +215,7 @@ class _Pricing:
         trainer, spec, length = config.trainer, config.model.spec(self._vocab_size), config.model.seq_len
         mesh = self._mesh(config)
         microbatches = layout.plan.shares(mesh).most
-        work = Work(
+        work = LayoutWork(
             spec=spec,
             trainer=trainer,
             seq_len=length,
@@ -223,13 +223,13 @@ class _Pricing:
             sizes=dict(mesh.shape),
             shards=batch_shards(mesh),
             gathers=-(-microbatches // layout.plan.shares(mesh, trainer.microbatches_per_gather).most),
-            params=self._numbers(config, mesh),
+            params=self._count_device_params(config, mesh),
             backend=self._backend(config),
             training_flops=training_flops(flops_per_token(spec, length), self._model),
         )
         return step_cost(work, self._machine)
 
-    def candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
+    def estimate_candidate(self, layout: Layout, cost: StepCost, limit: int | None, *, enough: int | None) -> Candidate:
         """A layout with its estimated memory; above `enough` bytes, the estimate may be partial."""
         config, mesh = layout.config, self._mesh(layout.config)
         backend, axes = self._backend(config), dict(mesh.shape)
@@ -252,7 +252,7 @@ class _Pricing:
     def _backend(self, config: RunConfig) -> str:
         return attention_backend(config, self._vocab_size, device_platform(self._group.kind))
 
-    def _numbers(self, config: RunConfig, mesh: Any) -> int:
+    def _count_device_params(self, config: RunConfig, mesh: Any) -> int:
         """Number of parameters a device computes with, after gathering."""
         sizes = tuple(mesh.shape.values())
         if sizes not in self._params:
@@ -263,16 +263,16 @@ class _Pricing:
         return self._params[sizes]
 
 
-def _price(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[StepCost, Layout]]:
+def _price_layouts(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[StepCost, Layout]]:
     """The possible layouts, fastest first; ties are broken by the fewest changes."""
     priced = []
     for layout in admitted:
         with contextlib.suppress(UserError):
-            priced.append((pricing.cost(layout), layout))
+            priced.append((pricing.step_cost(layout), layout))
     return sorted(priced, key=lambda pair: (pair[0].seconds, len(pair[1].changes), len(pair[1].settings)))
 
 
-def _choose(
+def _choose_candidates(
     priced: Sequence[tuple[StepCost, Layout]], pricing: _Pricing, limit: int | None
 ) -> tuple[list[Candidate], Candidate | None, list[Candidate]]:
     """Chooses layouts to report.
@@ -286,7 +286,7 @@ def _choose(
         may_rank = len(ranked) < SHOWN and _ranking_key(layout) not in ranked
         if not may_rank and (same_numbers is not None or layout.changes):
             continue
-        candidate = pricing.candidate(layout, cost, limit, enough=limit)
+        candidate = pricing.estimate_candidate(layout, cost, limit, enough=limit)
         tried.append(candidate)
         if candidate.fits and may_rank:
             ranked[_ranking_key(layout)] = candidate
@@ -295,15 +295,15 @@ def _choose(
     return [*ranked.values()], same_numbers, tried
 
 
-def _nearest(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
+def _find_least_memory(tried: Sequence[Candidate], pricing: _Pricing) -> Candidate:
     """The layout with the least memory, if none fits."""
     order = sorted(tried, key=lambda candidate: candidate.memory.bytes)
-    nearest = pricing.candidate(order[0].layout, order[0].cost, order[0].limit, enough=None)
+    nearest = pricing.estimate_candidate(order[0].layout, order[0].cost, order[0].limit, enough=None)
     for other in order[1:]:
         # The estimates of the others are lower bounds.
         if other.memory.bytes >= nearest.memory.bytes:
             break
-        candidate = pricing.candidate(other.layout, other.cost, other.limit, enough=nearest.memory.bytes)
+        candidate = pricing.estimate_candidate(other.layout, other.cost, other.limit, enough=nearest.memory.bytes)
         nearest = min(nearest, candidate, key=lambda candidate: candidate.memory.bytes)
     return nearest
 
@@ -315,19 +315,21 @@ def _ranking_key(layout: Layout) -> tuple[Any, ...]:
     return (*axes, trainer.gather)
 
 
-def _compiled(search: Search, count: int, compile_one: Compile) -> Search:
+def _compile_best(search: Search, count: int, compile_one: Compile) -> Search:
     """Compiles layouts in order until `count` of them fit, and the one that changes no bit, and ranks these."""
     limit = None if search.budget is None else search.budget.bytes
     fitting, rejected = list[Candidate](), list[Candidate]()
     for candidate in search.ranked:
         if len(fitting) == count:
             break
-        judged = _with_compiled(candidate, limit, compile_one)
-        (fitting if judged.fits else rejected).append(judged)
+        compiled = _compile_candidate(candidate, limit, compile_one)
+        (fitting if compiled.fits else rejected).append(compiled)
     same_numbers = search.same_numbers
     if same_numbers is not None:
-        settled = {candidate.layout.overrides: candidate for candidate in (*fitting, *rejected)}
-        same_numbers = settled.get(same_numbers.layout.overrides) or _with_compiled(same_numbers, limit, compile_one)
+        compiled_by_overrides = {candidate.layout.overrides: candidate for candidate in (*fitting, *rejected)}
+        same_numbers = compiled_by_overrides.get(same_numbers.layout.overrides) or _compile_candidate(
+            same_numbers, limit, compile_one
+        )
     return replace(
         search,
         ranked=tuple(sorted(fitting, key=lambda candidate: candidate.seconds)),
@@ -339,7 +341,7 @@ def _compiled(search: Search, count: int, compile_one: Compile) -> Search:
     )
 
 
-def _with_compiled(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
+def _compile_candidate(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
     try:
         compiled = compile_one(candidate.layout.overrides)
     except UserError as error:

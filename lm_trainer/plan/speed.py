@@ -58,7 +58,7 @@ class Machine:
     """Achieved FLOP/s of matrix products on one device."""
     bandwidths: Bandwidths
 
-    def link(self, span: int, *, exchange: bool = False) -> float:
+    def link_bandwidth(self, span: int, *, exchange: bool = False) -> float:
         """Bytes per second a device sends within a group of `span` neighbours.
 
         Args:
@@ -74,7 +74,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayoutWork:
     """The work of a step on a layout."""
 
     spec: DecoderSpec
@@ -127,7 +127,7 @@ class Work:
         return self.trainer.mp.compute_dtype.itemsize
 
 
-def step_cost(work: Work, machine: Machine) -> StepCost:
+def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
     """The time of a training step on a layout."""
     count = flops_per_token(work.spec, work.seq_len)
     hidden = 0.0
@@ -144,17 +144,17 @@ def step_cost(work: Work, machine: Machine) -> StepCost:
     even = work.plan.count / work.shards
     stages = work.sizes["pipeline"]
     bubble = (work.plan.rows + stages - 1) / work.plan.rows - 1
-    memory = work.microbatches * _bytes_moved(work) / machine.bandwidths.memory
+    memory = work.microbatches * _memory_traffic_bytes(work) / machine.bandwidths.memory
     return StepCost(
         compute=even * compute,
         recompute=even * recompute,
         memory=memory,
-        network=_seconds_sent(work, machine),
+        network=_communication_seconds(work, machine),
         idle=(work.microbatches - even + work.microbatches * bubble) * (compute + recompute),
     )
 
 
-def _bytes_moved(work: Work) -> float:
+def _memory_traffic_bytes(work: LayoutWork) -> float:
     """Bytes a microbatch reads and writes, except inputs and outputs of matrix products."""
     # Weights are read by three products, or four; a gradient is written, and added to another one.
     passes = (4 if work.recomputes else 3) * work.itemsize + 4 * _FLOAT32
@@ -170,13 +170,16 @@ def _bytes_moved(work: Work) -> float:
     return (work.params + pipeline_layers) * passes + scores
 
 
-def _seconds_sent(work: Work, machine: Machine) -> float:
-    return _batch_axes(work, machine) + work.microbatches * (
-        _tensor(work, machine) + _context(work, machine) + _experts(work, machine) + _shared_gradients(work, machine)
+def _communication_seconds(work: LayoutWork, machine: Machine) -> float:
+    return _batch_axes_seconds(work, machine) + work.microbatches * (
+        _tensor_parallel_seconds(work, machine)
+        + _context_parallel_seconds(work, machine)
+        + _expert_parallel_seconds(work, machine)
+        + _gradient_sum_seconds(work, machine)
     )
 
 
-def _batch_axes(work: Work, machine: Machine) -> float:
+def _batch_axes_seconds(work: LayoutWork, machine: Machine) -> float:
     """Time of parameter gathers and gradient sums."""
     if work.shards == 1:
         return 0.0
@@ -191,34 +194,36 @@ def _batch_axes(work: Work, machine: Machine) -> float:
     else:
         gathered, reduced = _FLOAT32, _FLOAT32
     fixed_order = work.trainer.bitwise
-    return part * gathered / machine.link(span) + part * reduced / machine.link(span, exchange=fixed_order)
+    return part * gathered / machine.link_bandwidth(span) + part * reduced / machine.link_bandwidth(
+        span, exchange=fixed_order
+    )
 
 
-def _tensor(work: Work, machine: Machine) -> float:
+def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     """Time of activation sums after attention and MLP: forward, backward, and once more with rematerialisation."""
     ring = 2 * (work.tensor - 1) / work.tensor
     sums = 2 * (3 if work.recomputes else 2) * len(work.spec.blocks)
-    return sums * ring * work.tokens * work.spec.hidden_dim * work.itemsize / machine.link(work.tensor)
+    return sums * ring * work.tokens * work.spec.hidden_dim * work.itemsize / machine.link_bandwidth(work.tensor)
 
 
-def _context(work: Work, machine: Machine) -> float:
+def _context_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     """Time of sending keys and values, and their gradients in float32."""
     size = work.sizes["context"]
     width = sum(2 * block.attention.kv_heads * block.attention.head_dim for block in work.spec.blocks) / work.tensor
     passes = (2 if work.recomputes else 1) * work.itemsize + _FLOAT32
     sent = (size - 1) * work.tokens * width * passes
-    return sent / machine.link(size * work.sizes["expert"] * work.tensor)
+    return sent / machine.link_bandwidth(size * work.sizes["expert"] * work.tensor)
 
 
-def _experts(work: Work, machine: Machine) -> float:
+def _expert_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
     """Time of expert parallelism: tokens go to all devices that share experts, and sums return; then backward."""
     size = work.sizes["expert"]
     passes = (3 if work.recomputes else 2) * (work.itemsize + _FLOAT32)
     sent = (size - 1) * work.tokens * work.spec.hidden_dim * work.spec.num_routers * passes
-    return sent / machine.link(size * work.tensor)
+    return sent / machine.link_bandwidth(size * work.tensor)
 
 
-def _shared_gradients(work: Work, machine: Machine) -> float:
+def _gradient_sum_seconds(work: LayoutWork, machine: Machine) -> float:
     """Time of summing a microbatch's gradients over the devices that share its rows or positions."""
     part = 2 * (work.group - 1) / work.group * work.params * _FLOAT32
-    return part / machine.link(work.group * work.tensor, exchange=True)
+    return part / machine.link_bandwidth(work.group * work.tensor, exchange=True)

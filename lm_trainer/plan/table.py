@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lm_trainer.plan.compiler_flags import sends_too_much
+from lm_trainer.plan.compiler_flags import all_gather_advice
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import aligned
@@ -15,14 +15,14 @@ _CAVEAT = "Temporary memory is that of XLA's plan for a CPU; on an accelerator f
 _NOT_COUNTED = "Evaluation, the start of a run and what the driver takes are not counted."
 
 
-def lines(plan: RunPlan) -> Iterator[str]:
+def plan_lines(plan: RunPlan) -> Iterator[str]:
     """Lines of a plan: the devices, the memory of one device by phase, and the cost of the run."""
-    yield from aligned(list(_rows(plan)))
+    yield from aligned(list(_plan_rows(plan)))
     yield f"note: {_NOT_COUNTED if plan.compiled else _CAVEAT + ' ' + _NOT_COUNTED}"
     if plan.assumed is not None:
         yield f"note: {plan.assumed}; --vocab-size says otherwise."
     if plan.compiled is not None:
-        yield from _notes_on_programs(plan, plan.compiled)
+        yield from _program_notes(plan, plan.compiled)
     elif plan.dtype != "float32":
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
     if plan.kernel is not None:
@@ -32,43 +32,43 @@ def lines(plan: RunPlan) -> Iterator[str]:
         )
     if plan.attention_workspace:
         yield (
-            f"note: {size_of(plan.attention_workspace)} of workspace are counted for the deterministic backward pass "
+            f"note: {format_bytes(plan.attention_workspace)} of workspace are counted for the deterministic backward pass "
             f"of cuDNN's attention, which grows with the square of the row length; determinism: fast needs none."
         )
 
 
-def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _plan_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     memory, work, time = plan.memory, plan.work, plan.time
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield "devices", f"{plan.devices.count} x {plan.devices.kind}" + (f": {axes}" if axes else "")
     yield "model", f"{plan.num_params:,} parameters with a vocabulary of {plan.vocab_size:,}, in {plan.dtype}"
-    yield "microbatch", f"{count_of(plan.rows, 'row')}, {count_of(plan.microbatches, 'microbatch')} in a step"
-    yield "state, per device", ", ".join(f"{name} {size_of(size)}" for name, size in memory.state.items())
+    yield "microbatch", f"{format_count(plan.rows, 'row')}, {format_count(plan.microbatches, 'microbatch')} in a step"
+    yield "state, per device", ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
         # Counters of steps and layers are too small to mention.
-        parts = " + ".join(f"{name} {size_of(size)}" for name, size in phase.parts.items() if size >= _LEAST_BYTES)
-        yield f"  {phase.name}", f"{size_of(phase.bytes)} = {parts}"
-    yield "peak, per device", f"{size_of(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
-    yield "largest microbatch", _largest(plan)
+        parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in phase.parts.items() if size >= _LEAST_BYTES)
+        yield f"  {phase.name}", f"{format_bytes(phase.bytes)} = {parts}"
+    yield "peak, per device", f"{format_bytes(memory.peak.bytes)} in {memory.peak.name}{_budget_verdict(plan)}"
+    yield "largest microbatch", _describe_largest_microbatch(plan)
     yield "FLOPs", f"{work.flops_per_token:.3g} per token, {work.flops_per_step:.3g} per step, {work.flops:.3g} in all"
     if (ring := plan.ring) is not None:
         yield (
             "attention",
             f"ring of {ring.devices}: {ring.share:.1%} of all pairs computed, which leaves "
-            f"{ring.computed_flops_per_token:.3g} FLOPs per token; {size_of(ring.buffers)} of keys and values",
+            f"{ring.computed_flops_per_token:.3g} FLOPs per token; {format_bytes(ring.buffers)} of keys and values",
         )
-    yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {count_of(work.steps, 'step')}"
+    yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {format_count(work.steps, 'step')}"
     if time is None:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
     else:
         yield "step time", f"{time.step_seconds:.3g} s" + (" at the assumed MFU" if plan.compiled else "")
-        if (least := _too_short(plan)) is not None:
+        if (least := _unreachable_time_warning(plan)) is not None:
             yield "  not to be had", least
-        yield "time", f"{duration_of(time.seconds)}, {time.device_hours:,.4g} device hours"
+        yield "time", f"{format_duration(time.seconds)}, {time.device_hours:,.4g} device hours"
     if time is not None and time.cost is not None:
         yield "cost", f"{time.cost:,.2f}" if time.cost >= 0.01 else f"{time.cost:.2g}"
     if plan.compiled is not None:
-        yield from _programs(plan.compiled)
+        yield from _program_rows(plan.compiled)
 
 
 _LEAST_BYTES = 1024
@@ -77,7 +77,7 @@ _LEAST_SECONDS = 1e-3
 """Lower bound of a microbatch's time: it launches some hundreds of kernels, about 5 microseconds each."""
 
 
-def _too_short(plan: RunPlan) -> str | None:
+def _unreachable_time_warning(plan: RunPlan) -> str | None:
     """A warning if the assumed MFU gives a time that no device can reach with so little work."""
     assert plan.time is not None
     rounds = -(-plan.microbatches // plan.devices.count)
@@ -89,11 +89,14 @@ def _too_short(plan: RunPlan) -> str | None:
     )
 
 
-def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
+def _program_rows(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
     """The programs of a step on one device, and their times."""
     for work in compiled.programs:
-        parts = [f"{work.flops:.3g} FLOPs" if work.flops else "", f"{size_of(round(work.num_bytes))} read and written"]
-        parts += [f"{name} of {size_of(round(size))}" for name, size in work.sent.items() if size]
+        parts = [
+            f"{work.flops:.3g} FLOPs" if work.flops else "",
+            f"{format_bytes(round(work.num_bytes))} read and written",
+        ]
+        parts += [f"{name} of {format_bytes(round(size))}" for name, size in work.sent.items() if size]
         parts += [f"{count} x {name}" for name, count in work.kernels.items()]
         yield f"  {work.name}", f"{work.runs} x " + ", ".join(filter(None, parts))
     if (time := compiled.time) is not None:
@@ -104,57 +107,63 @@ def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
         )
 
 
-def _notes_on_programs(plan: RunPlan, compiled: CompiledStep) -> Iterator[str]:
+def _program_notes(plan: RunPlan, compiled: CompiledStep) -> Iterator[str]:
     if compiled.time is not None:
         yield (
             "note: The time by the programs is that of their products, their memory traffic and what they send, by the "
             "datasheet: from all of it at once to one after another, and either at its limit. Kernels count with the "
             "FLOPs of the model alone, and an all-to-all in a torus takes longer than its bytes."
         )
-    if (advice := sends_too_much(plan.devices, plan.mesh, compiled.programs)) is not None:
+    if (advice := all_gather_advice(plan.devices, plan.mesh, compiled.programs)) is not None:
         yield f"note: {advice}"
 
 
-def _share(plan: RunPlan) -> str:
+def _budget_verdict(plan: RunPlan) -> str:
     if plan.budget is None:
         return ""
-    verdict = "fits in" if _fits(plan) else f"{DOES_NOT_FIT} in"
-    return f": {verdict} {size_of(plan.budget.bytes)} ({plan.budget.origin})"
+    verdict = "fits in" if _is_within_budget(plan) else f"{DOES_NOT_FIT} in"
+    return f": {verdict} {format_bytes(plan.budget.bytes)} ({plan.budget.origin})"
 
 
-def _largest(plan: RunPlan) -> str:
+def _describe_largest_microbatch(plan: RunPlan) -> str:
     if plan.compiled is not None:
         return "not looked for with --compile: each size would take minutes"
     if plan.fit is None:
         return f"n/a: how much memory {plan.devices.kind!r} has is not known; give --memory"
     fit = plan.fit
     next_rows = fit.next_rows if fit.next_rows is not None and fit.next_rows > plan.rows else None
-    above = "" if next_rows is None else f"; {count_of(next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
+    above = (
+        ""
+        if next_rows is None
+        else f"; {format_count(next_rows, 'row')} would take {format_bytes(fit.next_bytes or 0)}"
+    )
     # With a batch schedule, the rows may differ between steps, which the key cannot express.
-    if _fits(plan) and (fit.rows is None or fit.rows <= plan.rows):
-        return f"{count_of(plan.rows, 'row')}, as it is{above}"
+    if _is_within_budget(plan) and (fit.rows is None or fit.rows <= plan.rows):
+        return f"{format_count(plan.rows, 'row')}, as it is{above}"
     if fit.rows is None:
-        rows = count_of(fit.least_rows, "row") + (
-            "" if fit.together is None else f" and {count_of(fit.together, 'microbatch')} at a time"
+        rows = format_count(fit.least_rows, "row") + (
+            "" if fit.together is None else f" and {format_count(fit.together, 'microbatch')} at a time"
         )
-        return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_advice(plan)}"
+        return f"none: the least that a step takes is {format_bytes(fit.bytes)}, with {rows}; {_memory_advice(plan)}"
     gather_setting = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
     if gather_setting and fit.rows == plan.rows:
         alone = "the same numbers; where the key is left out, a run on GPUs or TPUs does so by itself"
-        return f"{count_of(plan.rows, 'row')}, as it is, {size_of(fit.bytes)} with{gather_setting} ({alone})"
+        return f"{format_count(plan.rows, 'row')}, as it is, {format_bytes(fit.bytes)} with{gather_setting} ({alone})"
     above = (
-        "" if fit.next_rows is None else f"; {count_of(fit.next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
+        ""
+        if fit.next_rows is None
+        else f"; {format_count(fit.next_rows, 'row')} would take {format_bytes(fit.next_bytes or 0)}"
     )
     changes = " (changes the numbers of the run)" if plan.gather != "auto" else ""
     settings = f"trainer.per_device_parallelism={fit.rows}{gather_setting}"
-    return f"{count_of(fit.rows, 'row')}, {size_of(fit.bytes)}{above}: {settings}{changes}"
+    return f"{format_count(fit.rows, 'row')}, {format_bytes(fit.bytes)}{above}: {settings}{changes}"
 
 
-def _fits(plan: RunPlan) -> bool:
+def _is_within_budget(plan: RunPlan) -> bool:
     return plan.budget is not None and plan.memory.peak.bytes <= plan.budget.bytes
 
 
-def _advice(plan: RunPlan) -> str:
+def _memory_advice(plan: RunPlan) -> str:
     """Advice on the largest part of the peak."""
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
     if plan.gather == "model":
@@ -170,23 +179,23 @@ def _advice(plan: RunPlan) -> str:
     return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Aligns rows of equally many cells into columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def count_of(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """`1 row`, `2 rows`, `2 microbatches`."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-def duration_of(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
 
 
-def size_of(count: int) -> str:
+def format_bytes(count: int) -> str:
     """A number of bytes in binary units: `1.50 GiB`."""
     for unit in ("GiB", "MiB", "KiB"):
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}[unit]

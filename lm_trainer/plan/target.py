@@ -31,7 +31,7 @@ def target_devices(group: DeviceGroup) -> Sequence[Any]:
         UserError: for another kind, a missing compiler, or a slice that does not exist.
     """
     if device_platform(group.kind) == "gpu":
-        return _gpus(group)
+        return _gpu_devices(group)
     if group.kind not in _GENERATIONS:
         raise UserError(
             f"--compile compiles for the TPUs {', '.join(_GENERATIONS.values())}, not for {group.kind!r}; leave it out"
@@ -42,7 +42,7 @@ def target_devices(group: DeviceGroup) -> Sequence[Any]:
             "'lm_trainer[tpu]' (no TPU is needed), or leave --compile out"
         )
     name = _GENERATIONS[group.kind]
-    shape = group.topology or _smallest(_FLAT if name in ("v5e", "v6e") else _CUBIC, group.count)
+    shape = group.topology or _smallest_slice(_FLAT if name in ("v5e", "v6e") else _CUBIC, group.count)
     # Skips queries of the cloud's metadata server, and silences warnings about the missing hardware.
     settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
     os.environ.update({key: os.environ.get(key, value) for key, value in settings.items()})
@@ -52,7 +52,7 @@ def target_devices(group: DeviceGroup) -> Sequence[Any]:
         raise UserError(f"--devices {name}:{shape}: {str(error).splitlines()[0]}") from error
 
 
-def _gpus(group: DeviceGroup) -> Sequence[Any]:
+def _gpu_devices(group: DeviceGroup) -> Sequence[Any]:
     target = gpu_target(group.kind, group.count)
     try:
         return topologies.get_topology_desc("", "cuda", **target).devices[: group.count]
@@ -63,15 +63,15 @@ def _gpus(group: DeviceGroup) -> Sequence[Any]:
         ) from error
 
 
-def _smallest(slices: Sequence[str], count: int) -> str:
-    sizes = {shape: _chips(shape) for shape in slices}
+def _smallest_slice(slices: Sequence[str], count: int) -> str:
+    sizes = {shape: _count_chips(shape) for shape in slices}
     smallest = next((shape for shape, size in sizes.items() if size >= count), None)
     if smallest is None:
         raise UserError(
-            f"--devices: no slice has {count:,} chips; the largest, {slices[-1]}, has {_chips(slices[-1]):,}"
+            f"--devices: no slice has {count:,} chips; the largest, {slices[-1]}, has {_count_chips(slices[-1]):,}"
         )
     return smallest
 
 
-def _chips(shape: str) -> int:
+def _count_chips(shape: str) -> int:
     return math.prod(int(size) for size in shape.split("x"))

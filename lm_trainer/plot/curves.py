@@ -53,15 +53,15 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
     total, rate = trainer.num_train_steps, config.learning_rate()
     panels = [
         Panel("learning rate", (Curve("learning rate", rate_points(rate, total)),)),
-        Panel("batch size", (Curve("batch size", _stair(to_piecewise(trainer.train_batch_size), total)),)),
+        Panel("batch size", (Curve("batch size", _piecewise_points(to_piecewise(trainer.train_batch_size), total)),)),
     ]
     if data.configs:
         starts, shares = zip(*data.stages, strict=True)
         weights = [tuple(count / sum(counts) for count in counts) for counts in shares]
         columns = zip(data.trained, zip(*weights, strict=True), strict=True)
-        curves = tuple(Curve(name, _stair(Piecewise(starts, values), total)) for name, values in columns)
+        curves = tuple(Curve(name, _piecewise_points(Piecewise(starts, values), total)) for name, values in columns)
         panels.append(Panel("mixture weights", curves))
-    return SchedulePlot(total, tuple(panels), _marks(rate, trainer.checkpointer.keep, total))
+    return SchedulePlot(total, tuple(panels), _find_marks(rate, trainer.checkpointer.keep, total))
 
 
 def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
@@ -77,7 +77,7 @@ def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
     return tuple((step, rate(step)) for step in sorted(corners | even) if 0 <= step < total)
 
 
-def _stair(values: Piecewise[int] | Piecewise[float], total: int) -> tuple[tuple[int, float], ...]:
+def _piecewise_points(values: Piecewise[int] | Piecewise[float], total: int) -> tuple[tuple[int, float], ...]:
     """A piecewise constant value: the two ends of each stair."""
     points: list[tuple[int, float]] = []
     for start, end, value in zip(values.starts, (*values.starts[1:], total), values.values, strict=True):
@@ -86,15 +86,15 @@ def _stair(values: Piecewise[int] | Piecewise[float], total: int) -> tuple[tuple
     return tuple(points)
 
 
-def _marks(rate: Schedule, keep: Sequence[KeepEvery], total: int) -> Marks:
+def _find_marks(rate: Schedule, keep: Sequence[KeepEvery], total: int) -> Marks:
     return Marks(
         warmups=tuple((cycle.start, cycle.start + cycle.warmup) for cycle in rate.cycles if cycle.warmup),
         minima=tuple(cycle.end for cycle in rate.cycles if cycle.decay and rate.shape != "constant"),
-        checkpoints=(*(step for step in _permanent(keep, total) if step < total), total),
+        checkpoints=(*(step for step in _permanent_steps(keep, total) if step < total), total),
     )
 
 
-def _permanent(keep: Sequence[KeepEvery], total: int) -> Iterator[int]:
+def _permanent_steps(keep: Sequence[KeepEvery], total: int) -> Iterator[int]:
     # As `is_permanent`: each entry applies to the steps after the previous entry, and multiples count from step 0.
     covered = 0
     for entry in keep:

@@ -24,12 +24,12 @@ def to_text(plot: SchedulePlot, *, width: int = 80, height: int = 10) -> str:
         height: lines of each panel.
     """
     columns = max(20, width - _MARGIN - 1)
-    marks = [*(row.rstrip() for row in _mark_rows(plot, columns)), "", *_in_words(plot.marks)]
-    first, *other_panels = (_panel(panel, plot.num_steps, columns, height) for panel in plot.panels)
+    marks = [*(row.rstrip() for row in _mark_rows(plot, columns)), "", *_describe_marks(plot.marks)]
+    first, *other_panels = (_format_panel(panel, plot.num_steps, columns, height) for panel in plot.panels)
     return "\n\n".join("\n".join(block) for block in ([*first, *marks], *other_panels)) + "\n"
 
 
-def _panel(panel: Panel, total: int, columns: int, height: int) -> list[str]:
+def _format_panel(panel: Panel, total: int, columns: int, height: int) -> list[str]:
     if all(len({value for _, value in curve.points}) == 1 for curve in panel.curves):
         several = len(panel.curves) > 1
         values = ", ".join(f"{c.name if several else ''} {c.points[0][1]:.4g}".strip() for c in panel.curves)
@@ -40,18 +40,18 @@ def _panel(panel: Panel, total: int, columns: int, height: int) -> list[str]:
     scale = ((2 * columns - 1) / total, (4 * height - 1) / top)
     letters = _LETTERS if len(panel.curves) > 1 else " "
     for index, curve in enumerate(panel.curves):
-        _draw(canvas, curve, scale, letters[index % len(letters)])
+        _draw_curve(canvas, curve, scale, letters[index % len(letters)])
     labels = {0: f"{top:.4g}", height - 1: "0"}
     return [
         f"{'':{_MARGIN}}{panel.title}",
         *(f"{labels.get(row, ''):>{_MARGIN - 2}} │{line}" for row, line in enumerate(canvas.plot().split("\n"))),
         f"{'':{_MARGIN - 1}}└{'─' * columns}",
         f"{'':{_MARGIN}}0{f'step {total}':>{columns - 1}}",
-        *(_legend(panel) if len(panel.curves) > 1 else ()),
+        *(_legend_lines(panel) if len(panel.curves) > 1 else ()),
     ]
 
 
-def _draw(canvas: Canvas, curve: Curve, scale: tuple[float, float], letter: str) -> None:
+def _draw_curve(canvas: Canvas, curve: Curve, scale: tuple[float, float], letter: str) -> None:
     """Draws the lines, with the letter on each level part unless it is a space."""
     dots = [(step * scale[0], value * scale[1]) for step, value in curve.points]
     for (x0, y0), (x1, y1) in zip(dots, dots[1:] or dots, strict=False):
@@ -60,7 +60,7 @@ def _draw(canvas: Canvas, curve: Curve, scale: tuple[float, float], letter: str)
             canvas.text((x0 + x1) / 2, (y0 + y1) / 2, letter)
 
 
-def _legend(panel: Panel) -> Iterator[str]:
+def _legend_lines(panel: Panel) -> Iterator[str]:
     for index, curve in enumerate(panel.curves):
         values = [f"{value:.4g}" for _, value in curve.points[::2]]
         yield f"{'':{_MARGIN}}{_LETTERS[index % len(_LETTERS)]}  {curve.name}: {' -> '.join(values)}"
@@ -84,15 +84,15 @@ def _mark_rows(plot: SchedulePlot, columns: int) -> Iterator[str]:
             yield f"{name:>{_MARGIN - 2}}  {''.join(row)}"
 
 
-def _in_words(marks: Marks) -> Iterator[str]:
+def _describe_marks(marks: Marks) -> Iterator[str]:
     if marks.warmups:
-        yield "~ warm-up: steps " + _listed([f"{start} to {end}" for start, end in marks.warmups])
+        yield "~ warm-up: steps " + _join_items([f"{start} to {end}" for start, end in marks.warmups])
     if marks.minima:
-        yield "v lowest learning rate at the end of a cycle: step " + _listed([str(step) for step in marks.minima])
-    yield "C permanent checkpoint: step " + _listed([str(step) for step in marks.checkpoints])
+        yield "v lowest learning rate at the end of a cycle: step " + _join_items([str(step) for step in marks.minima])
+    yield "C permanent checkpoint: step " + _join_items([str(step) for step in marks.checkpoints])
 
 
-def _listed(items: Sequence[str]) -> str:
+def _join_items(items: Sequence[str]) -> str:
     if len(items) <= _LISTED:
         return ", ".join(items)
     return f"{', '.join(items[: _LISTED - 1])}, ... {items[-1]} ({len(items)} in all)"

@@ -29,20 +29,20 @@ def config(in_tmp_path: Path) -> Path:
 def test_json_agrees_with_itself_and_with_a_hand_count(lmt: Lmt, config: Path):
     result = lmt("bench", "mfu", config, "--steps", "3", "--warmup", "1", "--json", "model.num_layers=2")
     assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    vocabulary = (found["num_params"] - 32 * 16 - 2 * 16 - 2 * 3280) // 16
+    values = json.loads(result.stdout)
+    vocabulary = (values["num_params"] - 32 * 16 - 2 * 16 - 2 * 3280) // 16
     layer = 2 * 16 * 3 * 16 + 4 * 32 * 16 + 3 * 32 * 2 + 2 * 16 * 16 + 4 * 16 * 64
     assert vocabulary in range(257, 300)
-    assert found["flops_per_token"] == 3 * (2 * layer + 2 * 16 * vocabulary)
-    assert found["tokens_per_step"] == 8 * 32
-    assert (found["device_count"], found["dtype"], found["datasheet"]) == (1, "float32", None)
-    step = found["step_seconds"]
+    assert values["flops_per_token"] == 3 * (2 * layer + 2 * 16 * vocabulary)
+    assert values["tokens_per_step"] == 8 * 32
+    assert (values["device_count"], values["dtype"], values["datasheet"]) == (1, "float32", None)
+    step = values["step_seconds"]
     assert 0 < step["minimum"] <= step["lower_quartile"] <= step["median"] <= step["upper_quartile"] <= step["maximum"]
-    assert found["tokens_per_second"] == pytest.approx(8 * 32 / step["median"])
-    achieved = found["tokens_per_second"] * found["flops_per_token"]
-    assert found["achieved_flops_per_second"] == pytest.approx(achieved)
-    assert found["matmul"]["fraction"] == pytest.approx(achieved / found["matmul"]["flops_per_second"]["median"])
-    assert found["matmul"]["size"] == 2048
+    assert values["tokens_per_second"] == pytest.approx(8 * 32 / step["median"])
+    achieved = values["tokens_per_second"] * values["flops_per_token"]
+    assert values["achieved_flops_per_second"] == pytest.approx(achieved)
+    assert values["matmul"]["fraction"] == pytest.approx(achieved / values["matmul"]["flops_per_second"]["median"])
+    assert values["matmul"]["size"] == 2048
 
 
 @pytest.mark.slow
@@ -54,30 +54,30 @@ def test_the_table_says_what_is_not_known_and_nothing_is_written(lmt: Lmt, confi
     assert list(config.parent.iterdir()) == [config]
 
 
-def measured(run: Lmt | RunLmt, what: str, *arguments: str | Path) -> dict[str, Any]:
-    result = run("bench", what, *arguments, "--json")
+def measured(run: Lmt | RunLmt, benchmark: str, *arguments: str | Path) -> dict[str, Any]:
+    result = run("bench", benchmark, *arguments, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("determinism", "again"), [("elastic", False), ("layerwise", False), ("layerwise", True)])
+@pytest.mark.parametrize(("determinism", "recompute"), [("elastic", False), ("layerwise", False), ("layerwise", True)])
 def test_the_roofline_counts_the_products_of_the_model(
-    run_lmt: RunLmt, config: Path, tmp_path: Path, determinism: str, again: bool
+    run_lmt: RunLmt, config: Path, tmp_path: Path, determinism: str, recompute: bool
 ):
-    model = ["model.hidden_dim=64", "model.num_layers=3", f"model.gradient_checkpointing={str(again).lower()}"]
+    model = ["model.hidden_dim=64", "model.num_layers=3", f"model.gradient_checkpointing={str(recompute).lower()}"]
     settings = [*model, f"trainer.determinism={determinism}"]
     options = ["--steps", "2", "--roofline", "--trace", str(tmp_path / "trace")]
     # A program that was compiled elsewhere would bring the names of its parts from there.
     fresh = [f"trainer.jax_compilation_cache_dir={tmp_path}/cache"]
-    found = measured(run_lmt, "mfu", config, *settings, *fresh, *options)
-    roofline = found["roofline"]
+    values = measured(run_lmt, "mfu", config, *settings, *fresh, *options)
+    roofline = values["roofline"]
     flops = roofline["gradients_per_step"] * sum(part["flops"] for part in roofline["parts"])
     # Layers that are computed again lack their last product, which no gradient needs.
-    last = 3 * 2 * 4 * 64**2 if again else 0
-    per_token = found["flops_per_token"] + found["recomputed_flops_per_token"] - last
-    assert (found["recomputed_flops_per_token"] > 0) == again
-    assert flops == pytest.approx(per_token * found["tokens_per_step"], rel=0.03)
+    last = 3 * 2 * 4 * 64**2 if recompute else 0
+    per_token = values["flops_per_token"] + values["recomputed_flops_per_token"] - last
+    assert (values["recomputed_flops_per_token"] > 0) == recompute
+    assert flops == pytest.approx(per_token * values["tokens_per_step"], rel=0.03)
     assert {"attention, forward", "attention, backward", "mlp, forward", "mlp, backward", "loss, forward"} <= {
         part["name"] for part in roofline["parts"]
     }
@@ -88,33 +88,33 @@ def test_the_roofline_counts_the_products_of_the_model(
 
 @pytest.mark.slow
 def test_data_are_loaded_as_training_loads_them(lmt: Lmt, config: Path):
-    found = measured(lmt, "data", config, "--batches", "4", "--repeats", "2")
-    assert found["tokens_per_batch"] == 8 * 32
-    assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["batch_seconds"]["median"])
-    waiting = found["waiting_fraction"]
+    values = measured(lmt, "data", config, "--batches", "4", "--repeats", "2")
+    assert values["tokens_per_batch"] == 8 * 32
+    assert values["tokens_per_second"] == pytest.approx(8 * 32 / values["batch_seconds"]["median"])
+    waiting = values["waiting_fraction"]
     assert 0 <= waiting["minimum"] <= waiting["median"] <= waiting["maximum"] < 1
-    assert found["step_seconds"]["minimum"] > 0
+    assert values["step_seconds"]["minimum"] > 0
 
 
 @pytest.mark.slow
 def test_writing_reads_all_weights_for_each_token(lmt: Lmt, config: Path):
-    found = measured(lmt, "decode", config, "--rows", "2", "--prompt", "8", "--new", "16", "--repeats", "2")
-    parameters = found["num_params"]
+    values = measured(lmt, "decode", config, "--rows", "2", "--prompt", "8", "--new", "16", "--repeats", "2")
+    parameters = values["num_params"]
     assert parameters == 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280
-    assert found["bytes_read_per_token"] == 4 * (parameters + 2 * 24 * 2 * 16)
-    assert found["prefill_tokens_per_second"] == pytest.approx(2 * 8 / found["prefill_seconds"]["median"])
-    assert found["copy_bytes_per_second"]["median"] > 0
+    assert values["bytes_read_per_token"] == 4 * (parameters + 2 * 24 * 2 * 16)
+    assert values["prefill_tokens_per_second"] == pytest.approx(2 * 8 / values["prefill_seconds"]["median"])
+    assert values["copy_bytes_per_second"]["median"] > 0
 
 
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_recomputing_saves_the_memory_of_a_loop(lmt: Lmt, config: Path):
     deep = ["model.num_layers=4", "model.scan_layers=true", "model.gradient_checkpointing=false"]
-    found = measured(lmt, "memory", config, *deep, "--repeats", "1")
-    temporary = {name: entry["temporary_bytes"] for name, entry in found["gradient"].items()}
+    values = measured(lmt, "memory", config, *deep, "--repeats", "1")
+    temporary = {name: entry["temporary_bytes"] for name, entry in values["gradient"].items()}
     assert temporary["gradient_checkpointing: recompute"] < temporary["as configured"] / 2
     assert "gradient_checkpointing: save_all" not in temporary, "that is what is configured"
-    held = found["bytes_per_device"]
+    held = values["bytes_per_device"]
     # Adam has two moments for each parameter, and some counts.
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
 
@@ -123,12 +123,12 @@ def test_recomputing_saves_the_memory_of_a_loop(lmt: Lmt, config: Path):
 def test_checkpoints_are_measured_and_removed(lmt: Lmt, config: Path):
     # Parents that are made go again, and those that were there stay, though they are empty.
     (config.parent / "there").mkdir()
-    place = "trainer.checkpointer.base_path=there/made/checkpoints"
-    found = measured(lmt, "checkpoint", config, place, "--repeats", "1", "--steps", "2")
+    override = "trainer.checkpointer.base_path=there/made/checkpoints"
+    values = measured(lmt, "checkpoint", config, override, "--repeats", "1", "--steps", "2")
     parameters = 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280
     # Adam has two moments for each parameter, and some counts.
-    assert found["bytes"] == pytest.approx(3 * 4 * parameters, rel=1e-2)
-    assert found["finished_seconds"]["median"] >= found["blocked_seconds"]["median"] > 0
+    assert values["bytes"] == pytest.approx(3 * 4 * parameters, rel=1e-2)
+    assert values["finished_seconds"]["median"] >= values["blocked_seconds"]["median"] > 0
     assert {path.name for path in config.parent.rglob("*")} == {config.name, "there"}
 
 
@@ -136,11 +136,11 @@ def test_checkpoints_are_measured_and_removed(lmt: Lmt, config: Path):
 # What compiles in less than half a second is not kept.
 @pytest.mark.optimised
 def test_the_second_start_finds_what_the_first_compiled(run_lmt: RunLmt, config: Path):
-    found = measured(run_lmt, "compile", config, "--repeats", "1")
-    assert found["cache_bytes"] > 0
+    values = measured(run_lmt, "compile", config, "--repeats", "1")
+    assert values["cache_bytes"] > 0
     for kind in ("cold", "warm"):
-        phases = {phase: found[kind][phase]["median"] for phase in ("imports", "compile", "initialise", "first_step")}
-        assert 0 < sum(phases.values()) <= found[kind]["total"]["median"] * 1.01
+        phases = {phase: values[kind][phase]["median"] for phase in ("imports", "compile", "initialise", "first_step")}
+        assert 0 < sum(phases.values()) <= values[kind]["total"]["median"] * 1.01
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_the_second_start_finds_what_the_first_compiled(run_lmt: RunLmt, config:
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )
 def test_what_cannot_be_measured_is_refused(lmt: Lmt, config: Path, command: list[str], words: list[str]):
-    what, *arguments = command
-    refused(lmt("bench", what, config, *arguments), *words)
+    benchmark, *arguments = command
+    refused(lmt("bench", benchmark, config, *arguments), *words)
 
 
 @pytest.mark.parametrize(

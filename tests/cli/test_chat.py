@@ -28,7 +28,7 @@ def talker(hf_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def said(model: Path, lines: list[str], *options: str) -> str:
+def chat(model: Path, lines: list[str], *options: str) -> str:
     from cli.main import app
 
     result = CliRunner().invoke(app, ["chat", str(model), *options], input="\n".join(lines) + "\n")
@@ -53,18 +53,18 @@ def test_answers_are_those_of_transformers(talker: Path) -> None:
         messages.append({"role": "assistant", "content": answer})
         expected.append(escape_for_terminal(answer))
     options = ("--system", "Be brief.", "--temperature", "0", "--max-new-tokens", "7")
-    shown = said(talker, ["Hi", "", "And?"], *options)
+    shown = chat(talker, ["Hi", "", "And?"], *options)
     assert shown.startswith(f"{expected[0]}\n{expected[1]}\n")
     # Without the first turn, the second question is another one.
-    anew = said(talker, ["Hi", "/reset", "Hi", "/nothing", "/quit", "unread"], *options)
+    after_reset = chat(talker, ["Hi", "/reset", "Hi", "/nothing", "/quit", "unread"], *options)
     assert (
-        anew
+        after_reset
         == f"{expected[0]}\n(a new conversation)\n{expected[0]}\n(there is no /nothing; there are /reset and /quit)\n"
     )
 
 
 def test_a_conversation_that_is_too_long_goes_on_after_a_reset(talker: Path) -> None:
-    shown = said(talker, ["x" * 120, "/reset", "Hi"], "--temperature", "0", "--max-new-tokens", "2")
+    shown = chat(talker, ["x" * 120, "/reset", "Hi"], "--temperature", "0", "--max-new-tokens", "2")
     assert "but the model reads 128; begin anew with /reset)" in shown
     assert len(shown.splitlines()) >= 3
 

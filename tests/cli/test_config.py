@@ -357,7 +357,7 @@ def test_plot_writes_a_file(config: str) -> None:
     done = lmt("config", "plot", config, "--out", "x.png")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "x.png: written\n")
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
-    both = lmt("config", "plot", config, "--out", "x.svg", "--terminal")
-    assert "batch size: 512" in both.stdout
+    file_and_terminal = lmt("config", "plot", config, "--out", "x.svg", "--terminal")
+    assert "batch size: 512" in file_and_terminal.stdout
     assert "<svg" in Path("x.svg").read_text(encoding="utf-8")
     assert lmt("config", "plot", config, "--out", "x.gif").exit_code == 2

@@ -94,9 +94,9 @@ def test_a_cache_without_its_ledger_or_manifest_is_not_whole(lmt: Lmt, config: P
     ledger, manifest = Path("mine/train/ledger.json"), Path("mine/train/manifest.json")
     content = ledger.read_text()
     ledger.unlink()
-    found = lmt("data", "verify", config)
-    assert found.stdout == "train: no parts, not finished\nvalidation: 1 parts, all whole\n"
-    refused(found, "not finished: train; run: lmt data build")
+    verified = lmt("data", "verify", config)
+    assert verified.stdout == "train: no parts, not finished\nvalidation: 1 parts, all whole\n"
+    refused(verified, "not finished: train; run: lmt data build")
     refused(lmt("data", "inspect", config), "there is no document 0", "holds 0 so far; lmt data build goes on with it")
     ledger.write_text(content)
     manifest.unlink()
@@ -108,9 +108,9 @@ def test_a_cache_without_its_ledger_or_manifest_is_not_whole(lmt: Lmt, config: P
 
 def test_a_second_build_changes_nothing_and_another_tokenizer_is_refused(lmt: Lmt, config: Path) -> None:
     lmt("data", "build", config)
-    before = {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()}
+    first_times = {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()}
     assert lmt("data", "build", config).returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()} == before
+    assert {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()} == first_times
     refused(
         lmt("data", "build", config, "data.tokenizer.type=trained_bpe", "data.tokenizer.vocab_size=300"),
         "was built from something else: it is the cache",
@@ -152,10 +152,10 @@ def test_a_cache_is_opened_with_the_tokenizer_beside_it(lmt: Lmt, config: Path) 
 
 def test_a_refused_tokenizer_does_not_replace_the_one_beside_the_cache(lmt: Lmt, config: Path) -> None:
     lmt("data", "build", config)
-    before = {path: path.read_bytes() for path in Path("mine/tokenizer").iterdir()}
+    first_files = {path: path.read_bytes() for path in Path("mine/tokenizer").iterdir()}
     other = ("data.tokenizer.type=trained_bpe", "data.tokenizer.vocab_size=300")
     refused(lmt("data", "build", config, *other), "was built from something else")
-    assert {path: path.read_bytes() for path in Path("mine/tokenizer").iterdir()} == before
+    assert {path: path.read_bytes() for path in Path("mine/tokenizer").iterdir()} == first_files
 
 
 def test_bad_rows_are_named_and_counted(lmt: Lmt, config: Path) -> None:

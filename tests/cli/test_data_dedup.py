@@ -27,34 +27,38 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_duplicates_are_listed_and_left_out(config: Path, tmp_path: Path, lmt: Lmt) -> None:
-    made, lines = tmp_path / "list.jsonl", (tmp_path / "a.jsonl").read_text().splitlines()
+    exclusion_list, lines = tmp_path / "list.jsonl", (tmp_path / "a.jsonl").read_text().splitlines()
     tokens = len(json.loads(lines[8])["text"]) + 1
-    shown = lmt("data", "dedup", config, "--report", "-o", made).stdout
+    shown = lmt("data", "dedup", config, "--report", "-o", exclusion_list).stdout
     assert f"{tmp_path}/a.jsonl:4: 1 more, of 'der3 Hund3" in shown
     assert f"  {tmp_path}/a.jsonl:9: the same, {tokens} tokens" in shown
     assert f"  {tmp_path}/a.jsonl:10: similarity 0.9" in shown
     exact = json.loads(lmt("data", "dedup", config, "--exact", "--json").stdout)
     assert (exact["documents"], exact["exact"]["documents"], exact["near"]["documents"]) == (10, 1, 0)
-    left_out = f"data.exclude={made}"
+    left_out = f"data.exclude={exclusion_list}"
     assert "train: 8 documents" in lmt("data", "stats", config, left_out).stdout
     # Made again with the list in use, it holds the same documents, and nothing is left to find.
-    again = json.loads(lmt("data", "dedup", config, "--json", left_out, "-o", tmp_path / "again.jsonl").stdout)
-    assert (again["documents"], again["exact"]["documents"], again["near"]["documents"]) == (8, 0, 0)
+    second_report = json.loads(lmt("data", "dedup", config, "--json", left_out, "-o", tmp_path / "again.jsonl").stdout)
+    assert (second_report["documents"], second_report["exact"]["documents"], second_report["near"]["documents"]) == (
+        8,
+        0,
+        0,
+    )
     for name in ("list.jsonl", "again.jsonl"):
         assert [json.loads(line)["document"] for line in (tmp_path / name).read_text().splitlines()[1:]] == [8, 9]
 
 
 def test_an_evaluation_set_is_compared(config: Path, tmp_path: Path, lmt: Lmt) -> None:
-    made = tmp_path / "list.jsonl"
+    exclusion_list = tmp_path / "list.jsonl"
     command = ["data", "overlap", config, tmp_path / "eval.jsonl", "--text-key", "q", "--text-key", "a"]
-    found = json.loads(lmt(*command, "--json", "-o", made).stdout)
-    assert (found["documents"], found["too_short"], found["with_any"], found["with_80%"]) == (2, 1, 1, 1)
-    assert found["found"][0]["train"] == [f"{tmp_path}/a.jsonl:5"]
-    assert found["train_documents"] == {"train": 2}
+    report = json.loads(lmt(*command, "--json", "-o", exclusion_list).stdout)
+    assert (report["documents"], report["too_short"], report["with_any"], report["with_80%"]) == (2, 1, 1, 1)
+    assert report["found"][0]["train"] == [f"{tmp_path}/a.jsonl:5"]
+    assert report["train_documents"] == {"train": 2}
     shown, n = lmt(*command).stdout, 4 * len(WORDS)
     assert f"{tmp_path}/eval.jsonl:1: {n} of {n + 1} words, {n} in a row" in shown
     assert "with any run in the training text: 1 (50.0%)" in shown
-    assert "with any run in the training text: 0 (0.0%)" in lmt(*command, f"data.exclude={made}").stdout
+    assert "with any run in the training text: 0 (0.0%)" in lmt(*command, f"data.exclude={exclusion_list}").stdout
     refused = lmt("data", "overlap", config, tmp_path / "eval.jsonl")
     assert refused.returncode == 2
     assert "eval.jsonl:1: no field 'text' (fields: a, q); --text-key names the field to read" in refused.stderr

@@ -21,10 +21,10 @@ def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(
     lmt: Lmt, checkpoint: Path, hf_model: Path
 ) -> None:
     options = ("--prompt", "def main", "--prompt", "x", "--max-new-tokens", "8", "--num-samples", "2", "--json")
-    ours, theirs = lmt("generate", checkpoint, *options), lmt("generate", hf_model, *options)
-    assert ours.returncode == 0, ours.stderr
-    assert ours.stdout == theirs.stdout
-    samples = [json.loads(line) for line in ours.stdout.splitlines()]
+    from_checkpoint, from_hf_directory = lmt("generate", checkpoint, *options), lmt("generate", hf_model, *options)
+    assert from_checkpoint.returncode == 0, from_checkpoint.stderr
+    assert from_checkpoint.stdout == from_hf_directory.stdout
+    samples = [json.loads(line) for line in from_checkpoint.stdout.splitlines()]
     assert [sample["prompt"] for sample in samples] == ["def main", "def main", "x", "x"]
     assert samples[0]["tokens"] != samples[1]["tokens"]
     for sample in samples:
@@ -104,21 +104,21 @@ def test_a_terminal_gets_no_control_sequences() -> None:
 @pytest.mark.slow
 def test_a_text_ends_a_continuation(lmt: Lmt, hf_model: Path) -> None:
     options = ("generate", hf_model, "--prompt", "def main", "--max-new-tokens", "40", "--seed", "7")
-    whole = json.loads(lmt(*options, "--json").stdout)
-    assert len(whole["text"]) > 14, "the document ends early; choose another seed"
+    full_sample = json.loads(lmt(*options, "--json").stdout)
+    assert len(full_sample["text"]) > 14, "the document ends early; choose another seed"
     # A text that spans several tokens, in the middle of what was written.
-    end = whole["text"][9:12]
-    at = whole["text"].index(end)
+    end = full_sample["text"][9:12]
+    end_index = full_sample["text"].index(end)
     result = lmt(*options, "--json", "--stop", "never written", "--stop", end)
     assert result.returncode == 0, (end, result.stderr)
-    cut = json.loads(result.stdout)
-    assert cut["text"] == whole["text"][:at]
-    assert cut["finish"] == "stop"
-    assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
+    stopped_sample = json.loads(result.stdout)
+    assert stopped_sample["text"] == full_sample["text"][:end_index]
+    assert stopped_sample["finish"] == "stop"
+    assert stopped_sample["tokens"] == full_sample["tokens"][: len(stopped_sample["tokens"])]
     # What a terminal shows piece by piece is the same text.
     shown = lmt(*options, "--stop", end).stdout
-    assert shown == escape_for_terminal("def main" + cut["text"]) + "\n"
-    assert lmt(*options).stdout == escape_for_terminal("def main" + whole["text"]) + "\n"
+    assert shown == escape_for_terminal("def main" + stopped_sample["text"]) + "\n"
+    assert lmt(*options).stdout == escape_for_terminal("def main" + full_sample["text"]) + "\n"
     refused(lmt(*options, "--stop", ""), "--stop ''")
 
 
@@ -137,9 +137,9 @@ def test_a_stream_holds_back_what_may_change() -> None:
             yield [Row([ord(c) for c in piece])]
 
     settings = Sampling(eos_id=-1)
-    found = list(stream_tokens(stream, None, Decoded(), [], settings, stop=["STOP"]))  # pyright: ignore[reportArgumentType]
-    assert "".join(found) == "Grüße "
-    assert found == ["Gr", "ü", "ß", "e "]
+    streamed = list(stream_tokens(stream, None, Decoded(), [], settings, stop=["STOP"]))  # pyright: ignore[reportArgumentType]
+    assert "".join(streamed) == "Grüße "
+    assert streamed == ["Gr", "ü", "ß", "e "]
 
 
 def test_log_probs_are_those_of_transformers(lmt: Lmt, hf_model: Path) -> None:

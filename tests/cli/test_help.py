@@ -39,11 +39,11 @@ HEAVY = (
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     """In one process: what a command imported would be seen at the next one's end, and is seen at its own."""
-    asked = [["--help"], [], ["--version"], *([command, "--help"] for command in COMMANDS)]
+    command_lines = [["--help"], [], ["--version"], *([command, "--help"] for command in COMMANDS)]
     program = f"""
 import sys
 from cli.main import main
-for arguments in {asked!r}:
+for arguments in {command_lines!r}:
     sys.argv = ["lmt", *arguments]
     code = None
     try:
@@ -56,7 +56,7 @@ for arguments in {asked!r}:
         [sys.executable, "-c", program], cwd=tmp_path, env=lmt_environment(), capture_output=True, text=True, check=True
     )
     # Without a command, help is shown as for a mistake.
-    expected = [f"ended {arguments} {0 if arguments else 2} []" for arguments in asked]
+    expected = [f"ended {arguments} {0 if arguments else 2} []" for arguments in command_lines]
     assert [line for line in done.stdout.splitlines() if line.startswith("ended")] == expected
 
 
@@ -80,7 +80,7 @@ def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["fine-tune", "x.yaml"], "no command 'fine-tune': here it is lmt train CONFIG, with initialize_from_hf"),
         (["convert"], "no command 'convert': here it is lmt import-hf"),
@@ -91,22 +91,22 @@ def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
     ],
 )
-def test_a_mistake_in_the_command_line_is_one_line_as_all_other_errors(arguments: list[str], told: str) -> None:
+def test_a_mistake_in_the_command_line_is_one_line_as_all_other_errors(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(main.app, arguments)
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line
 
 
 def test_every_pointer_for_a_foreign_name_leads_to_a_command_that_there_is() -> None:
-    there = set(_commands(typer.main.get_command(main.app), ()))
-    for name, told in usage.OTHER_NAMES.items():
-        assert name not in {command[0] for command in there}
-        for words in re.findall(r"lmt ([a-z -]+)", told):
+    known_commands = set(_commands(typer.main.get_command(main.app), ()))
+    for name, equivalent in usage.OTHER_NAMES.items():
+        assert name not in {command[0] for command in known_commands}
+        for words in re.findall(r"lmt ([a-z -]+)", equivalent):
             command = tuple(words.split())
             assert command[0].startswith("--") or any(
-                command[: len(c)] == c or c[: len(command)] == command for c in there
+                command[: len(c)] == c or c[: len(command)] == command for c in known_commands
             )
     for words in (line for line in usage.OTHER_NAMES.values() if "lmt" not in line):
         assert "configs/gpt2_nano.yaml" in words
@@ -134,7 +134,7 @@ def test_paragraphs_of_help_fill_the_width_of_the_terminal() -> None:
     ],
 )
 def test_flow(text: str, flown: str) -> None:
-    assert help_text.flow(text) == flown
+    assert help_text.reflow(text) == flown
 
 
 class TestEnds:

@@ -65,11 +65,11 @@ def test_a_push_is_private_complete_and_keeps_the_token_to_itself(
             private=True, files={path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
         )
         hub.repos["org/nano"].private = False
-        again = run_lmt("export-hf", checkpoint, "out", "--overwrite", "--push-to-hub", "org/nano", env=env)
-        refused(again, "--public", "complete")
+        second_push = run_lmt("export-hf", checkpoint, "out", "--overwrite", "--push-to-hub", "org/nano", env=env)
+        refused(second_push, "--public", "complete")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert "CANARY" in TOKEN
-    assert "CANARY" not in result.stdout + result.stderr + again.stdout + again.stderr
+    assert "CANARY" not in result.stdout + result.stderr + second_push.stdout + second_push.stderr
     assert b"CANARY" not in written
 
 

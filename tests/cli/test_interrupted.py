@@ -39,11 +39,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
+    ("number", "code", "message"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, EXIT_PREEMPTED, "what was tokenised is kept")],
 )
 def test_a_build_ends_at_once_and_goes_on_later(
-    corpus: Path, tmp_path: Path, workers: int, number: signal.Signals, code: int, said: str
+    corpus: Path, tmp_path: Path, workers: int, number: signal.Signals, code: int, message: str
 ) -> None:
     command = lmt_command(
         "data", "build", "run.yaml", f"data.cache_dir={tmp_path}/cache", f"data.num_workers={workers}"
@@ -57,7 +57,7 @@ def test_a_build_ends_at_once_and_goes_on_later(
     os.killpg(build.pid, number)
     _, errors = build.communicate(timeout=60)
     assert build.returncode == code, errors
-    assert said in errors
+    assert message in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "cache/train/builder.json").exists(), "the next one need not wait"
 
@@ -68,7 +68,7 @@ def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     # Not always Python's own: under `nohup` it is ignored.
-    before = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
     with InterruptHandler("all is kept") as signals:
         gc.callbacks.append(signal_now)
         try:
@@ -77,4 +77,4 @@ def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
             gc.callbacks.remove(signal_now)
         assert signals.came()
         assert "stopped by SIGTERM; all is kept" in str(signals.error())
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is previous_handler

@@ -42,24 +42,24 @@ def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 def path_arguments() -> Iterator[tuple[str, ...]]:
     """Command lines with a URL in the place of one path, and other arguments before it as far as they are needed."""
     for names, command in commands(typer.main.get_command(app)):
-        before: list[str] = []
+        arguments_before: list[str] = []
         types = get_type_hints(inspect.unwrap(command.callback))
         for parameter in command.params:
             positional = parameter.param_type_name == "argument"
             if positional and parameter.metavar not in NO_PATHS:
-                yield (*names, *before, URL)
-                before.append("x")
+                yield (*names, *arguments_before, URL)
+                arguments_before.append("x")
             elif not positional and ("Path" in str(types.get(parameter.name)) or parameter.metavar in PATH_NAMES):
-                yield (*names, *before, parameter.opts[0], URL)
+                yield (*names, *arguments_before, parameter.opts[0], URL)
 
 
 LINES = [*path_arguments()]
 
 
 def test_the_walk_finds_what_takes_a_path() -> None:
-    found = {" ".join(line) for line in LINES}
-    assert len(found) > 40
-    assert found >= {
+    command_lines = {" ".join(line) for line in LINES}
+    assert len(command_lines) > 40
+    assert command_lines >= {
         f"train {URL}",
         f"export-hf {URL}",
         f"export-hf x {URL}",
@@ -91,9 +91,9 @@ def test_a_url_is_refused_before_anything_is_done(lmt: Lmt, line: tuple[str, ...
 
 
 def _export(out: Any) -> None:
-    from lm_trainer.export.output import complete_directory
+    from lm_trainer.export.output import atomic_directory
 
-    with complete_directory(out, overwrite=False, replaceable=()):
+    with atomic_directory(out, overwrite=False, replaceable=()):
         pass
 
 
@@ -134,9 +134,9 @@ def _points(path: Any) -> None:
 
 
 def _metrics(path: Any) -> None:
-    from lm_trainer.ladder.metrics import write
+    from lm_trainer.ladder.metrics import write_rows
 
-    write([{"size": "1k", "loss": np.float32(1)}], "csv", path)
+    write_rows([{"size": "1k", "loss": np.float32(1)}], "csv", path)
 
 
 def _picture(path: Any) -> None:

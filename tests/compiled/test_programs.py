@@ -79,8 +79,8 @@ def step_of(target: str, determinism: str, count: int = DEVICES) -> Step:
     with compiling_for(platform):
         memory = StepMemory(config_for(determinism), VOCAB, devices, platform)
         peak = memory.plan().peak.bytes
-    runs, texts = memory.runs(), memory.texts()
-    works = {name: ProgramWork.of(name, runs[name], text) for name, text in texts.items()}
+    runs, texts = memory.run_counts(), memory.hlo_texts()
+    works = {name: ProgramWork.from_hlo(name, runs[name], text) for name, text in texts.items()}
     return Step(memory, peak, works, texts)
 
 
@@ -208,7 +208,7 @@ def test_products_of_8_bits_have_operands_of_8_bits(target: str, kind: str):
     platform = device_platform(parse_devices(target).kind)
     with compiling_for(platform):
         config = config_for("layerwise", quantization={"type": kind, "backward": True})
-        texts = StepMemory(config, VOCAB, described(target), platform).texts()
+        texts = StepMemory(config, VOCAB, described(target), platform).hlo_texts()
     # A GPU's compiler makes one product of several of the same operand.
     forward, backward = (4, 11) if platform == "gpu" else (LINEAR_MAPS, 3 * LINEAR_MAPS - 1)
     for name, least in (("layer 0", forward), ("layer 0 gradient", backward)):
@@ -226,13 +226,13 @@ def in_mxfp8(target: str, determinism: str) -> tuple[StepMemory, dict[str, str]]
     with compiling_for("gpu"):
         config = config_for(determinism, quantization={"type": "mxfp8"})
         memory = StepMemory(config, VOCAB, described(target), "gpu")
-        return memory, memory.texts()
+        return memory, memory.hlo_texts()
 
 
 @pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
 def test_products_of_mxfp8_are_instructions_of_blackwell(determinism: str):
     (memory, texts), found, wide = in_mxfp8("4xB200", determinism), Counter[tuple[str, ...]](), 0
-    runs = memory.runs()
+    runs = memory.run_counts()
     for name, text in texts.items():
         for op, of, turns in walk(parse(text)):
             if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:

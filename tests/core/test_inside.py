@@ -28,7 +28,7 @@ from lm_trainer.data.sources.hub import _Repository
 from lm_trainer.data.sources.levanter import LevanterCache
 from lm_trainer.data.tokenizer import load_tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.export.output import complete_directory, exported_files
+from lm_trainer.export.output import atomic_directory, list_exported_files
 from lm_trainer.export.peft_files import AdaptedWeights
 from lm_trainer.export.weights import INDEX_FILE, Weights, read_json
 from lm_trainer.report.figures import write_figures
@@ -138,7 +138,7 @@ def test_the_list_of_an_export_is_checked(tmp_path: Path, files: Any) -> None:
     objects = Objects({"_COMPLETE.json": json.dumps({"files": files}).encode(), "x": b"1", "../x": b"1"})
 
     def read() -> None:
-        listed = exported_files(objects)
+        listed = list_exported_files(objects)
         download_objects(objects, listed, tmp_path / "to", listed)
 
     with pytest.raises(UserError, match=r"is damaged|may lead out"):
@@ -201,7 +201,7 @@ def test_a_draft_that_is_a_link_is_not_emptied(tmp_path: Path) -> None:
     (tmp_path / ".out.incomplete").symlink_to("mine")
     with (
         pytest.raises(UserError, match="is a link, and what it leads to would be emptied"),
-        complete_directory(tmp_path / "out", overwrite=True, replaceable=["*"]),
+        atomic_directory(tmp_path / "out", overwrite=True, replaceable=["*"]),
     ):
         pass
     assert (tmp_path / "mine" / "thesis").exists()
@@ -342,7 +342,7 @@ def test_names_from_outside_are_joined_in_one_place_alone(source: str) -> None:
 
 def test_every_reader_of_a_listing_is_known() -> None:
     """A new module that copies objects, or opens a directory of somebody else, has to be looked at."""
-    readers = {"download_objects", "exported_files", "path_inside", "check_relative_path", "check_listed_url"}
+    readers = {"download_objects", "list_exported_files", "path_inside", "check_relative_path", "check_listed_url"}
     callers = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "lm_trainer").rglob("*.py")

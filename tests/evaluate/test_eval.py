@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_trainer.evaluate.losses import ratio
+from lm_trainer.evaluate.losses import ratio_of_sums
 from lm_trainer.run.training.eval_groups import groups_of
 from lm_trainer.trackers import read_metrics
 from tests.conftest import Lmt, refused, run_here
@@ -164,7 +164,7 @@ def test_standard_errors_are_those_of_resampled_documents() -> None:
     nats_D = tokens_D * rng.normal(3.0, 0.4, 300)
     drawn = rng.integers(0, 300, (4000, 300))
     resampled = nats_D[drawn].sum(1) / tokens_D[drawn].sum(1)
-    mean = ratio(nats_D, tokens_D)
+    mean = ratio_of_sums(nats_D, tokens_D)
     assert mean.value == pytest.approx(nats_D.sum() / tokens_D.sum())
     assert mean.error == pytest.approx(resampled.std(), rel=0.05)
 

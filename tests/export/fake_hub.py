@@ -96,13 +96,13 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self.hub.repos.get(name)
         return repo if repo and (authorized or not repo.private) else None
 
-    def _create(self, asked: dict[str, Any], authorized: bool) -> None:
+    def _create(self, request: dict[str, Any], authorized: bool) -> None:
         if not authorized:
             return self._send(401, {"error": "Invalid username or password."})
-        name = f"{asked['organization']}/{asked['name']}"
+        name = f"{request['organization']}/{request['name']}"
         if name in self.hub.repos:
             return self._send(409, {"error": "You already created this model repo", "url": self._url(name)})
-        private = asked.get("private", asked.get("visibility") == "private")
+        private = request.get("private", request.get("visibility") == "private")
         self.hub.repos[name] = Repo(private=private)
         return self._send(200, {"url": self._url(name), "name": name, "id": name})
 
@@ -115,8 +115,8 @@ class _Handler(BaseHTTPRequestHandler):
             code = "RepoNotFound" if authorized else ""
             return self._send(404 if authorized else 401, {"error": "Repository not found"}, {"X-Error-Code": code})
         if verb == "preupload":
-            asked = json.loads(body)["files"]
-            plan = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+            requested_files = json.loads(body)["files"]
+            plan = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in requested_files]
             return self._send(200, {"files": plan})
         if verb == "commit":
             return self._commit(name, repo, body)

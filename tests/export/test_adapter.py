@@ -123,12 +123,12 @@ def test_peft_computes_the_same_logits(family: str, make_hf_model: MakeHfModel, 
     checkpoint = make_hf_model(family, **CHECKPOINTS[family])
     reference = np.load(checkpoint / "reference.npz")
     adapted = Adapted.make(checkpoint, LoraConfig(rank=3, alpha=4.0, use_rslora=family == "Phi3"))
-    found = adapted.logits(reference["input_ids"])
+    actual = adapted.logits(reference["input_ids"])
     model = load_peft(checkpoint, adapted.export(tmp_path / "adapter", adapted.state)).eval()
     with torch.no_grad():
         expected = model(torch.from_numpy(reference["input_ids"])).logits.numpy()
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert np.abs(found - reference["logits"]).max() > 0.1, "the adapter is heard"
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+    assert np.abs(actual - reference["logits"]).max() > 0.1, "the adapter is heard"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -155,16 +155,16 @@ def test_steps_of_adam_are_those_of_peft_on_torch(make_hf_model: MakeHfModel, tm
             step.compile(batch)
         state, metrics = step(state, step.put(batch), RATE)
         assert float(metrics["loss"]) == pytest.approx(loss.item(), abs=1e-5)
-    ours, before = _tensors(adapted.export(tmp_path / "after", state)), _tensors(tmp_path / "before")
-    theirs = {
+    actual, initial = _tensors(adapted.export(tmp_path / "after", state)), _tensors(tmp_path / "before")
+    expected = {
         name.replace(".default", ""): parameter.detach().numpy()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    assert ours.keys() == theirs.keys()
-    for name, x in ours.items():
-        np.testing.assert_allclose(x, theirs[name], atol=1e-5, err_msg=name)
-        assert np.abs(x - before[name]).max() > RATE
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
+        np.testing.assert_allclose(x, expected[name], atol=1e-5, err_msg=name)
+        assert np.abs(x - initial[name]).max() > RATE
 
 
 def _tensors(directory: Path) -> dict[str, np.ndarray]:

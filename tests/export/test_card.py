@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from lm_trainer.export.card import TrainingFacts, escape, model_card
+from lm_trainer.export.card import TrainingFacts, escape_markdown, model_card
 
 CONFIG = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 50257, "n_positions": 1024, "dtype": "bfloat16"}
 
@@ -47,5 +47,5 @@ def test_titles_are_shown_literally() -> None:
 
 
 def test_escape_keeps_ordinary_words() -> None:
-    assert escape("GPT2 nano run 7") == "GPT2 nano run 7"
-    assert escape("a|b*c_d") == "a\\|b\\*c\\_d"
+    assert escape_markdown("GPT2 nano run 7") == "GPT2 nano run 7"
+    assert escape_markdown("a|b*c_d") == "a\\|b\\*c\\_d"

@@ -58,10 +58,10 @@ TOKENIZER_CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def source(make_hf_model: MakeHfModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as somebody publishes it."""
-    made, out = make_hf_model("Llama", **LLAMA), tmp_path_factory.mktemp("published") / "model"
+    hf_model, out = make_hf_model("Llama", **LLAMA), tmp_path_factory.mktemp("published") / "model"
     ByteTokenizer().save(out)
-    (out / "model.safetensors").write_bytes((made / "model.safetensors").read_bytes())
-    config = json.loads((made / "config.json").read_text()) | OTHER_FIELDS
+    (out / "model.safetensors").write_bytes((hf_model / "model.safetensors").read_bytes())
+    config = json.loads((hf_model / "config.json").read_text()) | OTHER_FIELDS
     # The form of transformers 4, which the source keeps.
     config.pop("rope_parameters")
     (out / "config.json").write_text(json.dumps({**config, "rope_theta": 10000.0, "rope_scaling": None}))
@@ -110,11 +110,11 @@ def test_import_and_export_keep_every_field_and_file(lmt: Lmt, source: Path, tmp
 def test_transformers_reads_what_was_carried(source: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_hf(tmp_path / "out", read_hf(source), ExportOptions())
-    theirs, ours = (transformers.GenerationConfig.from_pretrained(path) for path in (source, tmp_path / "out"))
-    assert ours.to_dict() == theirs.to_dict()
-    assert ours.eos_token_id == ENDS
-    theirs, ours = (transformers.AutoConfig.from_pretrained(path) for path in (source, tmp_path / "out"))
-    differing = {key for key, value in theirs.to_dict().items() if ours.to_dict()[key] != value}
+    original, exported = (transformers.GenerationConfig.from_pretrained(path) for path in (source, tmp_path / "out"))
+    assert exported.to_dict() == original.to_dict()
+    assert exported.eos_token_id == ENDS
+    original, exported = (transformers.AutoConfig.from_pretrained(path) for path in (source, tmp_path / "out"))
+    differing = {key for key, value in original.to_dict().items() if exported.to_dict()[key] != value}
     assert differing <= {"dtype", "architectures", "_name_or_path"}
 
 
@@ -190,8 +190,8 @@ def test_adapters_averages_and_later_runs_carry_it_on(lmt: Lmt, source: Path, tm
     averaging = "trainer.model_averaging={type: ema}"
     train(lmt, source, "averaged", averaging, more="hf_save_path: exports")
     # A later attempt, in which the source is not read.
-    again = lmt("train", "run.yaml", averaging, "trainer.num_train_steps=2", "--allow-config-change")
-    assert again.returncode == 0, again.stderr
+    resumed = lmt("train", "run.yaml", averaging, "trainer.num_train_steps=2", "--allow-config-change")
+    assert resumed.returncode == 0, resumed.stderr
     assert_carried(source, tmp_path / "exports" / "averaged" / "step-2")
     later = ("initialize_from_hf=false", "use_hf_model_config=false", "hf_save_path=null", "trainer.id=later")
     result = lmt("train", "checkpoints/averaged/config.yaml", *later, "trainer.initialize_from=averaged")
@@ -212,6 +212,6 @@ def test_a_token_that_the_user_chose_ends_texts_as_well(lmt: Lmt, source: Path, 
     assert lmt("import-hf", source, "imported", "--tokenizer", other).returncode == 0
     assert lmt("export-hf", "imported", "out").returncode == 0
     for name in ("config.json", "generation_config.json"):
-        fields, before = content(tmp_path / "out" / name), content(source / name)
-        assert fields == {**before, "eos_token_id": [256, 258, 257]}, name
+        fields, original = content(tmp_path / "out" / name), content(source / name)
+        assert fields == {**original, "eos_token_id": [256, 258, 257]}, name
     assert read_hf(tmp_path / "out").end_ids == (257, 256, 258)

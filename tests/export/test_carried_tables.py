@@ -15,7 +15,7 @@ from lm_trainer.data.tokenizer.files import TOKENIZER_FILES
 from lm_trainer.export.files import DOWNLOADED, FILES
 from lm_trainer.export.generation_fields import GENERATION_FIELDS
 from lm_trainer.models import MODEL_CONFIGS
-from lm_trainer.models.hf_table import HfFamily, read_config
+from lm_trainer.models.hf_table import HfFamily, settings_from_hf
 
 FAMILIES = {config.hf.model_type: config.hf for config in MODEL_CONFIGS if isinstance(config.hf, HfFamily)}
 
@@ -27,16 +27,16 @@ NOT_CARRIED = {
 }
 
 
-def known(name: str, patterns: Any) -> bool:
+def matches_any(name: str, patterns: Any) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def test_every_field_of_generation_is_known() -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
-    assert theirs - GENERATION_FIELDS.keys() == set()
+    hf_fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    assert hf_fields - GENERATION_FIELDS.keys() == set()
     # Fields of other versions are carried as well, so more may be known.
-    assert len(GENERATION_FIELDS.keys() - theirs) < 5
+    assert len(GENERATION_FIELDS.keys() - hf_fields) < 5
 
 
 def test_every_file_of_a_model_is_known() -> None:
@@ -51,8 +51,8 @@ def test_every_file_of_a_model_is_known() -> None:
         if re.fullmatch(r"[A-Z_]+_(NAME|FILE)", name) and isinstance(value, str) and "." in value
     }
     assert len(named) > 10
-    assert {name for name in named if not known(name, FILES)} == NOT_CARRIED
-    assert known(f"{hub.CHAT_TEMPLATE_DIR}/tool_use.jinja", TOKENIZER_FILES)
+    assert {name for name in named if not matches_any(name, FILES)} == NOT_CARRIED
+    assert matches_any(f"{hub.CHAT_TEMPLATE_DIR}/tool_use.jinja", TOKENIZER_FILES)
 
 
 def test_every_file_of_every_tokenizer_is_known() -> None:
@@ -62,15 +62,15 @@ def test_every_file_of_every_tokenizer_is_known() -> None:
     tables = [table for text in texts for table in re.findall(r"^VOCAB_FILES_NAMES = (\{.*?\})", text, re.S | re.M)]
     names = {name for table in tables for name in ast.literal_eval(table).values()}
     assert {"tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "source.spm"} <= names
-    assert {name for name in names if not known(name, TOKENIZER_FILES)} == set()
+    assert {name for name in names if not matches_any(name, TOKENIZER_FILES)} == set()
 
 
 def test_the_hub_is_asked_for_what_is_exported() -> None:
     assert set(FILES) - set(DOWNLOADED) == {"README.md"}
     for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer.model", "vocab.json"):
-        assert known(name, DOWNLOADED)
-    assert not known("pytorch_model.bin", DOWNLOADED)
-    assert not known("modeling_evil.py", DOWNLOADED)
+        assert matches_any(name, DOWNLOADED)
+    assert not matches_any("pytorch_model.bin", DOWNLOADED)
+    assert not matches_any("modeling_evil.py", DOWNLOADED)
 
 
 class Read(dict[str, Any]):
@@ -115,7 +115,7 @@ def test_every_field_of_a_family_is_known(model_type: str) -> None:
     config_class, family = auto.CONFIG_MAPPING[model_type], FAMILIES[model_type]
     config = config_class()
     raw = Read(config.to_dict())
-    read_config(family, raw)
+    settings_from_hf(family, raw)
     fields = {field.name for field in dataclasses.fields(config_class)} | set(raw)
     # A window that no layer has: where layers have one, the field is read.
     without = WITHOUT_EFFECT | ({"sliding_window"} if model_type == "qwen3_moe" else set())

@@ -79,10 +79,10 @@ def test_an_existing_public_repository_gets_nothing_unless_public_was_said(hub: 
 
 
 def test_stale_weights_of_an_earlier_push_are_deleted(hub: FakeHub, exported: Path) -> None:
-    kept, stale = "notes.md", ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
-    hub.repos["org/nano"] = Repo(private=True, files=dict.fromkeys((kept, *stale), b"old"))
+    own_file, stale = "notes.md", ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    hub.repos["org/nano"] = Repo(private=True, files=dict.fromkeys((own_file, *stale), b"old"))
     assert push(exported, hub.environment()).returncode == 0
-    assert sorted(hub.repos["org/nano"].files) == sorted([kept, "README.md", "config.json", "model.safetensors"])
+    assert sorted(hub.repos["org/nano"].files) == sorted([own_file, "README.md", "config.json", "model.safetensors"])
 
 
 def test_without_a_token_nothing_is_asked_of_the_hub(hub: FakeHub, exported: Path) -> None:
@@ -138,15 +138,15 @@ def test_malformed_names_are_refused_before_anything_is_asked(name: str) -> None
 
 
 def test_download_takes_weights_configuration_and_tokenizer_but_no_code(hub: FakeHub, tmp_path: Path) -> None:
-    wanted = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
-    wanted |= dict.fromkeys(("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"), b"carried")
-    wanted |= dict.fromkeys(("preprocessor_config.json", "adapter_config.json", "generation_config.json"), b"{}")
+    expected = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    expected |= dict.fromkeys(("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"), b"carried")
+    expected |= dict.fromkeys(("preprocessor_config.json", "adapter_config.json", "generation_config.json"), b"{}")
     refused = {"modeling_evil.py": b"import os", "pytorch_model.bin": b"pickle"}
-    hub.repos["org/nano"] = Repo(private=False, files=wanted | refused)
+    hub.repos["org/nano"] = Repo(private=False, files=expected | refused)
     result = client("download('org/nano')", hub.environment(token=None), tmp_path)
     assert result.returncode == 0, result.stderr
     local = Path(result.stdout.strip())
-    assert {path.name: path.read_bytes() for path in local.iterdir()} == wanted
+    assert {path.name: path.read_bytes() for path in local.iterdir()} == expected
 
 
 def test_tokenizers_come_with_all_of_their_files(hub: FakeHub, tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_tokenizers_come_with_all_of_their_files(hub: FakeHub, tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(sorted(files))
     # Once more without the hub, from what was downloaded.
-    again = client(code_of_names, {**hub.environment(token=None), "HF_HUB_OFFLINE": "1"}, tmp_path, program)
-    assert again.stdout == result.stdout, again.stderr
+    offline = client(code_of_names, {**hub.environment(token=None), "HF_HUB_OFFLINE": "1"}, tmp_path, program)
+    assert offline.stdout == result.stdout, offline.stderr
 
 
 def test_downloading_what_is_not_there(hub: FakeHub, tmp_path: Path) -> None:

@@ -91,28 +91,28 @@ def test_shards_mean_the_same(model: TextModel, exported: Path, tmp_path: Path) 
 def test_bfloat16_is_the_rounded_model_and_loads_as_bfloat16(model: TextModel, exported: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     write_hf(tmp_path / "out", model, ExportOptions(dtype="bf16"))
-    theirs = transformers_model(tmp_path / "out")
-    assert theirs.dtype == torch.bfloat16
+    loaded = transformers_model(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
     full = dict(transformers_model(exported).named_parameters())
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, full[name].to(torch.bfloat16)), name
 
 
 def test_the_tokenizer_gives_transformers_the_same_ids(model: TextModel, exported: Path) -> None:
     transformers = pytest.importorskip("transformers")
     text = "Grüße, 世界! <|endoftext|> \n\tdef f(): 1e-5"
-    theirs = transformers.AutoTokenizer.from_pretrained(exported)
-    assert theirs(text, split_special_tokens=True, add_special_tokens=False)["input_ids"] == model.tokenizer.encode(
-        text
-    )
-    assert theirs.eos_token_id == model.tokenizer.eos_id
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert hf_tokenizer(text, split_special_tokens=True, add_special_tokens=False)[
+        "input_ids"
+    ] == model.tokenizer.encode(text)
+    assert hf_tokenizer.eos_token_id == model.tokenizer.eos_id
 
 
 def test_transformers_generates_and_knows_where_a_document_ends(exported: Path, model: TextModel) -> None:
     torch = pytest.importorskip("torch")
-    theirs = transformers_model(exported)
-    assert theirs.generation_config.eos_token_id == model.tokenizer.eos_id
-    out = theirs.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, pad_token_id=model.tokenizer.eos_id)
+    hf_model = transformers_model(exported)
+    assert hf_model.generation_config.eos_token_id == model.tokenizer.eos_id
+    out = hf_model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, pad_token_id=model.tokenizer.eos_id)
     assert out.shape[1] > 3
 
 
@@ -143,10 +143,10 @@ def test_the_card_states_the_model_and_its_training(exported: Path) -> None:
 
 
 def test_reading_and_writing_again_gives_the_same_bytes(model: TextModel, exported: Path, tmp_path: Path) -> None:
-    again = read_hf(exported)
-    assert again.config.model_copy(update={"initializer_range": 0.2}).spec(1).blocks == SMALL.spec(1).blocks
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-    write_hf(tmp_path / "small", again, ExportOptions())
+    reread = read_hf(exported)
+    assert reread.config.model_copy(update={"initializer_range": 0.2}).spec(1).blocks == SMALL.spec(1).blocks
+    jax.tree.map(np.testing.assert_array_equal, reread.params, model.params)
+    write_hf(tmp_path / "small", reread, ExportOptions())
     for path in exported.iterdir():
         if path.name != "README.md":
             assert (tmp_path / "small" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -196,8 +196,8 @@ def edit_config(directory: Path, **changes: Any) -> None:
 
 def test_a_transformers_checkpoint_computes_its_own_reference_logits(foreign: Path, tiny_gpt2: Path) -> None:
     reference = np.load(tiny_gpt2 / "reference.npz")
-    ours = our_logits(read_hf(foreign), reference["input_ids"].astype(np.int32))
-    assert np.abs(ours - reference["logits"]).max() <= 1e-5
+    actual = our_logits(read_hf(foreign), reference["input_ids"].astype(np.int32))
+    assert np.abs(actual - reference["logits"]).max() <= 1e-5
 
 
 def test_import_and_export_of_a_transformers_checkpoint_keep_every_tensor(foreign: Path, tmp_path: Path) -> None:

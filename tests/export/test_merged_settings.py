@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.export.generation_fields import generation_of_config
+from lm_trainer.export.generation_fields import generation_from_config
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.models import hf
 from tests.models.common import change
@@ -31,20 +31,20 @@ CHANGES: dict[str, Any] = {
 
 def settings_of(case: str) -> HfSettings:
     raw = json.loads(json.dumps(WRITTEN_BY_4[case]))
-    return HfSettings(raw, {"top_k": 7, **generation_of_config(raw)})
+    return HfSettings(raw, {"top_k": 7, **generation_from_config(raw)})
 
 
 @pytest.mark.parametrize("case", WRITTEN_BY_4)
 def test_what_is_not_changed_is_written_as_it_was(case: str) -> None:
     source = settings_of(case)
     model, rows = hf.config_from_hf(source.config)
-    assert source.for_model(model, rows, ByteTokenizer()) == source
+    assert source.adapt_to_model(model, rows, ByteTokenizer()) == source
     # So it is where rows to train on are shorter, unless positions have parameters.
     if not model.spec(rows).embedding.learned_positions:
         shorter = change(model, seq_len=8)
-        assert source.for_model(shorter, rows, ByteTokenizer()) == source
-        asked = source.for_model(shorter, rows, ByteTokenizer(), context=16)
-        assert hf.config_from_hf(asked.config)[0].seq_len == 16
+        assert source.adapt_to_model(shorter, rows, ByteTokenizer()) == source
+        with_context = source.adapt_to_model(shorter, rows, ByteTokenizer(), context=16)
+        assert hf.config_from_hf(with_context.config)[0].seq_len == 16
 
 
 @pytest.mark.parametrize("case", WRITTEN_BY_4)
@@ -59,12 +59,12 @@ def test_a_change_is_read_back(case: str) -> None:
             changed = change(model, **{name: value})
         except ValidationError:  # no change of this model
             continue
-        written = source.for_model(changed, rows, ByteTokenizer())
+        written = source.adapt_to_model(changed, rows, ByteTokenizer())
         read, _ = hf.config_from_hf(written.config)
         assert read.spec(rows) == changed.spec(rows), name
         assert written.generation == source.generation
         # Fields that have nothing to do with it stay.
-        kept = {key for key in source.config if written.config.get(key) == source.config[key]}
-        assert len(kept) >= len(source.config) - 4, name
+        unchanged = {key for key in source.config if written.config.get(key) == source.config[key]}
+        assert len(unchanged) >= len(source.config) - 4, name
         tried += 1
     assert tried

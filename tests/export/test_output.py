@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.export.output import complete_directory
+from lm_trainer.export.output import atomic_directory
 from tests.conftest import ROOT
 
 PATTERNS = ("config.json", "model-*.safetensors")
 
 
 def write(out: Path, content: str = "new", *, overwrite: bool = False) -> None:
-    with complete_directory(out, overwrite=overwrite, replaceable=PATTERNS) as draft:
+    with atomic_directory(out, overwrite=overwrite, replaceable=PATTERNS) as draft:
         assert list(draft.iterdir()) == []
         (draft / "config.json").write_text(content)
 
@@ -43,7 +43,7 @@ def test_a_relative_path_and_an_empty_directory(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, UserError])
 def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     def fail() -> None:
-        with complete_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS) as draft:
+        with atomic_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS) as draft:
             (draft / "config.json").write_text("half")
             raise error("in the middle")
 
@@ -54,7 +54,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) ->
 
 def test_a_full_disk_is_the_machine_s_fault(tmp_path: Path) -> None:
     def fill() -> None:
-        with complete_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS):
+        with atomic_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS):
             Path("/dev/full").write_text("x")
 
     with pytest.raises(MachineError, match="No space left"):
@@ -85,7 +85,7 @@ def test_a_failure_while_overwriting_keeps_the_old_model(tmp_path: Path) -> None
     write(tmp_path / "out", "old")
 
     def fail() -> None:
-        with complete_directory(tmp_path / "out", overwrite=True, replaceable=PATTERNS):
+        with atomic_directory(tmp_path / "out", overwrite=True, replaceable=PATTERNS):
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -110,8 +110,8 @@ def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from lm_trainer.export.output import complete_directory
-with complete_directory(Path(sys.argv[1]), overwrite=False, replaceable=()) as draft:
+from lm_trainer.export.output import atomic_directory
+with atomic_directory(Path(sys.argv[1]), overwrite=False, replaceable=()) as draft:
     (draft / "config.json").write_text("half")
     print("writing", flush=True)
     time.sleep(60)
@@ -136,7 +136,7 @@ def test_two_writers_and_a_killed_one(tmp_path: Path) -> None:
 
 
 def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
-    with complete_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS) as draft:
+    with atomic_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS) as draft:
         (draft / "config.json").write_text("first")
         with pytest.raises(UserError, match="out: is being written by another process; wait for it to end"):
             write(tmp_path / "out")

@@ -71,18 +71,18 @@ def test_an_adapter_of_peft_is_read_as_the_model_that_it_stands_for(
     import torch
 
     base = make_hf_model(family, **MODELS[family])
-    theirs, directory = adapter(base, tmp_path / "adapter", **LORA[family])
+    peft_model, directory = adapter(base, tmp_path / "adapter", **LORA[family])
     tokens = np.random.default_rng(0).integers(0, 300, (2, 12))
     with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-        plain = theirs.get_base_model()
-        with theirs.disable_adapter():
+        expected = peft_model(torch.from_numpy(tokens)).logits.numpy()
+        plain = peft_model.get_base_model()
+        with peft_model.disable_adapter():
             without = plain(torch.from_numpy(tokens)).logits.numpy()
     positions = jnp.tile(jnp.arange(12), (2, 1))
     # One program on one device: the operations of an eager call over emulated devices wait for one another's threads.
     model = jax.jit(open_model(str(directory)).build(jax.local_devices()[:1]))
-    found = np.asarray(model(jnp.asarray(tokens), positions, jnp.zeros_like(positions)))
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    actual = np.asarray(model(jnp.asarray(tokens), positions, jnp.zeros_like(positions)))
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
     assert np.abs(expected - without).max() > 0.05, "the adapter is heard"
 
 
@@ -125,8 +125,8 @@ def test_an_adapter_that_was_trained_is_that_of_peft_or_refused(
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = peft.PeftModel.from_pretrained(plain, tmp_path).merge_and_unload()
     weight = merged.get_parameter("model.layers.1.self_attn.q_proj.weight").detach().numpy()
-    found = AdaptedWeights(tmp_path, base)["model.layers.1.self_attn.q_proj.weight"]
-    np.testing.assert_allclose(found, weight, atol=1e-6)
+    actual = AdaptedWeights(tmp_path, base)["model.layers.1.self_attn.q_proj.weight"]
+    np.testing.assert_allclose(actual, weight, atol=1e-6)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def edit(directory: Path, **changes: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not read"),
         ({"use_dora": True}, "use_dora: True is not read; merge it with PEFT"),
@@ -163,9 +163,11 @@ def edit(directory: Path, **changes: Any) -> None:
         ({"fan_in_fan_out": False}, "it is the adapter of another model"),
     ],
 )
-def test_what_is_no_sum_of_products_for_this_base_is_refused(saved: Path, changes: dict[str, Any], told: str) -> None:
+def test_what_is_no_sum_of_products_for_this_base_is_refused(
+    saved: Path, changes: dict[str, Any], message: str
+) -> None:
     edit(saved, **changes)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_hf(saved)
 
 

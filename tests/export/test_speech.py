@@ -12,9 +12,9 @@ import pytest
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, TextModel, read_hf, write_hf
 from lm_trainer.models import WhisperConfig, hf
-from tests.models.test_whisper import THEIRS, make
+from tests.models.test_whisper import HF_FIELDS, make
 
-KEPT: dict[str, Any] = {
+GENERATION_FIELDS: dict[str, Any] = {
     "decoder_start_token_id": 3,
     "eos_token_id": 256,
     "suppress_tokens": [9],
@@ -28,23 +28,25 @@ KEPT: dict[str, Any] = {
 
 def test_generation_config_and_weights_survive_the_way_out_and_in(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = make(tmp_path / "theirs", vocab_size=257, eos_token_id=256)
-    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps({**KEPT, "transformers_version": "5"}))
+    original = make(tmp_path / "theirs", vocab_size=257, eos_token_id=256)
+    (tmp_path / "theirs" / "generation_config.json").write_text(
+        json.dumps({**GENERATION_FIELDS, "transformers_version": "5"})
+    )
     ByteTokenizer().save(tmp_path / "theirs")
     read = read_hf(tmp_path / "theirs")
     assert isinstance(read.config, WhisperConfig)
     write_hf(tmp_path / "ours", read, ExportOptions())
-    again = read_hf(tmp_path / "ours")
-    assert again.config == read.config
+    reread = read_hf(tmp_path / "ours")
+    assert reread.config == read.config
     written = json.loads((tmp_path / "ours" / "generation_config.json").read_text())
-    assert written == {**KEPT, "transformers_version": "5"}
+    assert written == {**GENERATION_FIELDS, "transformers_version": "5"}
     loaded, info = transformers.WhisperForConditionalGeneration.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     for name, x in loaded.state_dict().items():
-        np.testing.assert_array_equal(x.numpy(), theirs.state_dict()[name].numpy(), err_msg=name)
+        np.testing.assert_array_equal(x.numpy(), original.state_dict()[name].numpy(), err_msg=name)
     card = (tmp_path / "ours" / "README.md").read_text()
     assert "automatic-speech-recognition" in card
     assert "WhisperForConditionalGeneration.from_pretrained" in card
@@ -52,7 +54,7 @@ def test_generation_config_and_weights_survive_the_way_out_and_in(tmp_path: Path
 
 
 def test_a_model_made_here_says_how_its_texts_begin(tmp_path: Path) -> None:
-    fields = {key: THEIRS[key] for key in ("decoder_start_token_id", "pad_token_id")}
+    fields = {key: HF_FIELDS[key] for key in ("decoder_start_token_id", "pad_token_id")}
     config = WhisperConfig(
         seq_len=8, hidden_dim=8, num_layers=1, num_heads=2, intermediate_dim=8, encoder_layers=1, encoder_heads=1,
         encoder_intermediate_dim=8, num_mels=4, num_frames=4, **fields,
@@ -61,10 +63,10 @@ def test_a_model_made_here_says_how_its_texts_begin(tmp_path: Path) -> None:
     params: dict[str, Any] = {}
     for name, info in shapes.items():
         *parents, last = name.split(".")
-        here = params
+        subtree = params
         for parent in parents:
-            here = here.setdefault(parent, {})
-        here[last] = np.zeros(info.shape, np.float32)
+            subtree = subtree.setdefault(parent, {})
+        subtree[last] = np.zeros(info.shape, np.float32)
     write_hf(tmp_path / "out", TextModel(config, 257, params, ByteTokenizer(), "small"), ExportOptions())
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written["decoder_start_token_id"] == 3

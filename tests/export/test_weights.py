@@ -81,11 +81,11 @@ def test_float16_widens_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_file_modes_follow_the_umask(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
+    previous_umask = os.umask(umask)
     try:
         write_weights(tmp_path, tensors(), dtype=F32, max_shard_size=100)
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == {0o666 & ~umask}
 
@@ -195,14 +195,14 @@ def test_a_tensor_that_the_index_does_not_list(sharded: Path) -> None:
 def test_every_truncation_and_header_byte_flip_is_refused_or_reads_the_same_header(tmp_path: Path) -> None:
     path = tmp_path / SINGLE_FILE
     save_file({"a": np.arange(3, dtype=np.float32), "b": np.ones((2, 2), np.float32)}, path)
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+    file_bytes = path.read_bytes()
+    for length in range(len(file_bytes)):
+        path.write_bytes(file_bytes[:length])
         with pytest.raises(UserError, match=rf"{SINGLE_FILE}: damaged"):
             Weights(tmp_path)
-    header_length = int.from_bytes(whole[:8], "little")
+    header_length = int.from_bytes(file_bytes[:8], "little")
     for position in range(8 + header_length):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        path.write_bytes(file_bytes[:position] + bytes([file_bytes[position] ^ 0xFF]) + file_bytes[position + 1 :])
         with pytest.raises(UserError, match=rf"{SINGLE_FILE}: damaged"):
             Weights(tmp_path)
 

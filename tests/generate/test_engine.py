@@ -13,7 +13,7 @@ from flax import nnx
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import generate, generate_stream
-from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits
+from lm_trainer.generate.sampling import GenerateSettings, filter_logits, sample_tokens
 from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.decoder import Decoder
 
@@ -64,7 +64,7 @@ def test_sampling(model, forward):
     def draw_one(logits: jax.Array, row: int, step: int) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), row), step)
         filtered = filter_logits(logits[None], temperature=1.3, top_k=12, top_p=0.9)
-        return draw(key[None], filtered)[0]
+        return sample_tokens(key[None], filtered)[0]
 
     def choose(row: int):
         return lambda logits, step: draw_one(logits, row, step)

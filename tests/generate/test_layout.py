@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lm_trainer.generate.layout import for_decoding
+from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.lora import attach_lora
@@ -43,14 +43,14 @@ def test_a_model_on_several_devices_stays_as_it_is() -> None:
     graph, state = nnx.split(model)
     everywhere = jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P())
     spread = nnx.merge(graph, jax.device_put(state, everywhere))
-    assert for_decoding(spread) is spread
+    assert to_decoding_layout(spread) is spread
 
 
 def test_parameters_of_numpy_are_laid_out_as_those_of_jax():
     model = built("gpt2")
     graph, state = nnx.split(model)
     of_numpy = nnx.merge(graph, jax.tree.map(np.asarray, state))
-    actual, expected = (jax.tree.leaves(nnx.state(for_decoding(source))) for source in (of_numpy, model))
+    actual, expected = (jax.tree.leaves(nnx.state(to_decoding_layout(source))) for source in (of_numpy, model))
     assert all(isinstance(leaf, jax.Array) for leaf in actual)
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -64,7 +64,7 @@ def built(family: str, **changes: object) -> Decoder:
 
 
 def assert_alike(model: Decoder) -> None:
-    fast = for_decoding(model)
+    fast = to_decoding_layout(model)
     assert not [path for path, module in nnx.iter_modules(fast) if isinstance(module, Linear)]
     assert [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
     for actual, expected in zip(two_steps(fast), two_steps(model), strict=True):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.generate.sampling import draw, filter_logits
+from lm_trainer.generate.sampling import filter_logits, sample_tokens
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -71,5 +71,5 @@ def test_both_zeros_tie():
 
 def test_draws_follow_the_distribution():
     logits = jnp.tile(jnp.log(jnp.array([0.5, 0.3, 0.2])), (20_000, 1))
-    counts = np.bincount(draw(jax.random.split(jax.random.key(0), 20_000), logits), minlength=3) / 20_000
+    counts = np.bincount(sample_tokens(jax.random.split(jax.random.key(0), 20_000), logits), minlength=3) / 20_000
     np.testing.assert_allclose(counts, [0.5, 0.3, 0.2], atol=0.015)

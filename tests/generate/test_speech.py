@@ -13,7 +13,7 @@ from lm_trainer.generate.speech import transcribe_features
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.models import WhisperConfig
 from tests.models.speech import VOCAB, features
-from tests.models.test_whisper import make, ours
+from tests.models.test_whisper import make, read_model
 
 LANGUAGES = {"<|en|>": 40, "<|de|>": 41, "<|fr|>": 42}
 TASKS = {"transcribe": 44, "translate": 45}
@@ -39,7 +39,7 @@ ROWS = 6
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     directory = tmp_path_factory.mktemp("speech")
     reference = make(directory, init_std=0.4)
-    config, params = ours(directory)
+    config, params = read_model(directory)
     graph = nnx.split(nnx.eval_shape(lambda: config.build(VOCAB, rngs=nnx.Rngs(0))), nnx.Param)[0]
     return reference, nnx.merge(graph, params)
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_transformers(models: tuple[Any, Any], timestamps: b
     rules = SpeechRules.from_config(RULES, start_id=None, eos_id=None)
     actual = transcribe_features(model, features(ROWS), rules, language="de", task="translate", timestamps=timestamps)
     prompt = [3, 41, 45, *([] if timestamps else [46])]
-    assert rules.prompt("de", "translate", timestamps=timestamps) == prompt
+    assert rules.prompt_tokens("de", "translate", timestamps=timestamps) == prompt
     expected = theirs_of(reference, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps)
     assert actual == expected
     assert len({tuple(row) for row in actual}) > 1, "rows are heard apart"
@@ -157,17 +157,17 @@ def test_tokens_that_begin_a_text(
     raw: dict[str, Any], named: tuple[str | None, str | None], timestamps: bool, prompt: list[int | None]
 ) -> None:
     rules = SpeechRules.from_config(raw, start_id=3, eos_id=2)
-    assert rules.prompt(*named, timestamps=timestamps) == prompt
+    assert rules.prompt_tokens(*named, timestamps=timestamps) == prompt
 
 
 def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:
     rules = SpeechRules.from_config(RULES, start_id=None, eos_id=None)
     with pytest.raises(UserError, match="'xx' is unknown to the model; it knows: de, en, fr"):
-        rules.prompt("xx", None, timestamps=False)
+        rules.prompt_tokens("xx", None, timestamps=False)
     with pytest.raises(UserError, match="'sing' is unknown to the model; it knows: transcribe, translate"):
-        rules.prompt(None, "sing", timestamps=False)
+        rules.prompt_tokens(None, "sing", timestamps=False)
     with pytest.raises(UserError, match="the model has no timestamps"):
-        SpeechRules(start_id=3, eos_id=2).prompt(None, None, timestamps=True)
+        SpeechRules(start_id=3, eos_id=2).prompt_tokens(None, None, timestamps=True)
     with pytest.raises(UserError, match="decoder_start_token_id is None"):
         SpeechRules.from_config({}, start_id=None, eos_id=2)
     never = SpeechRules.from_config({"early_stopping": "never"}, start_id=3, eos_id=2)

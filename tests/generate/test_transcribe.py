@@ -26,7 +26,7 @@ from lm_trainer.models import Gpt2Config
 from tests.generate.test_speech import RULES
 from tests.models.common import change
 from tests.models.speech import MELS, VOCAB
-from tests.models.test_whisper import make, ours
+from tests.models.test_whisper import make, read_model
 
 soundfile = pytest.importorskip("soundfile")
 
@@ -35,7 +35,7 @@ soundfile = pytest.importorskip("soundfile")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TextModel]:
     directory = tmp_path_factory.mktemp("transcribe")
     reference = make(directory, init_std=0.4)
-    config, params = ours(directory)
+    config, params = read_model(directory)
     return reference, TextModel(change(config, generation_config=RULES), VOCAB, params, ByteTokenizer(), "tiny")
 
 

@@ -16,14 +16,14 @@ import pytest
 from scipy.optimize import differential_evolution
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
+from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict
 from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
-from lm_trainer.ladder.fit.points import Points, from_rows
-from lm_trainer.ladder.fit.predict import optimum, predict
-from lm_trainer.ladder.fit.settings import DELTA, Settings
+from lm_trainer.ladder.fit.points import Points, points_from_rows
+from lm_trainer.ladder.fit.predict import find_optimum, predict
+from lm_trainer.ladder.fit.settings import DELTA, FitSettings
 from lm_trainer.ladder.fit.sources import table_points
 
 HOFFMANN = Law(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -49,7 +49,7 @@ def isoflop_grid(width: float) -> Points:
 
 @pytest.mark.parametrize("method", ["vp", "huber"])
 def test_planted_constants_are_recovered(method: str) -> None:
-    fitted = fit(planted(), Settings(method=method, draws=50))
+    fitted = fit(planted(), FitSettings(method=method, draws=50))
     for name in CONSTANTS:
         assert getattr(fitted.law, name) == pytest.approx(getattr(HOFFMANN, name), rel=1e-6)
         assert fitted.interval(name) == pytest.approx([getattr(HOFFMANN, name)] * 2, rel=1e-4)
@@ -57,7 +57,7 @@ def test_planted_constants_are_recovered(method: str) -> None:
     # The optimum by brute force, since a formula could repeat a mistake.
     sizes = np.geomspace(1e9, 1e12, 100001)
     assert n == pytest.approx(sizes[np.argmin(HOFFMANN.loss(sizes, 1e24 / 6 / sizes))], rel=1e-3)
-    best = optimum(fitted, 1e24, extrapolate=True)
+    best = find_optimum(fitted, 1e24, extrapolate=True)
     assert (best.num_params.value, best.tokens.value) == (pytest.approx(n, rel=1e-5), pytest.approx(d, rel=1e-5))
 
 
@@ -95,7 +95,7 @@ def test_approach_2_has_its_known_bias_and_approach_3_has_none() -> None:
         assert iso is not None
         assert iso.num_params(1e24) / best - 1 == pytest.approx(bias, abs=1e-4)
         assert iso.exponent == pytest.approx(0.28 / 0.62, abs=1e-5)
-    assert fit(points, Settings(draws=50)).law.optimum(1e24)[0] == pytest.approx(best, rel=1e-8)
+    assert fit(points, FitSettings(draws=50)).law.optimum(1e24)[0] == pytest.approx(best, rel=1e-8)
     assert fit_isoflop(table_points(RUNGS, metric="c4_loss")) is None
 
 
@@ -111,13 +111,13 @@ def test_the_published_fit_of_the_olmo_ladder(
 ) -> None:
     """The paper's method gives its constants; the larger runs, which are not in the table, lie in the intervals."""
     points = table_points(RUNGS, metric=metric)
-    paper = fit(points, Settings(method="huber", start="olmo", draws=200))
+    paper = fit(points, FitSettings(method="huber", start="olmo", draws=200))
     for name, value in zip(CONSTANTS, constants, strict=True):
         assert getattr(paper.law, name) == pytest.approx(value, rel=5e-3)
     assert float(paper.law.loss(*THIRTEEN_B)) == pytest.approx(at_13b, abs=5e-4)
     for fitted in (paper, fit(points)):
         for target, value in measured.items():
-            assert predict(fitted, *target, extrapolate=True).run.holds(value)
+            assert predict(fitted, *target, extrapolate=True).run.contains(value)
 
 
 def test_a_prediction_at_other_tokens_per_parameter_is_warned_of() -> None:
@@ -125,22 +125,22 @@ def test_a_prediction_at_other_tokens_per_parameter_is_warned_of() -> None:
     fitted = fit(table_points(RUNGS, metric="c4_loss"))
     prediction = predict(fitted, 3169537280, 31695372800)
     assert prediction.ratio < 1
-    assert not prediction.run.holds(2.99637)
+    assert not prediction.run.contains(2.99637)
     assert "D / N is 10, outside that of the points (20 to 200)" in prediction.warnings[0]
 
 
 def test_variable_projection_of_the_olmo_ladder() -> None:
-    fitted = fit(table_points(RUNGS, metric="c4_loss"), Settings(draws=50))
+    fitted = fit(table_points(RUNGS, metric="c4_loss"), FitSettings(draws=50))
     assert (fitted.law.alpha, fitted.law.beta, fitted.law.E) == pytest.approx((0.2029, 0.1255, 1.504), abs=5e-4)
     relative = np.exp(-fitted.errors) - 1
     assert (relative**2).mean() == pytest.approx(9.98e-6, rel=1e-3)
     # Two methods on the same points disagree about E by two thirds; the fit says that it cannot know.
-    assert any("E, alpha, beta are not identified" in note for note in notes(fitted))
+    assert any("E, alpha, beta are not identified" in note for note in collect_caveats(fitted))
     assert all(abs(held.error) < 0.01 for held in backtest(fitted))
 
 
 def test_the_chain_from_loss_to_accuracy() -> None:
-    fitted = fit(table_points(RUNGS, metric="hellaswag_bpb", task="hellaswag_accuracy"), Settings(draws=100))
+    fitted = fit(table_points(RUNGS, metric="hellaswag_bpb", task="hellaswag_accuracy"), FitSettings(draws=100))
     assert fitted.chain is not None
     assert abs(fitted.chain.accuracy(fitted.points.loss) - fitted.points.task).max() < 0.01
     accuracy = predict(fitted, *THIRTEEN_B, extrapolate=True).accuracy
@@ -153,54 +153,59 @@ def test_the_chain_from_loss_to_accuracy() -> None:
 def test_an_outlier_is_found_and_named() -> None:
     points = planted(0.001)
     points.loss[7] *= 1.02
-    fitted = fit(points, Settings(draws=50))
-    effect = influence(fitted)
+    fitted = fit(points, FitSettings(draws=50))
+    effect = measure_influence(fitted)
     assert int(np.argmax(np.abs(effect.z_scores))) == 7
-    assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in notes(fitted, effect))
+    assert any(note.startswith(f"{points.labels[7]} looks like an outlier") for note in collect_caveats(fitted, effect))
     # Left out by hand, it shifts the prediction by what is said.
-    reduced = fit(points.select(np.arange(len(points)) != 7), Settings(draws=50))
+    reduced = fit(points.select(np.arange(len(points)) != 7), FitSettings(draws=50))
     ahead = points.num_params[-1] * 10**0.5, points.tokens[-1] * 10**0.5
     assert float(reduced.law.loss(*ahead) / fitted.law.loss(*ahead) - 1) == pytest.approx(effect.shifts[7], abs=1e-7)
-    assert not any("outlier" in note for note in notes(fit(planted(0.001), Settings(draws=50))))
+    assert not any("outlier" in note for note in collect_caveats(fit(planted(0.001), FitSettings(draws=50))))
 
 
 def test_the_back_test_leaves_the_largest_size_out() -> None:
     points = planted(0.002)
-    held = backtest(fit(points, Settings(draws=100)))
+    held = backtest(fit(points, FitSettings(draws=100)))
     assert [h.label for h in held] == [
         label for label, n in zip(points.labels, points.num_params, strict=True) if n == points.num_params.max()
     ]
-    assert all(h.predicted.holds(h.measured) for h in held)
+    assert all(h.predicted.contains(h.measured) for h in held)
 
 
 def test_constants_at_their_bounds_are_said() -> None:
     flat = planted(law=Law(2.0, 0.0, 410.7, 0.34, 0.28))
     assert any(
-        "no effect of the number of parameters" in n or "alpha" in n for n in notes(fit(flat, Settings(draws=50)))
+        "no effect of the number of parameters" in n or "alpha" in n
+        for n in collect_caveats(fit(flat, FitSettings(draws=50)))
     )
     with pytest.raises(UserError, match=r"does not depend on parameters|beyond"):
-        optimum(fit(flat, Settings(draws=50)), 1e30)
+        find_optimum(fit(flat, FitSettings(draws=50)), 1e30)
     no_floor = planted(law=Law(0.0, 20.0, 60.0, 0.1, 0.15), noise=0.003)
-    assert any("E" in note for note in notes(fit(no_floor, Settings(draws=50))))
+    assert any("E" in note for note in collect_caveats(fit(no_floor, FitSettings(draws=50))))
 
 
 def test_draws_depend_on_their_seed_and_unit_alone(tmp_path: Path) -> None:
     points = planted(0.003, sizes=8)
-    first, second = (fit(points, Settings(draws=60)) for _ in range(2))
+    first, second = (fit(points, FitSettings(draws=60)) for _ in range(2))
     assert np.array_equal(first.draws.E, second.draws.E)
     assert first.digest() == second.digest()
-    changed = (Settings(draws=60, seed=1), Settings(draws=60, resample="points"), Settings(draws=60, resample="runs"))
+    changed = (
+        FitSettings(draws=60, seed=1),
+        FitSettings(draws=60, resample="points"),
+        FitSettings(draws=60, resample="runs"),
+    )
     other_fits = [fit(points, settings) for settings in changed]
     assert len({fitted.draws.E[0] for fitted in (first, *other_fits)}) == 4
     assert len({fitted.law.E for fitted in (first, *other_fits)}) == 1
-    narrow, wide = (fit(points, Settings(draws=200, level=level)).interval("E") for level in (0.5, 0.99))
+    narrow, wide = (fit(points, FitSettings(draws=200, level=level)).interval("E") for level in (0.5, 0.99))
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
     # What is written is what is read.
     assert from_dict(json.loads(json.dumps(first.as_dict())), "x").digest() == first.digest()
 
 
 def test_a_prediction_far_away_has_to_be_asked_for() -> None:
-    fitted = fit(planted(0.002), Settings(draws=50))
+    fitted = fit(planted(0.002), FitSettings(draws=50))
     inside = predict(fitted, 1e9, 2e10)
     assert inside.ratio < 1
     assert inside.law.low < inside.law.value < inside.law.high
@@ -231,15 +236,15 @@ def _rows(**changes: object) -> list[dict[str, object]]:
 def test_rows_become_points() -> None:
     rows = _rows()
     undecayed = [{**row, "name": "period 0, 1xC pre-decay", "eval/loss": 9.0} for row in rows[:3]]
-    points = from_rows([*rows, *undecayed], source="x")
+    points = points_from_rows([*rows, *undecayed], source="x")
     assert len(points) == len(rows)
     assert any("left out 3 points measured before a decay" in note for note in points.notes)
-    assert len(from_rows([*rows, *undecayed], source="x", pre_decay=True)) == len(rows) + 3
-    hole = from_rows([*rows[:-1], {**rows[-1], "eval/loss": None}], source="x")
+    assert len(points_from_rows([*rows, *undecayed], source="x", pre_decay=True)) == len(rows) + 3
+    hole = points_from_rows([*rows[:-1], {**rows[-1], "eval/loss": None}], source="x")
     assert len(hole) == len(rows) - 1
     assert any("was not measured at" in note for note in hole.notes)
     size = str(rows[0]["size"])
-    assert len(from_rows(rows, source="x", without=[size]).sizes) == len(points.sizes) - 1
+    assert len(points_from_rows(rows, source="x", without=[size]).sizes) == len(points.sizes) - 1
 
 
 @pytest.mark.parametrize(
@@ -261,7 +266,7 @@ def test_what_no_law_follows_from_is_refused(
     rows: list[dict[str, object]], options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        fit(from_rows(rows, source="x", **options), Settings(draws=50))  # pyright: ignore[reportArgumentType]
+        fit(points_from_rows(rows, source="x", **options), FitSettings(draws=50))  # pyright: ignore[reportArgumentType]
 
 
 def test_settings_are_checked() -> None:
@@ -272,11 +277,11 @@ def test_settings_are_checked() -> None:
         ({"draws": 3}, "at least 50"),
     ):
         with pytest.raises(UserError, match=message):
-            Settings(**change)  # pyright: ignore[reportArgumentType]
+            FitSettings(**change)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="there are hoffmann, olmo"):
-        fit(planted(), Settings(method="huber", start="x"))
+        fit(planted(), FitSettings(method="huber", start="x"))
     with pytest.raises(UserError, match="6 runs are too few"):
-        fit(planted(0.001), Settings(resample="runs"))
+        fit(planted(0.001), FitSettings(resample="runs"))
 
 
 @pytest.mark.slow
@@ -285,15 +290,15 @@ def test_intervals_cover_the_truth_at_their_nominal_rate() -> None:
     trials, targets = 240, ((6.4e9, 1.28e11), (6.4e10, 1.28e12))
     hits = np.zeros(3 + len(targets) + 1)
     for seed in range(trials):
-        fitted: Fit = fit(planted(0.003, seed=seed), Settings(draws=200, seed=seed))
+        fitted: Fit = fit(planted(0.003, seed=seed), FitSettings(draws=200, seed=seed))
         inside = [
             low <= getattr(HOFFMANN, name) <= high
             for name in ("E", "alpha", "beta")
             for low, high in [fitted.interval(name)]
         ]
         predictions = [predict(fitted, *target, extrapolate=True) for target in targets]
-        inside += [p.law.holds(float(HOFFMANN.loss(*t))) for p, t in zip(predictions, targets, strict=True)]
+        inside += [p.law.contains(float(HOFFMANN.loss(*t))) for p, t in zip(predictions, targets, strict=True)]
         run = float(HOFFMANN.loss(*targets[0])) * np.exp(0.003 * np.random.default_rng([seed, 9]).standard_normal())
-        hits += [*inside, predictions[0].run.holds(run)]
+        hits += [*inside, predictions[0].run.contains(run)]
     rates = hits / trials
     assert ((rates > 0.85) & (rates < 0.96)).all(), rates

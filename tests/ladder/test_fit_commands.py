@@ -17,13 +17,18 @@ from cli import main
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.fit import report
-from lm_trainer.ladder.fit.compare import compare, compare_text
+from lm_trainer.ladder.fit.compare import compare, format_comparison
 from lm_trainer.ladder.fit.fitting import fit
 from lm_trainer.ladder.fit.law import Law
 from lm_trainer.ladder.fit.points import Points
 from lm_trainer.ladder.fit.predict import predict
-from lm_trainer.ladder.fit.register import read, scores, targets, write
-from lm_trainer.ladder.fit.settings import Settings
+from lm_trainer.ladder.fit.register import (
+    read_registration,
+    score_registrations,
+    targets_to_predict,
+    write_registration,
+)
+from lm_trainer.ladder.fit.settings import FitSettings
 from lm_trainer.ladder.fit.sources import ladder_points
 from lm_trainer.run.config.run_config import numeric_identity
 from tests.ladder.test_fit import HOFFMANN, RUNGS, planted
@@ -108,15 +113,15 @@ def test_fit_predict_register_run_score(ladder: ModelLadder, tmp_path: Path) -> 
     registered = lmt("register", config, "--size", "target", "--fit", out, "--extrapolate")
     assert registered.exit_code == 0, registered.output
     file = Path(ladder_copy.dir) / "predictions" / "target.json"
-    content = read(file)
+    content = read_registration(file)
     assert [item["name"] for item in content["predictions"]] == ["target 0.5xC", "target 1xC", "target 2xC"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", content["written"])
-    assert [score.measured for score in scores(ladder_copy)] == [None] * 3
+    assert [score.measured for score in score_registrations(ladder_copy)] == [None] * 3
     second = lmt("register", config, "--size", "target", "--fit", out)
     assert "which is kept; choose another --out" in second.output
 
     run_by_hand(ladder_copy, "target")
-    for score in scores(ladder_copy):
+    for score in score_registrations(ladder_copy):
         assert score.measured is not None
         assert abs(score.error or 1) < 0.02
         assert "measured" in score.line()
@@ -126,34 +131,34 @@ def test_fit_predict_register_run_score(ladder: ModelLadder, tmp_path: Path) -> 
     assert len(json.loads(lmt("status", config, "--json").output)["predictions"]) == 3
     # Too late for another prediction, and the first cannot be bettered.
     with pytest.raises(UserError, match="has been started, and a prediction has to be written before"):
-        targets(ladder_copy, "target")
+        targets_to_predict(ladder_copy, "target")
     file.write_text(file.read_text().replace('"low"', '"low" '))
-    assert scores(ladder_copy)  # white space is no content
+    assert score_registrations(ladder_copy)  # white space is no content
     file.write_text(file.read_text().replace(str(content["predictions"][0]["run"]["low"]), "0.1"))
     with pytest.raises(UserError, match=r"target.json was changed after it was registered"):
-        scores(ladder_copy)
+        score_registrations(ladder_copy)
 
 
 def test_a_registered_prediction_is_not_overwritten(tmp_path: Path) -> None:
-    fitted = fit(planted(0.001), Settings(draws=50))
+    fitted = fit(planted(0.001), FitSettings(draws=50))
     predictions = [("x", predict(fitted, 1e9, 1e11))]
-    digest = write(tmp_path / "p.json", fitted, predictions)
+    digest = write_registration(tmp_path / "p.json", fitted, predictions)
     assert len(digest) == 64
     with pytest.raises(UserError, match="choose another --out"):
-        write(tmp_path / "p.json", fitted, predictions)
+        write_registration(tmp_path / "p.json", fitted, predictions)
 
 
 def test_a_multiplier_is_the_compute_that_is_saved() -> None:
     """A recipe that sees every token and parameter as 1.25 of the other needs 1.25^2 less compute at fixed D / N."""
     better = Law(1.69, 406.4 / 1.25**0.34, 410.7 / 1.25**0.28, 0.34, 0.28)
-    a, b, worse = (fit(planted(0.0005, seed=s, law=law), Settings(draws=200)) for s, law in
+    a, b, worse = (fit(planted(0.0005, seed=s, law=law), FitSettings(draws=200)) for s, law in
                    ((1, HOFFMANN), (2, better), (3, Law(2.2, 406.4, 410.7, 0.34, 0.28))))  # fmt: skip
     multipliers = compare(a, b, flops=[1e21, 1e22], tokens_per_param=20)
     for m in multipliers:
         assert m.multiplier.value == pytest.approx(1.25**2, rel=0.05)
         assert 1 < m.multiplier.low < 1.25**2 < m.multiplier.high
         assert m.difference.high < 0
-    assert "B needs less compute for the loss of A (90%)" in compare_text(multipliers, 0.9)
+    assert "B needs less compute for the loss of A (90%)" in format_comparison(multipliers, 0.9)
     back = compare(b, a, flops=[1e21], tokens_per_param=20)
     assert back[0].multiplier.value * multipliers[0].multiplier.value == pytest.approx(1, rel=0.01)
     assert compare(a, b)[0].loss != compare(a, b, tokens_per_param=200)[0].loss
@@ -164,16 +169,16 @@ def test_a_multiplier_is_the_compute_that_is_saved() -> None:
 
 
 def test_no_difference_is_claimed_where_there_is_none() -> None:
-    fits = [fit(planted(0.003, seed=seed), Settings(draws=200)) for seed in range(20, 32)]
+    fits = [fit(planted(0.003, seed=seed), FitSettings(draws=200)) for seed in range(20, 32)]
     pairs = list(zip(fits[::2], fits[1::2], strict=True))
-    claims = [compare_text(compare(a, b)[1:2], 0.9) for a, b in pairs]
+    claims = [format_comparison(compare(a, b)[1:2], 0.9) for a, b in pairs]
     assert sum("no difference is shown" in claim for claim in claims) >= len(pairs) - 1
     a, b = pairs[0]
     # Bootstraps with one seed must not lend each other their draws.
     assert compare(a, a)[0].multiplier.low < 1 < compare(a, a)[0].multiplier.high
     other = Points(**{**vars(b.points), "metric": "eval/bpb"})
     with pytest.raises(UserError, match="a comparison needs one metric"):
-        compare(a, fit(other, Settings(draws=50)))
+        compare(a, fit(other, FitSettings(draws=50)))
 
 
 def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: Path) -> None:
@@ -197,9 +202,9 @@ def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: 
 
 
 def test_names_from_outside_are_text_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "draw", lambda *_: [("<b>loss</b>", "<svg></svg>", "a & <i>b</i>")])
+    monkeypatch.setattr(report, "draw_plots", lambda *_: [("<b>loss</b>", "<svg></svg>", "a & <i>b</i>")])
     points = planted(0.003, seed=0)
-    fitted = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), Settings(draws=50))
+    fitted = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), FitSettings(draws=50))
     report.write_report(tmp_path / "page.html", fitted, title="<script>alert(1)</script>")
     page = (tmp_path / "page.html").read_text()
     assert not re.search("<(script|b|i)>", page)

@@ -11,9 +11,9 @@ import pytest
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.fit import register
 from lm_trainer.ladder.fit.fitting import Fit, fit, save
-from lm_trainer.ladder.fit.points import from_rows, read_table
-from lm_trainer.ladder.fit.sources import fit_of, read_fit
-from lm_trainer.ladder.metrics import write
+from lm_trainer.ladder.fit.points import points_from_rows, read_table
+from lm_trainer.ladder.fit.sources import read_fit, read_or_fit
+from lm_trainer.ladder.metrics import write_rows
 
 Spelling = Callable[[Path], str | os.PathLike[str]]
 SPELLINGS = pytest.mark.parametrize("spelled", [str, Path], ids=["text", "path"])
@@ -47,7 +47,7 @@ def rows() -> list[dict[str, float | str]]:
 
 @pytest.fixture(scope="module")
 def law(rows: list[dict[str, float | str]]) -> Fit:
-    return fit(from_rows(rows, source="rows"))
+    return fit(points_from_rows(rows, source="rows"))
 
 
 @SPELLINGS
@@ -80,7 +80,7 @@ def test_a_ladder_draws_into_files(spelled: Spelling, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["csv", "json", "parquet"])
 def test_tables_are_written_and_read(kind: str, spelled: Spelling, rows: list, tmp_path: Path) -> None:
     file = spelled(tmp_path / f"rows.{kind}")
-    write(rows, kind, file)
+    write_rows(rows, kind, file)
     assert [float(row["eval/loss"]) for row in read_table(file)] == [row["eval/loss"] for row in rows]
 
 
@@ -91,8 +91,8 @@ def test_fits_and_predictions_are_written_and_read(spelled: Spelling, law: Fit, 
     reread = read_fit(file)
     assert reread is not None
     assert reread.law == law.law
-    write(rows, "csv", tmp_path / "rows.csv")
-    assert fit_of(spelled(tmp_path / "rows.csv")).law == law.law
+    write_rows(rows, "csv", tmp_path / "rows.csv")
+    assert read_or_fit(spelled(tmp_path / "rows.csv")).law == law.law
     registered = spelled(tmp_path / "kept" / "prediction.json")
-    register.write(registered, law, [])
-    assert register.read(registered)["predictions"] == []
+    register.write_registration(registered, law, [])
+    assert register.read_registration(registered)["predictions"] == []

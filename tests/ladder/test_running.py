@@ -12,7 +12,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
-from lm_trainer.ladder.metrics import rows_of, write
+from lm_trainer.ladder.metrics import collect_rows, write_rows
 from tests.conftest import run_here
 from tests.harness.tasks import write_tasks
 
@@ -82,7 +82,7 @@ def test_tasks_are_asked_at_the_checkpoints(tmp_path: Path) -> None:
     harness = {"task_spec": ["toy_text"], "include_path": str(write_tasks(tasks)), "max_examples": 2}
     ladder = ModelLadder.model_validate(small(tmp_path, 0.5, eval_harness=harness))
     ladder.run("2k")
-    rows = rows_of(ladder, "2k", prefix="lm_eval/")
+    rows = collect_rows(ladder, "2k", prefix="lm_eval/")
     assert [row["step"] for row in rows] == [c.step for c in ladder.get_checkpoints("2k")]
     assert all(row["lm_eval/toy_text/bits_per_byte"] > 0 for row in rows)
 
@@ -105,7 +105,7 @@ def test_checkpoints_and_metrics(done: ModelLadder, tmp_path: Path) -> None:
     ]
     assert all(c.exists and (c.path / "state").is_dir() for c in checkpoints)
     assert [c.exists for c in done.get_checkpoints("3k")] == [False] * 4
-    rows = rows_of(done, "2k")
+    rows = collect_rows(done, "2k")
     assert [row["step"] for row in rows] == [c.step for c in checkpoints]
     batch = done.get_batch_size("2k")
     measured = {line["step"]: line["eval/loss"] for line in lines(done, "2k") if "eval/loss" in line}
@@ -120,12 +120,12 @@ def test_checkpoints_and_metrics(done: ModelLadder, tmp_path: Path) -> None:
     assert list(frame["eval/loss"]) == [row["eval/loss"] for row in rows]
     assert "train/loss" not in frame
     assert done.get_metrics("3k") is None
-    write(rows, "parquet", tmp_path / "rows.parquet")
+    write_rows(rows, "parquet", tmp_path / "rows.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "rows.parquet")["eval/loss"].to_pylist() == list(frame["eval/loss"])
-    written = write(rows, "csv", None)
+    written = write_rows(rows, "csv", None)
     assert written is not None
     assert written.splitlines()[0].startswith("ladder,size,seed,name,step,tokens,num_params,flops,")
-    assert json.loads(write(rows, "json", None) or "") == rows
+    assert json.loads(write_rows(rows, "json", None) or "") == rows
 
 
 @pytest.mark.slow
@@ -133,12 +133,12 @@ def test_what_is_found_elsewhere(done: ModelLadder, root: Path, tmp_path: Path) 
     moved = ModelLadder.model_validate(small(root, dir=str(tmp_path)))
     assert not any(c.exists for c in moved.get_checkpoints("2k"))
     assert all(c.exists for c in moved.get_checkpoints("2k", alternative_dirs=[done.dir]))
-    assert len(rows_of(moved, "2k", alternative_dirs=[done.dir])) == 4
+    assert len(collect_rows(moved, "2k", alternative_dirs=[done.dir])) == 4
     pruned = tmp_path / "pruned"
     shutil.copytree(done.get_save_folder("2k"), pruned / "2k", ignore=shutil.ignore_patterns("checkpoints"))
     checkpoints = moved.get_checkpoints("2k", alternative_dirs=[pruned])
     assert [(c.exists, c.metrics_path) for c in checkpoints] == [(False, pruned / "2k" / "metrics.jsonl")] * 4
-    assert len(rows_of(moved, "2k", alternative_dirs=[pruned])) == 4
+    assert len(collect_rows(moved, "2k", alternative_dirs=[pruned])) == 4
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_another_ladder_in_the_directory(done: ModelLadder, root: Path) -> None:
     try:
         metrics.write_text(original + "{broken\n")
         with pytest.raises(UserError, match=rf"metrics.jsonl:{len(original.splitlines()) + 1}: not a line of metrics"):
-            rows_of(done, "2k")
+            collect_rows(done, "2k")
     finally:
         metrics.write_text(original)
 

@@ -50,11 +50,11 @@ def brute_force(weights: dict[str, Any], rows: np.ndarray, hidden: np.ndarray) -
     q, k = (linear(hidden, w[name]).reshape(*rows.shape, n, d // n) for name in "qk")
     out = np.zeros((*rows.shape, d))
     for b, i in np.ndindex(rows.shape):
-        seen = [j for j in range(i + 1) if SEGMENTS[b, j] == SEGMENTS[b, i]]
+        visible = [j for j in range(i + 1) if SEGMENTS[b, j] == SEGMENTS[b, i]]
         for s in range(n):
-            scores = np.array([q[b, i, s] @ k[b, j, s] / math.sqrt(d // n) for j in seen])
+            scores = np.array([q[b, i, s] @ k[b, j, s] / math.sqrt(d // n) for j in visible])
             weight = np.exp(scores - scores.max())
-            for j, a in zip(seen, weight / weight.sum(), strict=True):
+            for j, a in zip(visible, weight / weight.sum(), strict=True):
                 out[b, i] += a * senses[rows[b, j], s] / n
     return out @ table.T
 
@@ -69,8 +69,8 @@ def test_the_sum_of_weighted_senses():
         graph = nnx.split(nnx.eval_shape(lambda: SenseDecoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
         plain = replace(spec, senses=None)
         backbone = nnx.split(nnx.eval_shape(lambda: Decoder(plain, rngs=nnx.Rngs(0))), nnx.Param)[0]
-        where = (jnp.asarray(rows), jnp.asarray(positions()), jnp.asarray(SEGMENTS))
-        return nnx.merge(graph, weights)(*where), nnx.merge(backbone, parts).hidden(*where)
+        inputs = (jnp.asarray(rows), jnp.asarray(positions()), jnp.asarray(SEGMENTS))
+        return nnx.merge(graph, weights)(*inputs), nnx.merge(backbone, parts).hidden(*inputs)
 
     logits, hidden = quick_jit(run)(weights, parts)
     expected = brute_force(weights, rows, np.asarray(hidden, np.float64))

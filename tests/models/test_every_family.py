@@ -79,10 +79,10 @@ def plain(name: str) -> Any:
     return loss_and_grads(TINY[name])
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+def assert_close(actual: Any, expected: Any) -> None:
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
     want = named_leaves(expected[1])
-    for name, leaf in named_leaves(found[1]).items():
+    for name, leaf in named_leaves(actual[1]).items():
         np.testing.assert_allclose(leaf, want[name], rtol=1e-4, atol=2e-6, err_msg=name)
 
 
@@ -93,9 +93,11 @@ def test_every_family_is_tested(config):
 
 
 def test_families_without_parts_of_their_own_have_none() -> None:
-    found = {name: set(parts(config.spec(VOCAB))) for name, config in TINY.items()}
-    others = set().union(*(found[name] for name in TINY if name not in WITHOUT_OWN_PARTS))
-    assert not [(name, part) for name in WITHOUT_OWN_PARTS for part in sorted(found[name] - others)]
+    parts_of_families = {name: set(parts(config.spec(VOCAB))) for name, config in TINY.items()}
+    parts_elsewhere = set().union(*(parts_of_families[name] for name in TINY if name not in WITHOUT_OWN_PARTS))
+    assert not [
+        (name, part) for name in WITHOUT_OWN_PARTS for part in sorted(parts_of_families[name] - parts_elsewhere)
+    ]
 
 
 @EVERY
@@ -132,14 +134,14 @@ def test_causal_by_gradient(config):
     segments = np.array([[0] * 7 + [1] * (SEQ - 7)], np.int32)
     embed, width = Embedding.lookup, config.spec(VOCAB).hidden_dim
 
-    def chosen(extra_BSD: jax.Array, at: jax.Array) -> jax.Array:
+    def chosen(extra_BSD: jax.Array, position: jax.Array) -> jax.Array:
         model = nnx.merge(graph, weights)
         with mock.patch.object(Embedding, "lookup", lambda self, t: embed(self, t) + extra_BSD):
-            return jnp.sum(jnp.sin(run(model, row, positions(1), segments)[0, at]))
+            return jnp.sum(jnp.sin(run(model, row, positions(1), segments)[0, position]))
 
     # A loop: not every operation of a mixture of experts has a form for batches of gradients.
     zeros = jnp.zeros((1, SEQ, width))
-    seen_SD = quick_jit(lambda: jax.lax.map(lambda at: jax.grad(chosen)(zeros, at), jnp.arange(SEQ)))()
+    seen_SD = quick_jit(lambda: jax.lax.map(lambda position: jax.grad(chosen)(zeros, position), jnp.arange(SEQ)))()
     assert_seen(config, np.abs(np.asarray(seen_SD)[:, 0]).max(axis=-1), segments)
 
 
@@ -147,13 +149,13 @@ def test_causal_by_gradient(config):
 def test_packed_equals_unpacked(config):
     first, second = tokens(1, 6, seed=1), tokens(1, 9, seed=2)
     packed = np.concatenate([first, second, tokens(1, 1)], axis=1)
-    where = np.concatenate([positions(1, 6), positions(1, 9), positions(1, 1)], axis=1)
+    packed_positions = np.concatenate([positions(1, 6), positions(1, 9), positions(1, 1)], axis=1)
     segments = np.array([[4] * 6 + [9] * 9 + [-1]], np.int32)
-    both = logits(config, *(np.repeat(x, 2, axis=0) for x in (packed, where, segments)))[0]
+    packed_logits = logits(config, *(np.repeat(x, 2, axis=0) for x in (packed, packed_positions, segments)))[0]
     alone = np.concatenate([np.pad(x, ((0, 0), (0, SEQ - x.shape[1]))) for x in (first, second)])
     expected = logits(config, alone, positions(), np.zeros((2, SEQ), np.int32))
-    np.testing.assert_allclose(both[:6], expected[0, :6], atol=1e-5)
-    np.testing.assert_allclose(both[6:15], expected[1, :9], atol=1e-5)
+    np.testing.assert_allclose(packed_logits[:6], expected[0, :6], atol=1e-5)
+    np.testing.assert_allclose(packed_logits[6:15], expected[1, :9], atol=1e-5)
 
 
 EXECUTION = (
@@ -191,8 +193,8 @@ def test_a_step_against_the_gradient_lowers_the_loss(config):
     # So long a step that the loss falls by 0.01 where it is linear.
     length = 0.01 / sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(grads))
     stepped = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(length) * np.asarray(g), params(config), grads)
-    after, _ = loss_and_grads(config, weights=stepped)
-    assert value - 0.015 < after < value - 0.005
+    loss_after, _ = loss_and_grads(config, weights=stepped)
+    assert value - 0.015 < loss_after < value - 0.005
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads)), "a parameter without a gradient"
 
 
@@ -204,14 +206,14 @@ def test_blockwise_loss_equals_whole(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [TINY[name] for name in FEATURES], ids=FEATURES)
 def test_gradient_checkpointing_keeps_less(config):
-    known: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
-    def kept(policy: Any) -> int:
-        if str(policy) not in known:
-            known[str(policy)] = measured(policy)
-        return known[str(policy)]
+    def saved_size(policy: Any) -> int:
+        if str(policy) not in sizes:
+            sizes[str(policy)] = measure(policy)
+        return sizes[str(policy)]
 
-    def measured(policy: Any) -> int:
+    def measure(policy: Any) -> int:
         wide = change(config, gradient_checkpointing=policy, num_layers=2, scan_layers=False)
         graph, rows = graphdef(wide), tokens()
 
@@ -221,10 +223,22 @@ def test_gradient_checkpointing_keeps_less(config):
         _, backward = jax.eval_shape(lambda p: jax.vjp(loss, p), params(wide))
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
-    assert kept("full") == kept("recompute") == kept(True) < kept("dots_no_batch") < kept("dots") < kept(False)
-    assert kept("save_all") == kept({"disable": True}) == kept({"save_block_internals": True}) == kept(False)
-    names = [kept({"save_block_internals": list(names)}) for names in ((), ("mlp",), ("mlp", "attention"))]
-    assert kept(True) == names[0] <= names[1] < names[2] < kept("dots_no_batch")
+    assert (
+        saved_size("full")
+        == saved_size("recompute")
+        == saved_size(True)
+        < saved_size("dots_no_batch")
+        < saved_size("dots")
+        < saved_size(False)
+    )
+    assert (
+        saved_size("save_all")
+        == saved_size({"disable": True})
+        == saved_size({"save_block_internals": True})
+        == saved_size(False)
+    )
+    names = [saved_size({"save_block_internals": list(names)}) for names in ((), ("mlp",), ("mlp", "attention"))]
+    assert saved_size(True) == names[0] <= names[1] < names[2] < saved_size("dots_no_batch")
     if config.spec(VOCAB).blocks[0].post_norm is not None:
         # Without a norm after it, what the MLP adds is kept in any case, as a part of the next block's input.
         assert names[0] < names[1]
@@ -236,15 +250,17 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config, scan):
     rows, lengths = tokens(), np.array([5, 2])
     expected = logits(config, rows, positions(), np.zeros((2, SEQ), np.int32))
     graph = graphdef(change(config, scan_layers=scan))
-    decode = quick_jit(lambda p, cache, t, at: nnx.merge(graph, p).decode(t, at, cache))
+    decode = quick_jit(lambda p, cache, t, next_positions: nnx.merge(graph, p).decode(t, next_positions, cache))
     cache = nnx.merge(graph, params(config)).init_cache(2, SEQ + 4)
     # Rows of lengths 5 and 2 are read together, so that the shorter one leaves rubbish behind its end.
-    found, cache = decode(params(config), cache, rows[:, :7], positions(2, 7))
+    actual, cache = decode(params(config), cache, rows[:, :7], positions(2, 7))
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=1e-5)
-    at = lengths[:, None] + np.arange(7)
-    found, cache = decode(params(config), cache, np.take_along_axis(rows, at, axis=1), at.astype(np.int32))
-    np.testing.assert_allclose(found, np.take_along_axis(expected, at[..., None], axis=1), atol=1e-5)
+        np.testing.assert_allclose(actual[row, :length], expected[row, :length], atol=1e-5)
+    next_positions = lengths[:, None] + np.arange(7)
+    actual, cache = decode(
+        params(config), cache, np.take_along_axis(rows, next_positions, axis=1), next_positions.astype(np.int32)
+    )
+    np.testing.assert_allclose(actual, np.take_along_axis(expected, next_positions[..., None], axis=1), atol=1e-5)
 
 
 @QUICK
@@ -265,11 +281,11 @@ def test_dropout(config):
     assert losses({}, keys[:1]) == [exact]
     assert losses(dict.fromkeys(fields, 0.3), None) == [exact]
     for name in fields:
-        one, again, *others = losses({name: 0.1}, keys)
-        assert one == again, name
-        assert len({one, *others}) > 35, name
+        one, repeated, *losses_of_other_keys = losses({name: 0.1}, keys)
+        assert one == repeated, name
+        assert len({one, *losses_of_other_keys}) > 35, name
         # The mean of what is dropped stays, so the loss moves by what is of second order in it.
-        assert abs(np.mean(others) - exact) < 0.1 * exact, name
+        assert abs(np.mean(losses_of_other_keys) - exact) < 0.1 * exact, name
 
 
 def shapes(config: AnyModel) -> Any:
@@ -293,8 +309,8 @@ def test_parameter_count(config):
 def test_flops_are_those_of_the_program(config):
     """By XLA's own count, before it optimises anything."""
     sizes = {"hidden_dim": 512, "intermediate_dim": 1024, "moe_intermediate_dim": 512, "head_dim": 64, "num_layers": 2}
-    known = {name: size for name, size in sizes.items() if name in type(config).model_fields}
-    wide = change(config, seq_len=64, scan_layers=False, **known)
+    wide_sizes = {name: size for name, size in sizes.items() if name in type(config).model_fields}
+    wide = change(config, seq_len=64, scan_layers=False, **wide_sizes)
     graph, rows = graphdef(wide), tokens(2, 64)
     forward = jax.jit(lambda p: run(nnx.merge(graph, p), rows, positions(2, 64), np.zeros_like(rows)))
     cost = forward.lower(shapes(wide)).cost_analysis()

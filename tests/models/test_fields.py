@@ -143,7 +143,7 @@ def test_layers_with_a_window():
 
 
 def test_what_llama_can_add():
-    norm = LlamaConfig().norm()
+    norm = LlamaConfig().norm_spec()
     spec = LlamaConfig(hybrid_norm=True, use_qk_norm=True, input_embedding_norm=True, num_layers=1).spec(VOCAB)
     assert spec.blocks[0].pre_norm == spec.blocks[0].post_norm == spec.embedding.norm == spec.final_norm == norm
     assert spec.blocks[0].attention.qk_norm == QkNormSpec(norm)
@@ -208,11 +208,11 @@ def test_a_key_makes_the_weights_of_its_rngs() -> None:
     )
     key = jax.random.key(3)
     builds = (lambda: config.build(11, key=key), lambda: config.build(11, rngs=nnx.Rngs(key)))
-    ours, theirs = (
+    by_key, by_rngs = (
         jax.tree.leaves(jax.jit(lambda build=build: nnx.to_pure_dict(nnx.state(build(), nnx.Param)))())
         for build in builds
     )
-    assert all(np.array_equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    assert all(np.array_equal(x, y) for x, y in zip(by_key, by_rngs, strict=True))
     with pytest.raises(ValueError, match="either rngs or key"):
         config.build(11)
 

@@ -61,9 +61,9 @@ def test_logits_and_round_trip(make_hf_model, name):
     raw, tensors = read(directory)
     reference = np.load(directory / "reference.npz")
     config, vocab_size = hf.config_from_hf(raw)
-    found = our_logits(config, vocab_size, tensors, reference["input_ids"])
+    actual = our_logits(config, vocab_size, tensors, reference["input_ids"])
     assert np.abs(reference["logits"]).max() > 2
-    assert np.abs(found - reference["logits"]).max() <= 1e-5
+    assert np.abs(actual - reference["logits"]).max() <= 1e-5
     written = hf.config_to_hf(config, vocab_size=vocab_size, eos_id=raw["eos_token_id"], bos_id=raw["bos_token_id"])
     assert {key: raw.get(key) for key in written} == written
     exported = hf.params_to_hf(config, hf.params_from_hf(config, vocab_size, tensors))
@@ -89,17 +89,17 @@ def test_a_wrong_setting_would_be_noticed(tiny, fields):
     raw, tensors = read(tiny)
     reference = np.load(tiny / "reference.npz")
     config, vocab_size = hf.config_from_hf({**raw, **fields})
-    found = our_logits(config, vocab_size, tensors, reference["input_ids"])
-    assert np.abs(found - reference["logits"]).max() > 1e-4
+    actual = our_logits(config, vocab_size, tensors, reference["input_ids"])
+    assert np.abs(actual - reference["logits"]).max() > 1e-4
 
 
 def test_parameter_count_is_that_of_transformers(tiny):
     import transformers
 
     raw, _ = read(tiny)
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY)).num_parameters()
+    expected = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY)).num_parameters()
     config, vocab_size = hf.config_from_hf(raw)
-    assert parameter_count(config.spec(vocab_size)) == theirs
+    assert parameter_count(config.spec(vocab_size)) == expected
     assert parameter_count(Gpt2Config().spec(50257)) == 124_439_808
 
 
@@ -111,8 +111,8 @@ def test_files_of_other_versions(tiny):
     old["lm_head.weight"] = old["wte.weight"].copy()
     old["h.0.attn.bias"] = np.ones((1, 1, 64, 64), bool)
     old["h.2.attn.masked_bias"] = np.array(-1e4, np.float32)
-    found = hf.params_from_hf(config, vocab_size, old)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    actual = hf.params_from_hf(config, vocab_size, old)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     old_config = {key: value for key, value in raw.items() if key not in ("n_positions", "n_inner")}
     old_config |= {"n_ctx": 64, "activation_function": "gelu_pytorch_tanh", "torch_dtype": "float32"}
     assert hf.config_from_hf(old_config) == (config, vocab_size)
@@ -201,5 +201,5 @@ def test_transformers_loads_what_is_written(tmp_path):
     assert not info["unexpected_keys"]
     ids = np.random.default_rng(0).integers(0, 31, (2, 20))
     with torch.no_grad():
-        theirs = model.eval()(torch.from_numpy(ids)).logits.numpy()
-    assert np.abs(our_logits(config, 31, hf.params_to_hf(config, params), ids) - theirs).max() <= 1e-5
+        expected = model.eval()(torch.from_numpy(ids)).logits.numpy()
+    assert np.abs(our_logits(config, 31, hf.params_to_hf(config, params), ids) - expected).max() <= 1e-5

@@ -153,8 +153,8 @@ def compare(directory: Path) -> np.ndarray:
     raw, tensors = read(directory)
     reference = np.load(directory / "reference.npz")
     config, vocab_size = hf.config_from_hf(raw)
-    found = our_logits(config, vocab_size, tensors, reference["input_ids"])
-    assert np.abs(found - reference["logits"]).max() <= 1e-4
+    actual = our_logits(config, vocab_size, tensors, reference["input_ids"])
+    assert np.abs(actual - reference["logits"]).max() <= 1e-4
     return reference["logits"]
 
 
@@ -225,8 +225,8 @@ def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
     repeated = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     expected = hf.params_to_hf(config, hf.params_from_hf(config, vocab_size, tensors))
     assert expected.keys() == tensors.keys()
-    found = hf.params_to_hf(config, hf.params_from_hf(config, vocab_size, repeated))
-    assert all(np.array_equal(found[name], tensor) for name, tensor in expected.items())
+    actual = hf.params_to_hf(config, hf.params_from_hf(config, vocab_size, repeated))
+    assert all(np.array_equal(actual[name], tensor) for name, tensor in expected.items())
     with pytest.raises(UserError, match=r"lm_head\.weight differs"):
         hf.params_from_hf(config, vocab_size, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
 

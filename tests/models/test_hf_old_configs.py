@@ -67,8 +67,8 @@ def edited(directory: Path, out: Path, changes: dict[str, Any]) -> Path:
     """A copy of a checkpoint with another config.json."""
     shutil.copytree(directory, out)
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8")) | changes
-    kept = {key: value for key, value in raw.items() if value is not GONE}
-    (out / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    config = {key: value for key, value in raw.items() if value is not GONE}
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return out
 
 
@@ -88,8 +88,8 @@ def test_an_old_file_computes_what_transformers_computes(
     directory = edited(build(make_hf_model, name), tmp_path / "old", changes)
     raw, tensors = read(directory)
     ids = np.load(directory / "reference.npz")["input_ids"]
-    found = our_logits(*hf.config_from_hf(raw), tensors, ids)
-    assert np.abs(found - torch_logits(directory, ids)).max() <= 1e-4
+    actual = our_logits(*hf.config_from_hf(raw), tensors, ids)
+    assert np.abs(actual - torch_logits(directory, ids)).max() <= 1e-4
 
 
 def test_a_gate_that_transformers_reads_otherwise_is_not_written(make_hf_model: Any) -> None:
@@ -106,13 +106,13 @@ def test_longrope_takes_the_table_of_the_models_seq_len(make_hf_model: Any) -> N
     config, vocab_size = hf.config_from_hf(raw)
     ids = np.load(directory / "reference.npz")["input_ids"]
     for seq_len, length in {32: 32, 64: 48}.items():
-        ours = our_logits(change(config, seq_len=seq_len), vocab_size, tensors, ids[:, :length])
-        assert np.abs(ours - torch_logits(directory, ids[:, :length])).max() <= 1e-4, seq_len
+        actual = our_logits(change(config, seq_len=seq_len), vocab_size, tensors, ids[:, :length])
+        assert np.abs(actual - torch_logits(directory, ids[:, :length])).max() <= 1e-4, seq_len
     # On the other side transformers takes the other table, which is said.
     other = our_logits(config, vocab_size, tensors, ids[:, :32])
     assert np.abs(other - torch_logits(directory, ids[:, :32])).max() > 1e-2
-    assert "seq_len is 64, so rotary positions are scaled by long_factor" in str(config.differs_from_hf())
-    assert change(config, seq_len=32).differs_from_hf() is None
+    assert "seq_len is 64, so rotary positions are scaled by long_factor" in str(config.describe_difference_from_hf())
+    assert change(config, seq_len=32).describe_difference_from_hf() is None
 
 
 @pytest.mark.parametrize(

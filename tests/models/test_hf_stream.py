@@ -9,7 +9,7 @@ import pytest
 
 from lm_trainer.models import hf
 from lm_trainer.models.hf_stream import Slices, read_block
-from lm_trainer.models.hf_table import HfFamily, write_tensors
+from lm_trainer.models.hf_table import HfFamily, tensors_from_params
 from tests.models.common import TINY, VOCAB
 from tests.models.speech import TINY as SPEECH
 
@@ -27,12 +27,12 @@ def random_blocks(shape: tuple[int, ...], rng: np.random.Generator) -> list[Slic
 
 
 def assembled(pieces: list[Any], block: Slices, tensors: dict[str, np.ndarray], max_elements: int) -> np.ndarray:
-    whole = np.full([cut.stop - cut.start for cut in block], np.nan, np.float32)
+    out = np.full([extent.stop - extent.start for extent in block], np.nan, np.float32)
     for start, part in read_block(pieces, block, lambda name, region: tensors[name][region], max_elements=max_elements):
-        place = tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))
-        assert np.isnan(whole[place]).all(), "written twice"
-        whole[place] = part
-    return whole
+        region_of_part = tuple(slice(offset, offset + size) for offset, size in zip(start, part.shape, strict=True))
+        assert np.isnan(out[region_of_part]).all(), "written twice"
+        out[region_of_part] = part
+    return out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,20 +41,20 @@ def test_blocks_of_every_parameter(family: str) -> None:
     rng = np.random.default_rng(0)
     leaves = hf.param_infos(config, VOCAB)
     params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
-    tensors = write_tensors(config.hf_family(), leaves, params)
+    tensors = tensors_from_params(config.hf_family(), leaves, params)
     stored = hf.plan_reading(config, VOCAB, {name: x.shape for name, x in tensors.items()}, {})
     assert stored.pieces.keys() == params.keys()
     for name, x in params.items():
         for block in random_blocks(x.shape, rng):
             for max_elements in (1, 50, 10**6):
-                found = assembled(stored.pieces[name], block, tensors, max_elements)
-                np.testing.assert_array_equal(found, x[block], err_msg=f"{name} {block}")
+                actual = assembled(stored.pieces[name], block, tensors, max_elements)
+                np.testing.assert_array_equal(actual, x[block], err_msg=f"{name} {block}")
 
 
 def test_no_more_is_read_than_the_rows_and_columns_of_the_block() -> None:
     config = TINY["llama"]
     leaves = hf.param_infos(config, VOCAB)
-    tensors = write_tensors(config.hf_family(), leaves, {n: np.zeros(x.shape) for n, x in leaves.items()})
+    tensors = tensors_from_params(config.hf_family(), leaves, {n: np.zeros(x.shape) for n, x in leaves.items()})
     stored = hf.plan_reading(config, VOCAB, {name: x.shape for name, x in tensors.items()}, {})
     read: dict[str, Slices] = {}
 

@@ -29,8 +29,10 @@ def test_both_spellings_mean_the_same(case: str) -> None:
 
 
 def test_every_family_is_among_them() -> None:
-    ours = {config.hf.model_type for config in MODEL_CONFIGS if isinstance(config.hf, HfFamily)}
+    model_types = {config.hf.model_type for config in MODEL_CONFIGS if isinstance(config.hf, HfFamily)}
     # Both versions write its settings under the same names.
-    ours.remove("whisper")
+    model_types.remove("whisper")
     written = {config["model_type"] for config in WRITTEN_BY_4.values()}
-    assert written == ours, f"{written ^ ours}: add a case to make_transformers4.py, and run the commands at its top"
+    assert written == model_types, (
+        f"{written ^ model_types}: add a case to make_transformers4.py, and run the commands at its top"
+    )

@@ -32,7 +32,7 @@ def nested(named: dict[str, np.ndarray]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, x in named.items():
         *path, last = name.split(".")
-        functools.reduce(lambda at, key: at.setdefault(key, {}), path, result)[last] = x
+        functools.reduce(lambda subtree, key: subtree.setdefault(key, {}), path, result)[last] = x
     return result
 
 
@@ -82,9 +82,9 @@ def test_every_family_has_the_same_product_in_the_format(family: str) -> None:
     assert all(t.flags.c_contiguous for t in tensors.values())
     expected = merge_lora({**base, **adapters}, lora)
     by_format = merged_by_the_format(hf.params_to_hf(config, nested(base)), written, tensors)
-    found = named_leaves(hf.params_from_hf(config, VOCAB, by_format))
+    actual = named_leaves(hf.params_from_hf(config, VOCAB, by_format))
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(actual[name], x, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3", "mpt"])
@@ -95,8 +95,8 @@ def test_one_of_several_joined_layers_can_be_adapted_alone(family: str) -> None:
     assert written["rank_pattern"] == {}
     base = random_base(family)
     by_format = merged_by_the_format(hf.params_to_hf(TINY[family], nested(base)), written, tensors)
-    found = named_leaves(hf.params_from_hf(TINY[family], VOCAB, by_format))
-    changed = {name for name, x in base.items() if not np.array_equal(found[name], x)}
+    actual = named_leaves(hf.params_from_hf(TINY[family], VOCAB, by_format))
+    changed = {name for name, x in base.items() if not np.array_equal(actual[name], x)}
     assert changed == {"blocks.0.attention.v.weight"}
 
 

@@ -24,7 +24,7 @@ from tests.compiling import quick_jit
 from tests.models.common import change, positions, tokens
 from tests.models.speech import FRAMES, MELS, SEQ, TINY, VOCAB, features, graphdef, params, rows
 
-THEIRS: dict[str, Any] = {
+HF_FIELDS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 24,
     "encoder_layers": 3,
@@ -51,7 +51,7 @@ def make(directory: Path, **changes: Any) -> Any:
     """A checkpoint of `transformers` whose norms and biases are not those of a fresh one, and its model."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.WhisperConfig(**{**THEIRS, **changes})
+    config = transformers.WhisperConfig(**{**HF_FIELDS, **changes})
     model = transformers.WhisperForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -61,7 +61,7 @@ def make(directory: Path, **changes: Any) -> Any:
     return model
 
 
-def ours(directory: Path) -> tuple[WhisperConfig, dict[str, Any]]:
+def read_model(directory: Path) -> tuple[WhisperConfig, dict[str, Any]]:
     config, vocab_size = hf.config_from_hf(read_json(directory / "config.json"))
     assert isinstance(config, WhisperConfig)
     assert vocab_size == VOCAB
@@ -75,16 +75,18 @@ def ours(directory: Path) -> tuple[WhisperConfig, dict[str, Any]]:
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
-    theirs = make(tmp_path, **changes)
-    config, weights = ours(tmp_path)
+    reference = make(tmp_path, **changes)
+    config, weights = read_model(tmp_path)
     batch = rows()
     assert batch.features is not None
     with torch.no_grad():
-        heard = torch.from_numpy(np.asarray(batch.features).transpose(0, 2, 1).copy())
-        wanted = theirs(heard, decoder_input_ids=torch.from_numpy(np.asarray(batch.tokens)).long()).logits.numpy()
-    found = logits(config, weights, batch)
-    assert np.abs(wanted).max() > 1
-    assert np.abs(found - wanted).max() <= 1e-4
+        torch_features = torch.from_numpy(np.asarray(batch.features).transpose(0, 2, 1).copy())
+        expected = reference(
+            torch_features, decoder_input_ids=torch.from_numpy(np.asarray(batch.tokens)).long()
+        ).logits.numpy()
+    actual = logits(config, weights, batch)
+    assert np.abs(expected).max() > 1
+    assert np.abs(actual - expected).max() <= 1e-4
 
 
 def logits(config: WhisperConfig, weights: Any, batch: Batch) -> np.ndarray:
@@ -99,25 +101,27 @@ def logits(config: WhisperConfig, weights: Any, batch: Batch) -> np.ndarray:
 
 def test_tensors_and_config_come_back_exactly(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = make(tmp_path)
-    config, weights = ours(tmp_path)
-    state = {name: x.numpy() for name, x in theirs.state_dict().items() if name != "proj_out.weight"}
+    reference = make(tmp_path)
+    config, weights = read_model(tmp_path)
+    state = {name: x.numpy() for name, x in reference.state_dict().items() if name != "proj_out.weight"}
     written = hf.params_to_hf(config, weights)
     assert written.keys() == state.keys()
     for name, x in written.items():
         np.testing.assert_array_equal(x, state[name], err_msg=name)
-    made = hf.config_to_hf(config, vocab_size=VOCAB, eos_id=2, bos_id=1)
-    again, wanted = transformers.WhisperConfig(**made).to_dict(), theirs.config.to_dict()
+    hf_config = hf.config_to_hf(config, vocab_size=VOCAB, eos_id=2, bos_id=1)
+    loaded, expected = transformers.WhisperConfig(**hf_config).to_dict(), reference.config.to_dict()
     skipped = ("architectures", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-    assert {k: v for k, v in again.items() if k not in skipped} == {k: v for k, v in wanted.items() if k not in skipped}
-    assert change(hf.config_from_hf(made)[0], scan_layers=False) == config
+    assert {k: v for k, v in loaded.items() if k not in skipped} == {
+        k: v for k, v in expected.items() if k not in skipped
+    }
+    assert change(hf.config_from_hf(hf_config)[0], scan_layers=False) == config
 
 
 def test_parameters_are_as_many_as_in_transformers(tmp_path: Path) -> None:
-    theirs = make(tmp_path)
-    config, weights = ours(tmp_path)
+    reference = make(tmp_path)
+    config, weights = read_model(tmp_path)
     counted = sum(leaf.size for leaf in jax.tree.leaves(weights))
-    assert parameter_count(config.spec(VOCAB)) == theirs.num_parameters() == counted
+    assert parameter_count(config.spec(VOCAB)) == reference.num_parameters() == counted
 
 
 def test_the_defaults_are_the_tiny_model_of_the_paper() -> None:
@@ -158,12 +162,12 @@ def test_flops_are_those_of_the_program() -> None:
     ],
 )
 def test_execution_changes_no_number(fields: dict[str, Any]) -> None:
-    found, wanted = loss_and_grads(change(TINY, **fields)), plain()
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1], wanted[1])
+    actual, expected = loss_and_grads(change(TINY, **fields)), plain()
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual[1], expected[1])
     without = [
         jax.tree_util.keystr(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(found[1])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(actual[1])
         if not np.any(np.asarray(leaf))
     ]
     assert not without, "parameters without a gradient"
@@ -184,14 +188,14 @@ def loss_and_grads(config: WhisperConfig) -> Any:
 @pytest.mark.slow
 def test_decoding_with_a_cache_equals_the_full_forward_pass() -> None:
     batch, graph = rows(), graphdef(TINY)
-    wanted = logits(TINY, params(), batch)
+    expected = logits(TINY, params(), batch)
     cache = quick_jit(lambda p: nnx.merge(graph, p).encode(jnp.asarray(batch.features), SEQ))(params())
-    decode = quick_jit(lambda p, cache, t, at: nnx.merge(graph, p).decode(t, at, cache))
-    found = []
+    decode = quick_jit(lambda p, cache, t, positions_BT: nnx.merge(graph, p).decode(t, positions_BT, cache))
+    parts = []
     for part in np.split(np.arange(SEQ), 2):
         step, cache = decode(params(), cache, batch.tokens[:, part], positions(2, SEQ)[:, part])
-        found.append(step)
-    np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, atol=1e-5)
+        parts.append(step)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, atol=1e-5)
 
 
 def test_rows_that_cannot_be_heard_are_refused() -> None:

@@ -18,7 +18,7 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub
 from lm_trainer.export.huggingface import FILES
-from lm_trainer.export.output import check_output, complete_directory, exported_files
+from lm_trainer.export.output import atomic_directory, check_output, list_exported_files
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 from lm_trainer.run.files.bucket_mirror import BucketMirror
@@ -120,7 +120,7 @@ def test_an_export_in_a_bucket_is_uploaded_to_the_hub(behind: Bucket, monkeypatc
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setattr(hub, "check_push", lambda _: None)
-    with complete_directory(behind, overwrite=False, replaceable=FILES) as draft:
+    with atomic_directory(behind, overwrite=False, replaceable=FILES) as draft:
         (draft / "config.json").write_text("{}")
         (draft / "model.safetensors").write_bytes(b"weights")
     pushed = hub.push(behind, "me/run", public=False, patterns=FILES)
@@ -153,11 +153,11 @@ def test_settings_of_a_published_model_lie_beside_checkpoints_and_in_exports(beh
     with staging_directory(behind) as directory:
         settings.write(directory / SETTINGS)
     assert read_settings(behind) == settings
-    with complete_directory(behind / "out", overwrite=False, replaceable=FILES) as draft:
+    with atomic_directory(behind / "out", overwrite=False, replaceable=FILES) as draft:
         settings.write(draft)
         (draft / "additional_chat_templates").mkdir()
         (draft / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     check_output(behind / "out", overwrite=True, replaceable=FILES)
-    copy = local_copy(behind / "out", sizes=exported_files(behind / "out"))
+    copy = local_copy(behind / "out", sizes=list_exported_files(behind / "out"))
     assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     assert HfSettings.read(copy) == settings

@@ -16,10 +16,10 @@ from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
 @pytest.fixture
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets plans of one test that differ in the budget alone share their programs."""
-    kept = dict[tuple[str, int], MeasuredPrograms]()
+    programs_by_config = dict[tuple[str, int], MeasuredPrograms]()
 
-    def sharing(config: RunConfig, vocab_size: int, devices: Sequence[Any], *others: Any) -> StepMemory:
-        programs = kept.setdefault((config.model_dump_json(), len(devices)), MeasuredPrograms())
-        return StepMemory(config, vocab_size, devices, *others, programs=programs)
+    def sharing(config: RunConfig, vocab_size: int, devices: Sequence[Any], *further: Any) -> StepMemory:
+        programs = programs_by_config.setdefault((config.model_dump_json(), len(devices)), MeasuredPrograms())
+        return StepMemory(config, vocab_size, devices, *further, programs=programs)
 
     monkeypatch.setattr(run, "StepMemory", sharing)

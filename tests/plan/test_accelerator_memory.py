@@ -36,12 +36,12 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     trainer: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
 ):
     # The largest microbatch that fits, which is not looked at here, would take further programs.
-    monkeypatch.setattr("lm_trainer.plan.run.find_fit", lambda *_: None)
+    monkeypatch.setattr("lm_trainer.plan.run.find_fitting_microbatch", lambda *_: None)
 
     def temporary() -> int:
         config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, **trainer}})
-        found = plan_run(config, parse_devices("1xA100"), jax.devices()[:1], Assumptions(vocab_size=64))
-        (phase,) = (phase for phase in found.memory.phases if phase.name in ("microbatch", "step"))
+        plan = plan_run(config, parse_devices("1xA100"), jax.devices()[:1], Assumptions(vocab_size=64))
+        (phase,) = (phase for phase in plan.memory.phases if phase.name in ("microbatch", "step"))
         return phase.parts["temporary"]
 
     planned = temporary()
@@ -71,8 +71,8 @@ def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
     def microbatch(remat: bool) -> int:
         model = {**LLAMA, "num_layers": 4, "scan_layers": False, "gradient_checkpointing": remat}
         config = config_of({"model": model, "trainer": {"train_batch_size": 8}})
-        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
-        (phase,) = (phase for phase in found.memory.phases if phase.name == "microbatch")
+        plan = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
+        (phase,) = (phase for phase in plan.memory.phases if phase.name == "microbatch")
         return phase.parts["temporary"]
 
     assert microbatch(remat=True) < 0.6 * microbatch(remat=False)

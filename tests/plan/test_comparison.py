@@ -11,7 +11,7 @@ import pytest
 from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan import Assumptions, parse_devices, plan_run
-from lm_trainer.plan.comparison import Planned, comparison_lines, price_of, prices
+from lm_trainer.plan.comparison import PlannedConfig, comparison_lines, find_price, parse_prices
 from tests.conftest import RunLmt
 
 MODEL = {"type": "gpt2", "seq_len": 32, "hidden_dim": 64, "num_layers": 1, "num_heads": 2}
@@ -19,17 +19,17 @@ TRAINER = {"train_batch_size": 8, "num_train_steps": 10, "mp": "p=f32,c=bfloat16
 
 
 def test_a_price_is_of_all_kinds_or_of_one():
-    given = prices(["3", "H100=2.5", "v5p=4.2"])
+    price_list = parse_prices(["3", "H100=2.5", "v5p=4.2"])
     for written, price in (("8xH100", 2.5), ("8 x h100", 2.5), ("v5p:2x2x2", 4.2), ("64xv5p", 4.2), ("8xA100", 3.0)):
-        assert price_of(parse_devices(written), written, given) == price
-    assert price_of(parse_devices("8xH100"), "8xH100", prices(["NVIDIA H100 80GB HBM3=2"])) == 2
-    assert price_of(parse_devices("8xH100"), "8xH100", prices(["v5p=2"])) is None
+        assert find_price(parse_devices(written), written, price_list) == price
+    assert find_price(parse_devices("8xH100"), "8xH100", parse_prices(["NVIDIA H100 80GB HBM3=2"])) == 2
+    assert find_price(parse_devices("8xH100"), "8xH100", parse_prices(["v5p=2"])) is None
 
 
 @pytest.mark.parametrize("text", ["cheap", "H100=", "H100=-1", "=", "nan", "H100=inf"])
 def test_other_prices_are_refused(text: str):
     with pytest.raises(UserError, match=r"--price .*H100=2\.5"):
-        prices([text])
+        parse_prices([text])
 
 
 @pytest.mark.slow
@@ -38,9 +38,9 @@ def test_a_table_has_a_row_for_each_pair():
     config, group = config_of({"model": MODEL, "trainer": TRAINER}), parse_devices("2xH100")
     plan = plan_run(config, group, jax.devices()[:2], Assumptions(price=2.5, vocab_size=VOCAB, memory=10**9))
     small = plan_run(config, group, jax.devices()[:2], Assumptions(vocab_size=VOCAB, memory=1))
-    refused = Planned("b.yaml", "64xH100", None, "they cannot share 8 microbatches")
+    refused = PlannedConfig("b.yaml", "64xH100", None, "they cannot share 8 microbatches")
     head, *rows, reason, _ = comparison_lines(
-        [Planned("a.yaml", "2xH100", plan), Planned("c.yaml", "x", small), refused]
+        [PlannedConfig("a.yaml", "2xH100", plan), PlannedConfig("c.yaml", "x", small), refused]
     )
     assert head.split() == ["configuration", "devices", "peak", "of", "fits", "step", "tokens/s", "time", "cost"]
     first = rows[0].split()
@@ -63,7 +63,7 @@ def test_the_command_plans_all_of_them(run_lmt: RunLmt, in_tmp_path: Path):
     done = run_lmt("plan", *pairs, "--price", "H100=2", "--json")
     assert done.returncode == 0, done.stderr
     plans = json.loads(done.stdout)["plans"]
-    assert [(each["config"], each["wanted"]) for each in plans] == [
+    assert [(plan["config"], plan["wanted"]) for plan in plans] == [
         (name, devices) for name in ("a.yaml", "b.yaml") for devices in ("2xH100", "8xv5p")
     ]
     first, second = plans[:2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.plan import parse_devices
-from lm_trainer.plan.compiler_flags import SPARSE_CORES, sends_too_much
+from lm_trainer.plan.compiler_flags import SPARSE_CORES, all_gather_advice
 from lm_trainer.plan.programs import ProgramWork
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -28,9 +28,9 @@ ADDED = {"all-reduce": 24.0, "all-to-all": 1.0}
 def test_flags_are_named_where_gathers_became_sums(devices: str, data: int, sent: dict[str, float], advised: bool):
     mesh = {"replica": 64 // data, "data": data}
     programs = [ProgramWork("a", 1, (), sent, {}), ProgramWork("b", 2, (), {"all-to-all": 3.0}, {})]
-    found = sends_too_much(parse_devices(devices), mesh, programs)
-    assert (found is not None) == advised
-    assert found is None or SPARSE_CORES in found
+    advice = all_gather_advice(parse_devices(devices), mesh, programs)
+    assert (advice is not None) == advised
+    assert advice is None or SPARSE_CORES in advice
 
 
 def test_the_documentation_names_the_same_flags():

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.plan.gpu_target import described_gpus, gpu_target
-from lm_trainer.plan.refusal import explained_refusals
+from lm_trainer.plan.gpu_target import gpu_target, supported_gpus
+from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_memory
 from tests.conftest import RunLmt
 
@@ -36,7 +36,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-@pytest.mark.parametrize("kind", described_gpus())
+@pytest.mark.parametrize("kind", supported_gpus())
 def test_descriptions_agree_with_the_datasheets(kind: str, monkeypatch: pytest.MonkeyPatch):
     plugin(monkeypatch, jax_cuda12_pjrt="0.10.2", jaxlib="0.10.2")
     target = gpu_target(kind, 8)
@@ -71,20 +71,20 @@ def left_behind() -> set[Path]:
 
 
 def test_a_refused_program_is_kept_and_named():
-    before = left_behind()
-    with explained_refusals("TPU v5"):
+    present = left_behind()
+    with explain_refusals("TPU v5"):
         jax.jit(lambda x: jnp.sin(x) * 3).lower(1.0).compile()
-    assert left_behind() == before
+    assert left_behind() == present
 
     def refused() -> None:
-        with explained_refusals("TPU v5"):
+        with explain_refusals("TPU v5"):
             jax.jit(lambda x: jnp.cos(x) * 5).lower(1.0).compile()
             raise jax.errors.JaxRuntimeError("INTERNAL: no such register\nand a trace of it")
 
-    with pytest.raises(UserError, match="compiler for TPU v5 refuses a program: INTERNAL: no such register; ") as said:
+    with pytest.raises(UserError, match="compiler for TPU v5 refuses a program: INTERNAL: no such register; ") as error:
         refused()
-    (directory,) = left_behind() - before
-    program = Path(str(said.value).rpartition("the program is in ")[2])
+    (directory,) = left_behind() - present
+    program = Path(str(error.value).rpartition("the program is in ")[2])
     assert program.parent == directory
     assert "cosine" in program.read_text()
     assert jax.config.values["jax_dump_ir_to"] == ""
@@ -94,10 +94,10 @@ def test_a_refused_program_is_kept_and_named():
 
 
 def test_other_errors_leave_no_files():
-    before = left_behind()
-    with pytest.raises(ValueError, match="mine"), explained_refusals("TPU v5"):
+    present = left_behind()
+    with pytest.raises(ValueError, match="mine"), explain_refusals("TPU v5"):
         raise ValueError("mine")
-    assert left_behind() == before
+    assert left_behind() == present
 
 
 def has_plugin() -> bool:

@@ -17,12 +17,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
-from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
+from lm_trainer.plan.devices import memory_budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import Traces, estimate_step
-from lm_trainer.plan.fit import find_largest, possible_rows
+from lm_trainer.plan.fit import find_largest_microbatch, possible_rows
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.programs import ProgramWork, step_time
-from lm_trainer.plan.table import lines
+from lm_trainer.plan.table import plan_lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
@@ -103,12 +103,12 @@ def estimate_of(memory: StepMemory) -> tuple[PhaseBytes, dict[str, PhaseBytes]]:
 
 
 def test_an_estimate_without_devices_has_the_parts_of_the_plan(memory: StepMemory):
-    found, phases = estimate_of(memory)
-    planned = phases[found.name]
-    assert list(found.parts) == list(planned.parts)
+    estimate, phases = estimate_of(memory)
+    planned = phases[estimate.name]
+    assert list(estimate.parts) == list(planned.parts)
     # What a program returns has a table of pointers as well, and gradients come with what the loss reports.
     near = {name: pytest.approx(planned.parts[name], rel=1e-3) for name in ("gathered parameters", "gradients")}
-    assert found.parts == {**planned.parts, **near}
+    assert estimate.parts == {**planned.parts, **near}
 
 
 @pytest.mark.slow
@@ -124,9 +124,11 @@ def test_an_estimate_layer_by_layer_has_the_parts_of_the_plan(model: dict[str, A
     trainer = {**LAYERWISE, "mp": "p=f32,c=bfloat16", "microbatches_per_gather": together}
     config = config_of({"model": {**LLAMA, **model}, "trainer": trainer})
     memory = StepMemory(config, VOCAB, jax.devices()[:2], "gpu")
-    found, phases = estimate_of(memory)
-    assert found.name == phase == max(phases.values(), key=lambda each: each.bytes).name
-    assert found.parts == {name: pytest.approx(size, rel=1e-3, abs=200) for name, size in phases[phase].parts.items()}
+    estimate, phases = estimate_of(memory)
+    assert estimate.name == phase == max(phases.values(), key=lambda other_phase: other_phase.bytes).name
+    assert estimate.parts == {
+        name: pytest.approx(size, rel=1e-3, abs=200) for name, size in phases[phase].parts.items()
+    }
 
 
 @pytest.mark.optimised
@@ -161,13 +163,13 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
     peaks = {rows: memory.plan(rows).peak.bytes for rows in sizes}
     assert len(set(peaks.values())) == len(sizes)
     for limit in (max(peaks.values()), (peaks[2] + peaks[4]) // 2, peaks[2], min(peaks.values()) - 1):
-        found = find_largest(memory, limit)
-        assert found.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
-        if found.rows is None:
-            assert found.bytes == peaks[found.least_rows] == min(peaks.values())
+        fit = find_largest_microbatch(memory, limit)
+        assert fit.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
+        if fit.rows is None:
+            assert fit.bytes == peaks[fit.least_rows] == min(peaks.values())
         else:
-            assert found.bytes == peaks[found.rows] <= limit
-            assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
+            assert fit.bytes == peaks[fit.rows] <= limit
+            assert fit.next_rows is None or fit.next_bytes == peaks[fit.next_rows] > limit
 
 
 @pytest.mark.optimised
@@ -176,15 +178,15 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     # Activations of many long rows weigh more than the sums of gradients that wait for the next turn.
     model = {**LLAMA, "seq_len": 512, "num_layers": 2}
     trainer = {"train_batch_size": 16, "elastic_shards": 16, "determinism": "layerwise"}
-    config, places = config_of({"model": model, "trainer": trainer}), jax.devices()[:2]
+    config, devices = config_of({"model": model, "trainer": trainer}), jax.devices()[:2]
 
-    memory = StepMemory(config, VOCAB, places, "gpu")
+    memory = StepMemory(config, VOCAB, devices, "gpu")
     peaks = {n: memory.with_gather(n).plan().peak.bytes for n in (8, 4, 2)}
     assert peaks[8] == memory.plan().peak.bytes > peaks[4] > peaks[2]
-    found = plan_run(config, parse_devices("2xH100"), places, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
-    assert found.fit is not None
-    assert (found.fit.rows, found.fit.together, found.fit.bytes) == (1, 4, peaks[4])
-    text = "\n".join(lines(found))
+    plan = plan_run(config, parse_devices("2xH100"), devices, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
+    assert plan.fit is not None
+    assert (plan.fit.rows, plan.fit.together, plan.fit.bytes) == (1, 4, peaks[4])
+    text = "\n".join(plan_lines(plan))
     assert re.search(
         r"1 row, as it is, .* with trainer.microbatches_per_gather=4 \(the same numbers; .* by itself\)", text
     )
@@ -208,8 +210,8 @@ def test_large_models_fit_on_the_devices_that_they_are_for(
     workload = Path(__file__).parents[2] / f"benchmarks/workloads/{name}.yaml"
     done = run_lmt("plan", workload, "--devices", devices, *settings, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["memory"]["peak_bytes"] <= found["budget"]["bytes"]
+    plan = json.loads(done.stdout)
+    assert plan["memory"]["peak_bytes"] <= plan["budget"]["bytes"]
 
 
 @pytest.mark.slow
@@ -222,7 +224,7 @@ def test_the_table_says_what_is_as_good_as_it_gets():
     group, places = DeviceGroup(2, "NVIDIA H100 80GB HBM3"), jax.devices()[:2]
 
     def text(memory: int | None) -> str:
-        return "\n".join(lines(plan_run(config, group, places, Assumptions(vocab_size=VOCAB, memory=memory))))
+        return "\n".join(plan_lines(plan_run(config, group, places, Assumptions(vocab_size=VOCAB, memory=memory))))
 
     assert re.search(r"largest microbatch +2 rows, as it is", text(None))
     assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
@@ -246,7 +248,7 @@ def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
     assert plan.ring.share == pytest.approx(257 / 512)
     hidden = (1 - plan.ring.share) * (4 * 64 + 3 * 2) * length
     assert plan.ring.computed_flops_per_token == pytest.approx(plan.work.flops_per_token - 3 * hidden)
-    text = "\n".join(lines(plan))
+    text = "\n".join(plan_lines(plan))
     assert re.search(r"attention +ring of 8: 50.2% of all pairs computed", text)
     assert "keeps no scores" not in text
 
@@ -254,7 +256,7 @@ def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
 @pytest.mark.slow
 def test_the_table_says_what_is_not_known():
     config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
-    text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
+    text = "\n".join(plan_lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
     assert "n/a: how much memory 'cpu' has is not known; give --memory" in text
     assert "n/a: no datasheet figure for float32 on 'cpu'" in text
     assert "XLA's plan for a CPU" in text
@@ -295,8 +297,8 @@ def test_devices_and_bytes_as_people_write_them(monkeypatch: pytest.MonkeyPatch)
     assert parse_devices("v5p:4x4x4") == DeviceGroup(64, "TPU v5", "4x4x4")
     assert (parse_bytes("80GiB"), parse_bytes("1.5 gb")) == (80 * 2**30, 1_500_000_000)
     # JAX takes a part of a GPU's memory, and all of a TPU's.
-    found = {kind: getattr(budget(kind), "bytes", None) for kind in ("NVIDIA H200", "TPU v4", "cpu")}
-    assert found == {"NVIDIA H200": 0.9 * 141e9, "TPU v4": 32e9, "cpu": None}
+    budgets = {kind: getattr(memory_budget(kind), "bytes", None) for kind in ("NVIDIA H200", "TPU v4", "cpu")}
+    assert budgets == {"NVIDIA H200": 0.9 * 141e9, "TPU v4": 32e9, "cpu": None}
 
 
 @pytest.mark.parametrize("text", ["H100", "0xH100", "8x", "8xH1000", "-1xcpu", "99999xcpu", "H100:2x2", "v5e:64x128"])
@@ -333,8 +335,8 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
     settings = ("trainer.mp=bfloat16", "trainer.determinism=fast", "model.attn_backend=cudnn")
     done = run_lmt("plan", config, *options, *settings)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    memory, work, time = found["memory"], found["work"], found["time"]
+    plan = json.loads(done.stdout)
+    memory, work, time = plan["memory"], plan["work"], plan["time"]
     assert memory["peak_bytes"] == max(phase["bytes"] for phase in memory["phases"])
     assert all(phase["bytes"] == sum(phase["parts"].values()) for phase in memory["phases"])
     layer = 2 * 64 * 3 * 64 + 4 * 32 * 64 + 3 * 32 * 2 + 2 * 64 * 64 + 4 * 64 * 256
@@ -342,8 +344,8 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
     assert (work["tokens_per_step"], work["tokens"]) == (8 * 32, 10 * 8 * 32)
     assert time["step_seconds"] == pytest.approx(work["flops_per_step"] / (2 * 989.5e12 * 0.5))
     assert time["cost"] == pytest.approx(3 * 2 * 10 * time["step_seconds"] / 3600)
-    assert found["budget"]["bytes"] == 60e9
-    assert (found["fit"]["rows"], found["kernel"]) == (4, "cudnn")
+    assert plan["budget"]["bytes"] == 60e9
+    assert (plan["fit"]["rows"], plan["kernel"]) == (4, "cudnn")
     assert [path.name for path in config.parent.iterdir()] == ["tiny.yaml"]
 
 
@@ -366,23 +368,23 @@ def test_the_devices_own_compiler_says_what_programs_do(lmt: Lmt, config: Path, 
 def test_the_time_of_a_step_lies_between_all_at_once_and_one_after_another():
     ops = (Operation("a", "", flops=4e12, num_bytes=1e9), Operation("b", "", flops=0.0, num_bytes=3e9))
     work = ProgramWork("layer", 2, ops, {"all-gather": 1e9}, {})
-    found = step_time([work], flops=6e12, peak=2e12, bandwidths=Bandwidths(1e9, 0.5e9, "none"))
+    times = step_time([work], flops=6e12, peak=2e12, bandwidths=Bandwidths(1e9, 0.5e9, "none"))
     # In a run: products 2 s, memory 1 + 3 s, network 2 s.
-    assert (found.lower_bound, found.upper_bound, found.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")
-    assert found.mfu(found.lower_bound) == pytest.approx(6 / 2 / 8)
+    assert (times.lower_bound, times.upper_bound, times.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")
+    assert times.mfu(times.lower_bound) == pytest.approx(6 / 2 / 8)
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "message"),
     [
         ("8xL4", "--compile has no description of 'NVIDIA L4' for the compiler; it has NVIDIA A100"),
         ("8xv3", "--compile compiles for the TPUs v4, v5e, v5p, v6e, not for 'TPU v3'"),
         ("v5e:4x4", "needs the compiler for TPUs, which is the package libtpu"),
     ],
 )
-def test_a_compiler_that_is_not_there_is_named(devices: str, said: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_compiler_that_is_not_there_is_named(devices: str, message: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         target_devices(parse_devices(devices))
 
 

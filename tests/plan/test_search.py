@@ -16,13 +16,13 @@ from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
-from lm_trainer.plan.devices import budget
+from lm_trainer.plan.devices import memory_budget
 from lm_trainer.plan.estimate import Traces, estimate_step, estimate_temporary
-from lm_trainer.plan.layouts import Layout, layouts
+from lm_trainer.plan.layouts import Layout, enumerate_layouts
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.search import CompiledLayout
 from lm_trainer.plan.search_table import search_lines
-from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
+from lm_trainer.plan.speed import LayoutWork, Machine, StepCost, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import build_setup
@@ -47,9 +47,9 @@ SMALL_BATCH = 4
 
 @pytest.fixture
 def path(in_tmp_path: Path) -> Path:
-    found = in_tmp_path / "small.yaml"
-    found.write_text(CONFIG)
-    return found
+    file = in_tmp_path / "small.yaml"
+    file.write_text(CONFIG)
+    return file
 
 
 @functools.cache
@@ -81,9 +81,9 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
 ):
     trace_each_model_once(monkeypatch)
     config = load(path, [], RunConfig).config
-    found = list(layouts(config, VOCAB, 4))
-    assert len({layout.overrides for layout in found}) == len(found) > 100
-    for layout in found[:: len(found) // samples]:
+    layouts = list(enumerate_layouts(config, VOCAB, 4))
+    assert len({layout.overrides for layout in layouts}) == len(layouts) > 100
+    for layout in layouts[:: len(layouts) // samples]:
         read = with_resolved_gather(load(path, layout.overrides, RunConfig).config, VOCAB)
         assert read.model_dump() == layout.config.model_dump()
         build_setup(read, VOCAB, jax.devices()[:4])
@@ -91,24 +91,24 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
 
 def test_layouts_say_which_of_their_settings_make_another_run(path: Path):
     config = with_resolved_gather(load(path, [], RunConfig).config, VOCAB)
-    found = list(layouts(config, VOCAB, 4))
+    layouts = list(enumerate_layouts(config, VOCAB, 4))
 
     @functools.cache
     def hash_with(overrides: tuple[str, ...]) -> str:
         return config_hash(with_resolved_gather(load(path, overrides, RunConfig).config, VOCAB))
 
-    for layout in found:
+    for layout in layouts:
         assert bool(layout.changes) == (config_hash(layout.config) != config_hash(config))
         # Without the settings that it names, it is the same run.
-        kept = tuple(text for text in layout.overrides if text.split("=")[0] not in layout.changes)
+        harmless_overrides = tuple(text for text in layout.overrides if text.split("=")[0] not in layout.changes)
         if "trainer.gather" not in layout.changes:
-            assert hash_with(kept) == config_hash(config)
-    assert any(not layout.changes for layout in found)
+            assert hash_with(harmless_overrides) == config_hash(config)
+    assert any(not layout.changes for layout in layouts)
 
 
-def axes_of(found: list[Layout]) -> dict[str, set[int]]:
+def axes_of(layouts: list[Layout]) -> dict[str, set[int]]:
     names = ("pipeline", "context", "expert", "model")
-    return {name: {getattr(layout.config.trainer, f"{name}_axis_size") for layout in found} for name in names}
+    return {name: {getattr(layout.config.trainer, f"{name}_axis_size") for layout in layouts} for name in names}
 
 
 def test_axes_are_those_that_the_model_admits():
@@ -116,51 +116,55 @@ def test_axes_are_those_that_the_model_admits():
                                  "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
                        "trainer": {"train_batch_size": 16}})  # fmt: skip
     every = {1, 2, 4}
-    assert axes_of([*layouts(llama, VOCAB, 4)]) == {
+    assert axes_of([*enumerate_layouts(llama, VOCAB, 4)]) == {
         "pipeline": {1, 2},
         "context": every,
         "expert": {1},
         "model": {1, 2},
     }
     mixtral = config_of({"model": MIXTRAL, "trainer": {"train_batch_size": 16}})
-    found = axes_of([*layouts(mixtral, VOCAB, 4)])
-    assert found == {"pipeline": {1}, "context": every, "expert": every, "model": {1, 2}}
+    axes = axes_of([*enumerate_layouts(mixtral, VOCAB, 4)])
+    assert axes == {"pipeline": {1}, "context": every, "expert": every, "model": {1, 2}}
 
 
 def test_what_is_given_stays(path: Path):
     config = load(path, ["trainer.elastic_shards=8"], RunConfig).config
-    found = list(layouts(config, VOCAB, 2))
-    assert min(layout.plan.count for layout in found) == 8
-    assert {layout.plan.batch_size for layout in found} == {16}
+    layouts = list(enumerate_layouts(config, VOCAB, 2))
+    assert min(layout.plan.count for layout in layouts) == 8
+    assert {layout.plan.batch_size for layout in layouts} == {16}
     fast = load(path, ["trainer.determinism=fast"], RunConfig).config
-    assert {layout.config.trainer.gather for layout in layouts(fast, VOCAB, 2)} == {"auto"}
-    assert {layout.config.trainer.gather for layout in layouts(config, VOCAB, 2)} == {"model", "layer"}
+    assert {layout.config.trainer.gather for layout in enumerate_layouts(fast, VOCAB, 2)} == {"auto"}
+    assert {layout.config.trainer.gather for layout in enumerate_layouts(config, VOCAB, 2)} == {"model", "layer"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [SMALL_BATCH, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(batch_size: int):
     everything = searched("2xH100", batch_size=batch_size)
-    assert [each.seconds for each in everything.ranked] == sorted(each.seconds for each in everything.ranked)
-    assert all(each.fits for each in everything.ranked)
+    assert [candidate.seconds for candidate in everything.ranked] == sorted(
+        candidate.seconds for candidate in everything.ranked
+    )
+    assert all(candidate.fits for candidate in everything.ranked)
     assert everything.nearest is None
     # With less memory than the fastest takes, another one is found, or none.
     limit = everything.ranked[0].memory.bytes
     tighter = searched("2xH100", memory=limit, batch_size=batch_size)
-    assert all(each.memory.bytes < limit for each in tighter.ranked)
+    assert all(candidate.memory.bytes < limit for candidate in tighter.ranked)
     assert tighter.ranked[0].seconds >= everything.ranked[0].seconds
     none = searched("2xH100", memory=1, batch_size=batch_size)
     assert none.ranked == ()
     assert none.nearest is not None
-    assert none.nearest.memory.bytes <= min(each.memory.bytes for each in (*everything.ranked, *tighter.ranked))
+    assert none.nearest.memory.bytes <= min(
+        candidate.memory.bytes for candidate in (*everything.ranked, *tighter.ranked)
+    )
 
 
 def test_the_fastest_with_the_same_numbers_is_named_beside_one_that_changes_them():
-    found = searched()
-    assert found.ranked[0].layout.changes
-    assert found.same_numbers is not None
-    assert found.same_numbers.layout.changes == ()
-    text = "\n".join(search_lines(found))
+    search = searched()
+    assert search.ranked[0].layout.changes
+    assert search.same_numbers is not None
+    assert search.same_numbers.layout.changes == ()
+    text = "\n".join(search_lines(search))
     assert "fastest; changes the numbers of the run, by " in text
     assert "fastest with the same numbers" in text
     short = "\n".join(search_lines(searched("2xH100", memory=1, batch_size=SMALL_BATCH)))
@@ -197,13 +201,13 @@ def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[
     plan = memory.largest_step()
     axes = dict(config.trainer.step_plan.abstract_mesh(4).shape)
     temporary = estimate_temporary(config, VOCAB, 4, plan.rows * config.model.seq_len, axes=axes)
-    found = estimate_step(config, group, temporary, Traces(VOCAB))
-    assert found.bytes == pytest.approx(planned.bytes, rel=0.25)
+    estimate = estimate_step(config, group, temporary, Traces(VOCAB))
+    assert estimate.bytes == pytest.approx(planned.bytes, rel=0.25)
 
 
-def work_of(config: RunConfig, **changes: Any) -> Work:
+def work_of(config: RunConfig, **changes: Any) -> LayoutWork:
     spec = config.model.spec(VOCAB)
-    given = {
+    defaults = {
         "spec": spec,
         "trainer": with_resolved_gather(config, VOCAB).trainer,
         "seq_len": config.model.seq_len,
@@ -215,7 +219,7 @@ def work_of(config: RunConfig, **changes: Any) -> Work:
         "backend": "cudnn",
         "training_flops": 6000,
     }
-    return Work(**{**given, **changes})
+    return LayoutWork(**{**defaults, **changes})
 
 
 MACHINE = Machine("NVIDIA H100 80GB HBM3", 1e6, Bandwidths(1e9, 1e3, "none", between_nodes=1e1))
@@ -228,15 +232,15 @@ def cost_of(**changes: Any) -> StepCost:
 
 
 def test_the_cost_of_a_step_by_hand():
-    found = cost_of()
+    cost = cost_of()
     # Two microbatches of 2 rows of 256 positions on each of four devices.
-    assert found.compute == pytest.approx(2 * 512 * 6000 / 1e6)
-    assert (found.recompute, found.idle) == (0, 0)
+    assert cost.compute == pytest.approx(2 * 512 * 6000 / 1e6)
+    assert (cost.recompute, cost.idle) == (0, 0)
     # Three readings of weights, a gradient that is written and added (two readings, one writing), in float32.
-    assert found.memory == pytest.approx(2 * 1000 * (3 * 4 + 4 * 4) / 1e9)
+    assert cost.memory == pytest.approx(2 * 1000 * (3 * 4 + 4 * 4) / 1e9)
     # Parameters come from, and gradients go to, three of four devices.
-    assert found.network == pytest.approx(0.75 * 1000 * (4 + 4) / 1e3)
-    assert found.seconds == found.compute + found.memory + found.network
+    assert cost.network == pytest.approx(0.75 * 1000 * (4 + 4) / 1e3)
+    assert cost.seconds == cost.compute + cost.memory + cost.network
 
 
 def test_devices_wait_for_those_with_more_microbatches_and_for_stages():
@@ -255,9 +259,9 @@ def test_devices_wait_for_those_with_more_microbatches_and_for_stages():
 
 def test_more_nodes_send_by_their_adapters():
     sizes = {"replica_dcn": 1, "replica": 1, "data": 16, "pipeline": 1, "context": 1, "expert": 1, "model": 1}
-    found = cost_of(sizes=sizes, shards=16, plan=MicrobatchPlan(32, 16, 2))
+    cost = cost_of(sizes=sizes, shards=16, plan=MicrobatchPlan(32, 16, 2))
     # A gather passes through each node once, by all of its eight adapters; an exchange goes from each to each.
-    assert found.network == pytest.approx(15 / 16 * 1000 * 4 * (1 / 80 + 1 / 10))
+    assert cost.network == pytest.approx(15 / 16 * 1000 * 4 * (1 / 80 + 1 / 10))
     tpu = replace(MACHINE, kind="TPU v5")
     work = work_of(config_of({"model": LLAMA, "trainer": {"train_batch_size": 32}}), sizes=sizes, shards=16)
     assert step_cost(work, tpu).network == pytest.approx(15 / 16 * 1000 * 8 / 1e3)
@@ -276,40 +280,42 @@ def test_the_command_prints_settings_that_training_takes(run_lmt: RunLmt, path: 
     done = run_lmt("plan", path, "--devices", "4xH100", "--search")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    start = next(at for at, line in enumerate(lines) if line.startswith("fastest"))
+    start = next(index for index, line in enumerate(lines) if line.startswith("fastest"))
     settings = [line.strip() for line in lines[start + 1 :] if line.startswith("  ")]
-    end = next((at for at, line in enumerate(lines[start + 1 :]) if not line.startswith("  ")), len(settings))
+    end = next((index for index, line in enumerate(lines[start + 1 :]) if not line.startswith("  ")), len(settings))
     checked = run_lmt("config", "check", path, *settings[:end])
     assert checked.returncode == 0, checked.stderr
-    found = json.loads(run_lmt("plan", path, "--devices", "4xH100", "--search", "--json").stdout)
-    assert found["ranked"][0]["overrides"] == settings[:end]
-    assert found["budget"]["bytes"] == budget("NVIDIA H100 80GB HBM3").bytes  # pyright: ignore[reportOptionalMemberAccess]
+    search = json.loads(run_lmt("plan", path, "--devices", "4xH100", "--search", "--json").stdout)
+    assert search["ranked"][0]["overrides"] == settings[:end]
+    assert search["budget"]["bytes"] == memory_budget("NVIDIA H100 80GB HBM3").bytes  # pyright: ignore[reportOptionalMemberAccess]
     assert [path.name for path in path.parent.iterdir()] == ["small.yaml"]
 
 
 def test_the_compilers_word_decides(path: Path):
     config, group = load(path, [], RunConfig).config, parse_devices("4xH100")
-    guessed, asked = searched(), list[tuple[str, ...]]()
+    guessed, compiled_overrides = searched(), list[tuple[str, ...]]()
 
     def compile_one(overrides: tuple[str, ...]) -> CompiledLayout:
-        asked.append(overrides)
-        if len(asked) == 1:
+        compiled_overrides.append(overrides)
+        if len(compiled_overrides) == 1:
             raise UserError("no such register")
-        size = 10**15 if len(asked) == 2 else 1000
-        return CompiledLayout(PhaseBytes("step", {"state": size}), (1 / len(asked), 4 / len(asked)))
+        size = 10**15 if len(compiled_overrides) == 2 else 1000
+        return CompiledLayout(
+            PhaseBytes("step", {"state": size}), (1 / len(compiled_overrides), 4 / len(compiled_overrides))
+        )
 
-    found = search_layouts(config, group, Assumptions(vocab_size=VOCAB), compile_best=(2, compile_one))
+    search = search_layouts(config, group, Assumptions(vocab_size=VOCAB), compile_best=(2, compile_one))
     assert guessed.same_numbers is not None
     # Two that fit, and the one with the same numbers, which is among them or is compiled after them.
-    same = guessed.same_numbers.layout.overrides
-    first = [each.layout.overrides for each in guessed.ranked[:4]]
-    assert asked == (first if same in first else [*first, same])
-    assert found.same_numbers is None or found.same_numbers.compiled is not None
+    same_overrides = guessed.same_numbers.layout.overrides
+    first = [candidate.layout.overrides for candidate in guessed.ranked[:4]]
+    assert compiled_overrides == (first if same_overrides in first else [*first, same_overrides])
+    assert search.same_numbers is None or search.same_numbers.compiled is not None
     # Of those that fit the later one is faster, by the geometric mean of its bounds.
-    assert [each.layout.overrides for each in found.ranked] == [asked[3], asked[2]]
-    assert found.ranked[0].seconds == pytest.approx(2 / 4)
-    assert [each.refused for each in found.rejected] == ["no such register", None]
-    text = "\n".join(search_lines(found))
+    assert [candidate.layout.overrides for candidate in search.ranked] == [compiled_overrides[3], compiled_overrides[2]]
+    assert search.ranked[0].seconds == pytest.approx(2 / 4)
+    assert [candidate.refused for candidate in search.rejected] == ["no such register", None]
+    text = "\n".join(search_lines(search))
     assert "left out: " in text
     assert ": no such register" in text
     assert "by the compiler, in step" in text
@@ -321,7 +327,7 @@ def test_a_search_whose_layouts_all_are_refused_says_so(path: Path):
         raise UserError("no such register")
 
     config, group = load(path, [], RunConfig).config, parse_devices("2xH100")
-    found = search_layouts(config, group, Assumptions(vocab_size=VOCAB), compile_best=(1, refuse))
-    assert found.ranked == ()
-    assert "no layout can be compiled" in "\n".join(search_lines(found))
-    assert json.loads(json.dumps(found.as_dict()))["rejected"][0]["refused"] == "no such register"
+    search = search_layouts(config, group, Assumptions(vocab_size=VOCAB), compile_best=(1, refuse))
+    assert search.ranked == ()
+    assert "no layout can be compiled" in "\n".join(search_lines(search))
+    assert json.loads(json.dumps(search.as_dict()))["rejected"][0]["refused"] == "no such register"

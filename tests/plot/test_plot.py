@@ -34,8 +34,8 @@ RUN: dict[str, Any] = {
 
 
 def with_sections(**sections: dict[str, Any]) -> SchedulePlot:
-    whole = {**RUN, **sections}
-    return plot_schedules(RunConfig.model_validate({**whole, "optimizer": {"type": "adam", **whole["optimizer"]}}))
+    merged = {**RUN, **sections}
+    return plot_schedules(RunConfig.model_validate({**merged, "optimizer": {"type": "adam", **merged["optimizer"]}}))
 
 
 def test_the_points_of_a_cyclic_schedule() -> None:
@@ -86,8 +86,8 @@ def test_batch_sizes_and_weights_are_stairs() -> None:
 def test_checkpoints_are_those_of_the_policy() -> None:
     keep = [{"every": 7, "until": 20}, {"every": 4, "until": 41}, {"every": 10}]
     entries = [KeepEvery(**entry) for entry in keep]
-    found = with_sections(trainer={"num_train_steps": 75, "checkpointer": {"keep": keep}}, optimizer={}).marks
-    assert found.checkpoints == (*(step for step in range(75) if is_permanent(step, entries)), 75)
+    marks = with_sections(trainer={"num_train_steps": 75, "checkpointer": {"keep": keep}}, optimizer={}).marks
+    assert marks.checkpoints == (*(step for step in range(75) if is_permanent(step, entries)), 75)
 
 
 def test_text_shows_the_curve_with_its_marks_below() -> None:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.tree import nest_named_leaves
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.export.hub import Pushed
+from lm_trainer.export.hub import PushedModel
 from lm_trainer.export.huggingface import read_hf
 from lm_trainer.models import hf
 from lm_trainer.run.config.run_config import RunConfig
@@ -101,13 +101,13 @@ def test_uploads_follow_one_another_and_a_failed_one_ends_nothing(
 ) -> None:
     pushed: list[tuple[str, str, bool]] = []
 
-    def push(out: Path, name: str, *, public: bool, patterns: Any, message: str) -> Pushed:
+    def push(out: Path, name: str, *, public: bool, patterns: Any, message: str) -> PushedModel:
         assert (out / "model.safetensors").is_file()
         assert "config.json" in patterns
         pushed.append((name, message, public))
         if len(pushed) == 1:
             raise MachineError("the hub cannot be reached")
-        return Pushed("https://hub/me/run", True)
+        return PushedModel("https://hub/me/run", True)
 
     monkeypatch.setattr(hf_exports, "push", push)
     monkeypatch.setattr(hf_exports, "prepare_push", lambda name: f"me/{name}")

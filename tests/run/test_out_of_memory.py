@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 
-from cli.out_of_memory import explained_out_of_memory
+from cli.out_of_memory import explain_out_of_memory
 from lm_trainer.core.errors import EXIT_OUT_OF_MEMORY, translate_out_of_memory
 from lm_trainer.run.config.run_config import RunConfig
 from tests.conftest import Lmt, RunLmt
@@ -99,7 +99,7 @@ def test_the_state_of_the_run_is_freed_before_its_plan_is_made(monkeypatch: pyte
         return subprocess.CompletedProcess([], 1, "", "no plan")
 
     monkeypatch.setattr(subprocess, "run", plan)
-    with pytest.raises(typer.Exit) as ended, explained_out_of_memory(RunConfig(), Path("run.yaml"), []):
+    with pytest.raises(typer.Exit) as ended, explain_out_of_memory(RunConfig(), Path("run.yaml"), []):
         train()
     assert ended.value.exit_code == EXIT_OUT_OF_MEMORY
 

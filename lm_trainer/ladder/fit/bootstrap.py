@@ -13,7 +13,7 @@ from scipy import stats
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.law import Law
 from lm_trainer.ladder.fit.points import Points
-from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, Settings
+from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, FitSettings
 from lm_trainer.ladder.fit.solver import Design, refine
 
 _FEWEST_RUNS = 8
@@ -21,7 +21,7 @@ _ATTEMPTS = 100
 """Maximum number of attempts per resample."""
 
 
-def resample(points: Points, law: Law, settings: Settings) -> Law:
+def fit_resamples(points: Points, law: Law, settings: FitSettings) -> Law:
     """Fits laws to resamples of the points; their constants are arrays.
 
     `residuals` keeps every N and D and redraws the errors of log L: each is divided by sqrt(1 - its leverage), all are
@@ -32,18 +32,18 @@ def resample(points: Points, law: Law, settings: Settings) -> Law:
         UserError: with too few points or runs to draw from.
     """
     draws, unit = settings.draws, settings.resample
-    design, rng = Design.of(points.num_params, points.tokens), np.random.default_rng([settings.seed, 1])
+    design, rng = Design.from_points(points.num_params, points.tokens), np.random.default_rng([settings.seed, 1])
     # Start from the law of the original points, which is close to all others: no second grid search.
-    start_RK = np.tile(design.constants(law), (draws, 1))
+    start_RK = np.tile(design.to_constants(law), (draws, 1))
     if unit == "residuals":
-        errors_P = residual_errors(points, law) * student_factor(len(points), settings.level)
+        errors_P = residual_errors(points, law) * student_t_factor(len(points), settings.level)
         sampled_RP = rng.choice(errors_P, (draws, len(points)))
         loss_RP = law.loss(points.num_params, points.tokens) * np.exp(sampled_RP)
         weights_RP = np.ones_like(loss_RP)
     else:
         loss_RP = np.tile(points.loss, (draws, 1))
-        weights_RP = _weights(points, unit, draws, rng)
-    return design.law(refine(design, loss_RP, weights_RP, start_RK, settings.objective)[0])
+        weights_RP = _draw_counts(points, unit, draws, rng)
+    return design.to_law(refine(design, loss_RP, weights_RP, start_RK, settings.objective)[0])
 
 
 def residual_errors(points: Points, law: Law) -> np.ndarray:
@@ -57,8 +57,8 @@ def residual_errors(points: Points, law: Law) -> np.ndarray:
 
 def leverage(points: Points, law: Law) -> np.ndarray:
     """Leverage of each point (P,), between 0 and 1: the diagonal of the hat matrix of the linearised law."""
-    design = Design.of(points.num_params, points.tokens)
-    predicted_P, slopes_PK = design.predict(design.constants(law))
+    design = Design.from_points(points.num_params, points.tokens)
+    predicted_P, slopes_PK = design.predict(design.to_constants(law))
     # J (J'J)^-1 J' = U U' without inverting anything; directions not determined by the points are left out.
     u_PK, size_K, _ = np.linalg.svd(slopes_PK / predicted_P[:, None], full_matrices=False)
     determined_PK = u_PK[:, size_K > 1e-12 * size_K[0]]
@@ -67,13 +67,13 @@ def leverage(points: Points, law: Law) -> np.ndarray:
     return np.minimum((determined_PK**2).sum(-1), 1 - 1 / len(points))
 
 
-def student_factor(count: int, level: float) -> float:
+def student_t_factor(count: int, level: float) -> float:
     """Student's t over the normal quantile, with the degrees of freedom left by the constants."""
     tail = (1 + level) / 2
     return float(stats.t.ppf(tail, max(count - NUM_CONSTANTS, 1)) / stats.norm.ppf(tail))
 
 
-def _weights(points: Points, unit: str, draws: int, rng: np.random.Generator) -> np.ndarray:
+def _draw_counts(points: Points, unit: str, draws: int, rng: np.random.Generator) -> np.ndarray:
     """Counts of each point in each resample (R, P); resamples without enough sizes or points are redrawn."""
     names = points.runs if unit == "runs" else range(len(points))
     units, of_P = np.unique(np.array(names), return_inverse=True)
@@ -94,7 +94,7 @@ def _weights(points: Points, unit: str, draws: int, rng: np.random.Generator) ->
     raise UserError(f"--resample {unit}: hardly a resample has three sizes and six points; take --resample residuals")
 
 
-def interval(values: Any, level: float) -> tuple[float, float]:
+def central_interval(values: Any, level: float) -> tuple[float, float]:
     """The central interval with a fraction `level` of the draws."""
     # A draw without an optimum is NaN and is ignored.
     with np.errstate(invalid="ignore"):

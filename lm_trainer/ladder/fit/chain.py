@@ -19,7 +19,7 @@ _FEWEST = 6
 
 
 @dataclass(frozen=True)
-class Chain:
+class AccuracySigmoid:
     """Constants of the sigmoid: numbers, or arrays of one shape for many sigmoids."""
 
     a: Any
@@ -37,7 +37,9 @@ class Chain:
         return {name: np.asarray(value).tolist() for name, value in asdict(self).items()}
 
 
-def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) -> tuple[Chain, Chain]:
+def fit_accuracy_sigmoid(
+    loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int
+) -> tuple[AccuracySigmoid, AccuracySigmoid]:
     """Least squares, with the ideal point (loss 0, accuracy 1) as in the paper, and `draws` resamples of the points.
 
     Args:
@@ -56,25 +58,25 @@ def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) 
         raise UserError(f"--task: a sigmoid needs at least {_FEWEST} points, there are {len(loss)}")
     if np.ptp(accuracy) == 0:
         raise UserError("--task: the accuracy is the same at all points, so that nothing follows from the loss")
-    best = _fit(loss, accuracy, None)
+    best = _fit_sigmoid(loss, accuracy, None)
     rng = np.random.default_rng([seed, 2])
     rows = []
     while len(rows) < draws:
         chosen = rng.integers(0, len(loss), len(loss))
         # Redraw resamples with too few different points or a constant accuracy: they determine no sigmoid.
         if len(np.unique(chosen)) >= _FEWEST - 1 and np.ptp(accuracy[chosen]) > 0:
-            rows.append(_fit(loss[chosen], accuracy[chosen], best))
-    return Chain(*best), Chain(*np.array(rows).reshape(-1, 4).T)
+            rows.append(_fit_sigmoid(loss[chosen], accuracy[chosen], best))
+    return AccuracySigmoid(*best), AccuracySigmoid(*np.array(rows).reshape(-1, 4).T)
 
 
-def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np.ndarray:
+def _fit_sigmoid(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np.ndarray:
     from scipy.optimize import least_squares
 
     # The ideal point fixes the upper end of the sigmoid, far from all measured models.
     loss, accuracy = np.append(loss, 0.0), np.append(accuracy, 1.0)
 
-    def errors(x: np.ndarray) -> np.ndarray:
-        return Chain(*x).accuracy(loss) - accuracy
+    def accuracy_errors(x: np.ndarray) -> np.ndarray:
+        return AccuracySigmoid(*x).accuracy(loss) - accuracy
 
     middle, spread = float(np.median(loss[:-1])), max(float(np.ptp(loss[:-1])), 1e-3)
     low = float(accuracy.min())
@@ -89,5 +91,8 @@ def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np
             for shift in (-1.0, -0.5, 0.0)
         ]
     )
-    fits = [least_squares(errors, np.clip(x, _LOWER, _UPPER), bounds=(_LOWER, _UPPER), x_scale="jac") for x in starts]
+    fits = [
+        least_squares(accuracy_errors, np.clip(x, _LOWER, _UPPER), bounds=(_LOWER, _UPPER), x_scale="jac")
+        for x in starts
+    ]
     return min(fits, key=lambda result: result.cost).x

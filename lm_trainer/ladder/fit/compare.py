@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.fit.bootstrap import interval
+from lm_trainer.ladder.fit.bootstrap import central_interval
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import FLOPS_PER_PARAM, Law
 from lm_trainer.ladder.fit.predict import MAX_EXTRAPOLATION, Range, check_range
-from lm_trainer.ladder.tables import table
+from lm_trainer.ladder.tables import format_table
 
 _REACH = 30.0
 """Half the range of the bisection, in log FLOPs."""
@@ -79,48 +79,48 @@ def compare(
     multipliers = []
     for value in flops:
         ratio = check_range(nearer, value, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
-        multipliers.append(_compare_at(a, b, value, per_param, ratio))
+        multipliers.append(_compare_at_compute(a, b, value, per_param, ratio))
     return multipliers
 
 
-def _compare_at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
+def _compare_at_compute(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
     level, count = a.settings.level, min(a.settings.draws, b.settings.draws)
     # Shuffled, since bootstraps with the same seed draw the same points.
     order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)
     draws_a, draws_b = a.draws.select(slice(count)), b.draws.select(order)
-    loss_a, drawn_a = (_loss(law, flops, per_param) for law in (a.law, draws_a))
-    loss_b, drawn_b = (_loss(law, flops, per_param) for law in (b.law, draws_b))
+    loss_a, drawn_a = (_loss_at_compute(law, flops, per_param) for law in (a.law, draws_a))
+    loss_b, drawn_b = (_loss_at_compute(law, flops, per_param) for law in (b.law, draws_b))
     return Multiplier(
         flops,
         float(loss_a),
-        Range(float(loss_b - loss_a), *interval(drawn_b - drawn_a, level)),
+        Range(float(loss_b - loss_a), *central_interval(drawn_b - drawn_a, level)),
         Range(
-            float(_multiplier(b.law, loss_a, flops, per_param)),
-            *interval(_multiplier(draws_b, drawn_a, flops, per_param), level),
+            float(_solve_multiplier(b.law, loss_a, flops, per_param)),
+            *central_interval(_solve_multiplier(draws_b, drawn_a, flops, per_param), level),
         ),
         ratio,
     )
 
 
-def _loss(law: Law, flops: Any, per_param: float) -> Any:
+def _loss_at_compute(law: Law, flops: Any, per_param: float) -> Any:
     # C = 6 N D with D = per_param N.
     num_params = np.sqrt(flops / (FLOPS_PER_PARAM * per_param))
     return law.loss(num_params, per_param * num_params)
 
 
-def _multiplier(law: Law, loss: Any, flops: float, per_param: float) -> Any:
+def _solve_multiplier(law: Law, loss: Any, flops: float, per_param: float) -> Any:
     """`flops` over the compute of the law for this loss, by bisection, since the loss falls with compute."""
     low, high = (np.full(np.shape(loss), np.log(flops) + sign * _REACH) for sign in (-1, 1))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        above = _loss(law, np.exp(middle), per_param) > loss
+        above = _loss_at_compute(law, np.exp(middle), per_param) > loss
         low, high = np.where(above, middle, low), np.where(above, high, middle)
     # A law with a floor E above the loss never reaches it, with any compute.
-    reached = _loss(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
+    reached = _loss_at_compute(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
     return np.where(reached, np.exp(np.log(flops) - (low + high) / 2), 0.0)
 
 
-def compare_text(multipliers: Sequence[Multiplier], level: float) -> str:
+def format_comparison(multipliers: Sequence[Multiplier], level: float) -> str:
     """Table for the terminal."""
     rows = [
         [
@@ -133,7 +133,7 @@ def compare_text(multipliers: Sequence[Multiplier], level: float) -> str:
         for m in multipliers
     ]
     head = ["FLOPs", "/ largest", "loss of A", "B - A", "low", "high", "multiplier", "low", "high"]
-    return table(head, rows) + "\n" + verdict(multipliers, level)
+    return format_table(head, rows) + "\n" + verdict(multipliers, level)
 
 
 def verdict(multipliers: Sequence[Multiplier], level: float) -> str:

@@ -28,7 +28,7 @@ _INFLUENTIAL = 0.5
 """Shift caused by a single point, as a fraction of the interval's half-width, above which it is reported."""
 
 
-class Held(NamedTuple):
+class HeldOutPoint(NamedTuple):
     """A held-out point, and its prediction by the law of the others."""
 
     label: str
@@ -51,7 +51,7 @@ class Influence:
     """Error of each point under the law of the other points, in standard deviations of their noise."""
 
 
-def backtest(fitted: Fit) -> list[Held]:
+def backtest(fitted: Fit) -> list[HeldOutPoint]:
     """Fits without the largest size and predicts it, or without the largest compute if too few sizes would remain.
 
     Returns an empty list if too few points would remain.
@@ -65,22 +65,22 @@ def backtest(fitted: Fit) -> list[Held]:
             continue
         target = points.select(held)
         return [
-            Held(label, float(loss), predict(reduced, n, d, extrapolate=True).run)
+            HeldOutPoint(label, float(loss), predict(reduced, n, d, extrapolate=True).run)
             for label, loss, n, d in zip(target.labels, target.loss, target.num_params, target.tokens, strict=True)
         ]
     return []
 
 
-def influence(fitted: Fit) -> Influence:
+def measure_influence(fitted: Fit) -> Influence:
     """Refits without each point, one at a time."""
     points, count = fitted.points, len(fitted.points)
-    design = Design.of(points.num_params, points.tokens)
-    start_RK = np.tile(design.constants(fitted.law), (count, 1))
+    design = Design.from_points(points.num_params, points.tokens)
+    start_RK = np.tile(design.to_constants(fitted.law), (count, 1))
     # Law r has weight 0 for point r, so all laws are refined as one batch.
     weights_RP = 1.0 - np.eye(count)
     loss_RP = np.tile(points.loss, (count, 1))
-    laws = design.law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
-    ahead = _extrapolated(fitted)
+    laws = design.to_law(refine(design, loss_RP, weights_RP, start_RK, fitted.settings.objective)[0])
+    ahead = _extrapolation_target(fitted)
     shifts = laws.loss(*ahead) / fitted.law.loss(*ahead) - 1
     errors_RP = np.log(points.loss / laws.select(np.s_[:, None]).loss(points.num_params, points.tokens))
     # The error of a left-out point is its residual / (1 - leverage), and its standard deviation is the noise /
@@ -90,17 +90,17 @@ def influence(fitted: Fit) -> Influence:
     return Influence(shifts, np.diagonal(errors_RP) / np.maximum(noise_R * inflated, 1e-12))
 
 
-def notes(fitted: Fit, effect: Influence | None = None) -> list[str]:
+def collect_caveats(fitted: Fit, effect: Influence | None = None) -> list[str]:
     """Caveats to read before trusting the constants."""
     return [
         *fitted.points.notes,
-        *_bounds(fitted),
-        *_undetermined(fitted),
-        *_points(fitted, effect or influence(fitted)),
+        *_bound_caveats(fitted),
+        *_identifiability_caveats(fitted),
+        *_point_caveats(fitted, effect or measure_influence(fitted)),
     ]
 
 
-def _bounds(fitted: Fit) -> list[str]:
+def _bound_caveats(fitted: Fit) -> list[str]:
     law, messages = fitted.law, []
     for name, constants in (("alpha", "A and alpha"), ("beta", "B and beta")):
         value = getattr(law, name)
@@ -115,18 +115,18 @@ def _bounds(fitted: Fit) -> list[str]:
     return messages
 
 
-def _undetermined(fitted: Fit) -> list[str]:
-    messages, wide, level = [], [], fitted.settings.level
+def _identifiability_caveats(fitted: Fit) -> list[str]:
+    messages, unidentified, level = [], [], fitted.settings.level
     for name in ("E", "alpha", "beta"):
         low, high = fitted.interval(name)
         # Wider than a factor of two, and not only by rounding.
         if high > 2 * max(low, 1e-12) and high - low > 1e-6:
-            wide.append(name)
-    if wide:
-        verb = "is" if len(wide) == 1 else "are"
+            unidentified.append(name)
+    if unidentified:
+        verb = "is" if len(unidentified) == 1 else "are"
         messages.append(
-            f"{', '.join(wide)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; trust "
-            "predictions near the rungs, not these constants"
+            f"{', '.join(unidentified)} {verb} not identified: the {level:.0%} interval spans more than a factor of "
+            "two; trust predictions near the rungs, not these constants"
         )
     # Logarithms: constants multiply and divide each other, so their trade-offs are linear in log space.
     table = np.log(np.maximum([getattr(fitted.draws, name) for name in CONSTANTS], 1e-300))
@@ -142,7 +142,7 @@ def _undetermined(fitted: Fit) -> list[str]:
     return messages
 
 
-def _points(fitted: Fit, effect: Influence) -> list[str]:
+def _point_caveats(fitted: Fit, effect: Influence) -> list[str]:
     points = fitted.points
     count = len(points)
     # Bonferroni: the chance of any outlier among all points, tested on both sides.
@@ -153,7 +153,7 @@ def _points(fitted: Fit, effect: Influence) -> list[str]:
         f"of the others, and without it {far} {effect.shifts[index]:+.2%}"
         for index in np.flatnonzero(np.abs(effect.z_scores) > limit)
     ]
-    drawn = predict(fitted, *_extrapolated(fitted), extrapolate=True).law
+    drawn = predict(fitted, *_extrapolation_target(fitted), extrapolate=True).law
     half = (drawn.high - drawn.low) / 2 / drawn.value
     worst = int(np.argmax(np.abs(effect.shifts)))
     # Outliers are already reported with their effect.
@@ -164,7 +164,7 @@ def _points(fitted: Fit, effect: Influence) -> list[str]:
     return messages
 
 
-def _extrapolated(fitted: Fit) -> tuple[float, float]:
+def _extrapolation_target(fitted: Fit) -> tuple[float, float]:
     largest = int(np.argmax(fitted.points.flops))
     n, d = fitted.points.num_params[largest], fitted.points.tokens[largest]
     # Ten times the compute, split equally between size and length.

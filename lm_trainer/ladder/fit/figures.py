@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.fit.diagnostics import Held
+from lm_trainer.ladder.fit.diagnostics import HeldOutPoint
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.law import FLOPS_PER_PARAM
 from lm_trainer.ladder.fit.predict import Prediction
-from lm_trainer.ladder.tables import short
+from lm_trainer.ladder.tables import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ _COMPUTES = 6
 
 
 @contextlib.contextmanager
-def _drawing(pictures: list[str]) -> Iterator[Axes]:
+def _svg_axes(pictures: list[str]) -> Iterator[Axes]:
     """Axes to draw on; their SVG is appended to `pictures`.
 
     Raises:
@@ -60,10 +60,10 @@ def _drawing(pictures: list[str]) -> Iterator[Axes]:
         yield figure.add_subplot()
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-    pictures.append(inline(buffer.getvalue(), len(pictures)))
+    pictures.append(inline_svg(buffer.getvalue(), len(pictures)))
 
 
-def inline(svg: str, number: int) -> str:
+def inline_svg(svg: str, number: int) -> str:
     """An SVG file as an element of a page, with unique identifiers."""
     # Drop the XML header and the document type of the file.
     body = svg[svg.index("<svg") :]
@@ -78,15 +78,15 @@ def _colors(count: int) -> list:
     return [colormaps["viridis"](x) for x in np.linspace(0, 0.88, count)]
 
 
-def draw(fit: Fit, held: list[Held], target: Prediction | None) -> list[tuple[str, str, str]]:
+def draw_plots(fit: Fit, held: list[HeldOutPoint], target: Prediction | None) -> list[tuple[str, str, str]]:
     """Draws all plots; returns (title, SVG, caption) of each."""
     pictures: list[str] = []
-    with _drawing(pictures) as axes:
-        _loss(axes, fit, target)
-    with _drawing(pictures) as axes:
-        _residuals(axes, fit)
-    with _drawing(pictures) as axes:
-        _isoflop(axes, fit)
+    with _svg_axes(pictures) as axes:
+        _plot_loss(axes, fit, target)
+    with _svg_axes(pictures) as axes:
+        _plot_residuals(axes, fit)
+    with _svg_axes(pictures) as axes:
+        _plot_isoflop(axes, fit)
     captions = [
         (
             "Loss against compute",
@@ -101,19 +101,19 @@ def draw(fit: Fit, held: list[Held], target: Prediction | None) -> list[tuple[st
         ("Loss against size at one compute", "What the law gives for each compute; the circle is the best size."),
     ]
     if held:
-        with _drawing(pictures) as axes:
-            _backtest(axes, held, fit.points.metric)
+        with _svg_axes(pictures) as axes:
+            _plot_backtest(axes, held, fit.points.metric)
         captions.append(
             ("Back-test", "The largest rung, which the fit did not see: its prediction and what was measured.")
         )
     if fit.chain is not None:
-        with _drawing(pictures) as axes:
-            _chain(axes, fit)
+        with _svg_axes(pictures) as axes:
+            _plot_chain(axes, fit)
         captions.append(("From loss to accuracy", "The sigmoid of the second step, with its interval."))
     return [(title, svg, text) for (title, text), svg in zip(captions, pictures, strict=True)]
 
 
-def _loss(axes: Axes, fit: Fit, target: Prediction | None) -> None:
+def _plot_loss(axes: Axes, fit: Fit, target: Prediction | None) -> None:
     points, law = fit.points, fit.law
     end = max(_EXTRAPOLATION * fit.max_flops, 2 * (target.flops if target else 0))
     if law.A > 0 and law.B > 0:
@@ -132,17 +132,19 @@ def _loss(axes: Axes, fit: Fit, target: Prediction | None) -> None:
         for start, stop, style in ((shortest, longest, "-"), (longest, 4 * longest, ":")):
             tokens = np.geomspace(start, stop, 40)
             axes.plot(FLOPS_PER_PARAM * size * tokens, law.loss(size, tokens), style, color=color, linewidth=1.3)
-        axes.plot(points.flops[mask], points.loss[mask], "o", color=color, markersize=5, label=f"N {short(size)}")
+        axes.plot(
+            points.flops[mask], points.loss[mask], "o", color=color, markersize=5, label=f"N {format_number(size)}"
+        )
     if target is not None:
         low, high = target.run.value - target.run.low, target.run.high - target.run.value
-        name = f"N {short(target.num_params)}, D {short(target.tokens)}"
+        name = f"N {format_number(target.num_params)}, D {format_number(target.tokens)}"
         bars = [[max(low, 0)], [max(high, 0)]]
         axes.errorbar([target.flops], [target.run.value], yerr=bars, fmt="D", color="crimson", capsize=4, label=name)
     axes.set(xscale="log", xlabel="compute 6 N D, FLOPs", ylabel=points.metric)
     axes.legend(ncols=2)
 
 
-def _residuals(axes: Axes, fit: Fit) -> None:
+def _plot_residuals(axes: Axes, fit: Fit) -> None:
     points = fit.points
     # Two standard deviations, in percent.
     axes.axhspan(-200 * fit.noise, 200 * fit.noise, color=_BAND, alpha=0.2, linewidth=0)
@@ -151,13 +153,18 @@ def _residuals(axes: Axes, fit: Fit) -> None:
         indices = np.flatnonzero(points.num_params == size)
         indices = indices[np.argsort(points.flops[indices])]
         axes.plot(
-            points.flops[indices], 100 * fit.errors[indices], "o-", color=color, linewidth=0.7, label=f"N {short(size)}"
+            points.flops[indices],
+            100 * fit.errors[indices],
+            "o-",
+            color=color,
+            linewidth=0.7,
+            label=f"N {format_number(size)}",
         )
     axes.set(xscale="log", xlabel="compute 6 N D, FLOPs", ylabel="measured over fitted, %")
     axes.legend(ncols=2)
 
 
-def _isoflop(axes: Axes, fit: Fit) -> None:
+def _plot_isoflop(axes: Axes, fit: Fit) -> None:
     from matplotlib import colormaps
 
     points, law, viridis = fit.points, fit.law, colormaps["viridis"]
@@ -183,7 +190,7 @@ def _isoflop(axes: Axes, fit: Fit) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _backtest(axes: Axes, held: list[Held], metric: str) -> None:
+def _plot_backtest(axes: Axes, held: list[HeldOutPoint], metric: str) -> None:
     positions = np.arange(len(held))
     values = np.array([[h.predicted.value, h.predicted.low, h.predicted.high] for h in held]).T
     bars = np.maximum([values[0] - values[1], values[2] - values[0]], 0)
@@ -194,7 +201,7 @@ def _backtest(axes: Axes, held: list[Held], metric: str) -> None:
     axes.legend()
 
 
-def _chain(axes: Axes, fit: Fit) -> None:
+def _plot_chain(axes: Axes, fit: Fit) -> None:
     points, chain, drawn = fit.points, fit.chain, fit.chain_draws
     assert chain is not None
     assert drawn is not None
@@ -206,6 +213,6 @@ def _chain(axes: Axes, fit: Fit) -> None:
     axes.plot(losses, chain.accuracy(losses), color="0.3")
     for size, color in zip(points.sizes, _colors(len(points.sizes)), strict=True):
         mask = points.num_params == size
-        axes.plot(points.loss[mask], points.task[mask], "o", color=color, label=f"N {short(size)}")
+        axes.plot(points.loss[mask], points.task[mask], "o", color=color, label=f"N {format_number(size)}")
     axes.set(xlabel=points.metric, ylabel=points.task_metric)
     axes.legend()

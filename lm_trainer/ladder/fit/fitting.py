@@ -12,13 +12,13 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
-from lm_trainer.ladder.fit.bootstrap import interval, resample
-from lm_trainer.ladder.fit.chain import Chain, fit_chain
+from lm_trainer.ladder.fit.bootstrap import central_interval, fit_resamples
+from lm_trainer.ladder.fit.chain import AccuracySigmoid, fit_accuracy_sigmoid
 from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
 from lm_trainer.ladder.fit.points import Points
-from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, Settings
-from lm_trainer.ladder.fit.solver import Design, variable_projection
+from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, FitSettings
+from lm_trainer.ladder.fit.solver import Design, fit_by_variable_projection
 
 _FEWEST_POINTS = NUM_CONSTANTS + 1
 _FEWEST_SIZES = 3
@@ -32,13 +32,13 @@ class Fit:
     """A law with its bootstrap."""
 
     points: Points
-    settings: Settings
+    settings: FitSettings
     law: Law
     draws: Law
     """The laws of the resamples; each constant is an array (draws,)."""
-    chain: Chain | None = None
+    chain: AccuracySigmoid | None = None
     """The sigmoid from the loss to an accuracy."""
-    chain_draws: Chain | None = None
+    chain_draws: AccuracySigmoid | None = None
 
     @property
     def errors(self) -> np.ndarray:
@@ -58,7 +58,7 @@ class Fit:
 
     def interval(self, constant: str) -> tuple[float, float]:
         """The interval of one constant."""
-        return interval(getattr(self.draws, constant), self.settings.level)
+        return central_interval(getattr(self.draws, constant), self.settings.level)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with all digits, for `from_dict`."""
@@ -79,29 +79,31 @@ class Fit:
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def fit(points: Points, settings: Settings | None = None) -> Fit:
+def fit(points: Points, settings: FitSettings | None = None) -> Fit:
     """Fits the law.
 
     Raises:
         UserError: if the points do not determine a law.
     """
-    settings = settings or Settings()
-    _check(points)
+    settings = settings or FitSettings()
+    _check_points(points)
     if settings.method == "huber":
         law = fit_huber(points, settings.start)
     else:
-        design = Design.of(points.num_params, points.tokens)
-        law = design.law(variable_projection(design, points.loss))
+        design = Design.from_points(points.num_params, points.tokens)
+        law = design.to_law(fit_by_variable_projection(design, points.loss))
     # Plain floats, as JSON returns them: a saved and reloaded fit then has the same digest.
     law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
-    drawn = resample(points, law, settings)
+    drawn = fit_resamples(points, law, settings)
     if points.task is None:
         return Fit(points, settings, law, drawn)
-    chain, chains = fit_chain(points.loss, points.task, draws=min(settings.draws, _CHAIN_DRAWS), seed=settings.seed)
+    chain, chains = fit_accuracy_sigmoid(
+        points.loss, points.task, draws=min(settings.draws, _CHAIN_DRAWS), seed=settings.seed
+    )
     return Fit(points, settings, law, drawn, chain, chains)
 
 
-def _check(points: Points) -> None:
+def _check_points(points: Points) -> None:
     source, sizes, lengths = points.source or "the points", len(points.sizes), len(np.unique(points.tokens))
     label = f"{source}: {len(points)} points of {sizes} sizes"
     if len(points) < _FEWEST_POINTS:
@@ -146,14 +148,14 @@ def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
         return values and kind(**{key: np.asarray(value) for key, value in values.items()})
 
     try:
-        chain = plain["chain"] and Chain(**plain["chain"])
+        chain = plain["chain"] and AccuracySigmoid(**plain["chain"])
         return Fit(
             Points.from_dict(plain["points"]),
-            Settings(**plain["settings"]),
+            FitSettings(**plain["settings"]),
             Law(**plain["law"]),
             arrays(Law, plain["draws"]),
             chain,
-            arrays(Chain, plain["chain_draws"]),
+            arrays(AccuracySigmoid, plain["chain_draws"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(

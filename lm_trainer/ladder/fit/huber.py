@@ -57,8 +57,8 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
         minimize(objective, x, jac=True, method="L-BFGS-B", bounds=[(0, None)] * 5, options=options).x for x in starts
     ]
     log_a, log_b, alpha, beta, e = np.array(optima).T
-    design = Design.of(points.num_params, points.tokens)
-    start_RK = design.constants(Law(e, np.exp(log_a), np.exp(log_b), alpha, beta))
+    design = Design.from_points(points.num_params, points.tokens)
+    start_RK = design.to_constants(Law(e, np.exp(log_a), np.exp(log_b), alpha, beta))
     loss_RP = np.broadcast_to(points.loss, (len(optima), len(points)))
     fitted_RK, values_R = refine(design, loss_RP, np.ones_like(loss_RP), start_RK, Objective(DELTA))
-    return design.law(fitted_RK[np.argmin(values_R)])
+    return design.to_law(fitted_RK[np.argmin(values_R)])

@@ -52,6 +52,6 @@ class Law:
 CONSTANTS = tuple(field.name for field in fields(Law))
 
 
-def compute(num_params: Any, tokens: Any) -> Any:
+def training_flops(num_params: Any, tokens: Any) -> Any:
     """C = 6 N D."""
     return FLOPS_PER_PARAM * num_params * tokens

@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import AnyPath, local_path
-from lm_trainer.ladder.fit.law import compute
+from lm_trainer.ladder.fit.law import training_flops
 
 _ALIASES = {"num_params": ("num_params", "params", "N"), "tokens": ("tokens", "D")}
 _DEFAULT_METRICS = ("eval/loss", "loss")
@@ -51,7 +51,7 @@ class Points:
     @property
     def flops(self) -> np.ndarray:
         """6 N D of each point."""
-        return compute(self.num_params, self.tokens)
+        return training_flops(self.num_params, self.tokens)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -92,7 +92,7 @@ class Points:
         return cls(**arrays, **texts, **names, task=task)
 
 
-def from_rows(
+def points_from_rows(
     rows: Sequence[Mapping[str, Any]],
     *,
     source: str,
@@ -101,7 +101,7 @@ def from_rows(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """Points from the rows of `lm_trainer.ladder.metrics.rows_of` or of a table with the same columns.
+    """Points from the rows of `lm_trainer.ladder.metrics.collect_rows` or of a table with the same columns.
 
     Checkpoints before a decay have a higher loss than after it, so they are not on the same curve. Without `pre_decay`,
     checkpoints with names ending in `pre-decay` are left out, and so are the ones between the ladder's checkpoints.
@@ -134,7 +134,7 @@ def from_rows(
     selected, notes = _select_rows(rows, metric, pre_decay=pre_decay, without=without)
     seeded = len({row.get("seed") for _, row in selected}) > 1
     numbers = [
-        [_positive(row, key, f"{source}, row {number}") for key in (names["num_params"], names["tokens"], metric)]
+        [_parse_positive(row, key, f"{source}, row {number}") for key in (names["num_params"], names["tokens"], metric)]
         for number, row in selected
     ]
     num_params, tokens, loss = np.asarray(numbers, float).reshape(-1, 3).T
@@ -142,10 +142,10 @@ def from_rows(
         num_params,
         tokens,
         loss,
-        tuple(_label(row, number, seeded=seeded) for number, row in selected),
-        tuple(_run(row, n) for (_, row), n in zip(selected, num_params, strict=True)),
+        tuple(_point_label(row, number, seeded=seeded) for number, row in selected),
+        tuple(_run_id(row, n) for (_, row), n in zip(selected, num_params, strict=True)),
         metric,
-        None if task is None else np.asarray([_task(row, task, source, number) for number, row in selected]),
+        None if task is None else np.asarray([_parse_accuracy(row, task, source, number) for number, row in selected]),
         task,
         source,
         tuple(notes),
@@ -171,7 +171,7 @@ def _select_rows(
         if not pre_decay and _UNDECAYED.search(str(row.get("name") or "")):
             undecayed += 1
         elif row.get(metric) in (None, ""):
-            unmeasured.append(_label(row, number))
+            unmeasured.append(_point_label(row, number))
         else:
             selected.append((number, row))
     notes = [f"left out {undecayed} points measured before a decay; --pre-decay keeps them"] if undecayed else []
@@ -191,7 +191,7 @@ def _parse_number(row: Mapping[str, Any], key: str, location: str) -> float:
         raise UserError(f"{location}: {key} is {row[key]!r}, which is no number") from None
 
 
-def _positive(row: Mapping[str, Any], key: str, location: str) -> float:
+def _parse_positive(row: Mapping[str, Any], key: str, location: str) -> float:
     value = _parse_number(row, key, location)
     if not (math.isfinite(value) and value > 0):
         raise UserError(
@@ -200,20 +200,20 @@ def _positive(row: Mapping[str, Any], key: str, location: str) -> float:
     return value
 
 
-def _task(row: Mapping[str, Any], key: str, source: str, number: int) -> float:
+def _parse_accuracy(row: Mapping[str, Any], key: str, source: str, number: int) -> float:
     value = _parse_number(row, key, f"{source}, row {number}")
     if not 0 <= value <= 1:
         raise UserError(f"{source}, row {number}: {key} is {value:g}; an accuracy lies between 0 and 1")
     return value
 
 
-def _label(row: Mapping[str, Any], number: int, *, seeded: bool = True) -> str:
+def _point_label(row: Mapping[str, Any], number: int, *, seeded: bool = True) -> str:
     name = re.sub(r"^period \d+, | post-decay$", "", str(row.get("name") or row.get("run") or ""))
     seed = f" seed {row['seed']}" if seeded and row.get("seed") not in (None, "") else ""
     return (f"{row.get('size') or ''} {name}".strip() or f"row {number}") + seed
 
 
-def _run(row: Mapping[str, Any], num_params: float) -> str:
+def _run_id(row: Mapping[str, Any], num_params: float) -> str:
     return f"{row.get('size') or num_params}/{row.get('seed') or 0}"
 
 

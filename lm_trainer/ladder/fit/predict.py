@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.fit.bootstrap import interval, student_factor
+from lm_trainer.ladder.fit.bootstrap import central_interval, student_t_factor
 from lm_trainer.ladder.fit.fitting import Fit
-from lm_trainer.ladder.fit.law import compute
+from lm_trainer.ladder.fit.law import training_flops
 
 MAX_EXTRAPOLATION = 100.0
 """Multiple of the largest rung's compute, beyond which predictions must be requested explicitly."""
@@ -27,7 +27,7 @@ class Range:
     def __str__(self) -> str:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """True for a measurement within the interval."""
         return self.low <= value <= self.high
 
@@ -98,13 +98,13 @@ def predict(
     for name, value in (("--params", num_params), ("--tokens", tokens)):
         if not (np.isfinite(value) and value > 0):
             raise UserError(f"{name} {value:g}: it has to be finite and above 0")
-    flops = compute(num_params, tokens)
+    flops = training_flops(num_params, tokens)
     ratio = check_range(fit, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
     level, value = fit.settings.level, float(fit.law.loss(num_params, tokens))
     drawn = fit.draws.loss(num_params, tokens)
     # A measurement is the law of a draw times independent noise. The noise estimated from so few residuals is itself
     # uncertain, so it is widened by Student's factor, as for the draws.
-    noise = fit.noise * student_factor(len(fit.points), level)
+    noise = fit.noise * student_t_factor(len(fit.points), level)
     single = drawn * np.exp(noise * np.random.default_rng([fit.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
     if fit.chain is not None and fit.chain_draws is not None:
@@ -112,7 +112,7 @@ def predict(
         count = min(len(drawn), len(fit.chain_draws.a))
         sigmoids = type(fit.chain)(*(column[:count] for column in vars(fit.chain_draws).values()))
         accuracies = sigmoids.accuracy(drawn[:count])
-        accuracy = Range(float(fit.chain.accuracy(value)), *interval(accuracies, level))
+        accuracy = Range(float(fit.chain.accuracy(value)), *central_interval(accuracies, level))
     return Prediction(
         num_params,
         tokens,
@@ -120,15 +120,15 @@ def predict(
         ratio,
         fit.points.metric,
         level,
-        Range(value, *interval(drawn, level)),
-        Range(value, *interval(single, level)),
+        Range(value, *central_interval(drawn, level)),
+        Range(value, *central_interval(single, level)),
         accuracy,
         fit.points.task_metric,
         _ratio_warnings(fit, tokens / num_params),
     )
 
 
-def optimum(
+def find_optimum(
     fit: Fit, flops: float, *, max_extrapolation: float = MAX_EXTRAPOLATION, extrapolate: bool = False
 ) -> Optimum:
     """Parameters and tokens with the lowest loss for a compute of 6 N D.
@@ -155,10 +155,10 @@ def optimum(
         ratio,
         level,
         fit.points.metric,
-        Range(float(num_params), *interval(drawn_params, level)),
-        Range(float(tokens), *interval(drawn_tokens, level)),
-        Range(float(tokens / num_params), *interval(drawn_tokens / drawn_params, level)),
-        Range(float(fit.law.loss(num_params, tokens)), *interval(drawn_loss, level)),
+        Range(float(num_params), *central_interval(drawn_params, level)),
+        Range(float(tokens), *central_interval(drawn_tokens, level)),
+        Range(float(tokens / num_params), *central_interval(drawn_tokens / drawn_params, level)),
+        Range(float(fit.law.loss(num_params, tokens)), *central_interval(drawn_loss, level)),
     )
 
 
@@ -185,7 +185,7 @@ def check_range(fit: Fit, flops: float, *, max_extrapolation: float, extrapolate
     return float(ratio)
 
 
-def lines(prediction: Prediction) -> list[str]:
+def prediction_lines(prediction: Prediction) -> list[str]:
     """Lines of a prediction for the terminal."""
     low, high = prediction.law.low, prediction.law.high
     percent = f"{prediction.level:.0%}"
@@ -199,7 +199,7 @@ def lines(prediction: Prediction) -> list[str]:
         text_lines.append(
             f"{prediction.task_metric}: {accuracy.value:.4f}, {percent} {accuracy.low:.4f} to {accuracy.high:.4f}"
         )
-    return [*text_lines, *prediction.warnings, distance(prediction.flops, prediction.ratio)]
+    return [*text_lines, *prediction.warnings, describe_extrapolation(prediction.flops, prediction.ratio)]
 
 
 def optimum_lines(fit: Fit, best: Optimum) -> list[str]:
@@ -211,11 +211,11 @@ def optimum_lines(fit: Fit, best: Optimum) -> list[str]:
         f"  D / N {best.tokens_per_param}",
         f"  {best.metric} {best.loss.value:.4f} ({best.loss.low:.4f} to {best.loss.high:.4f})",
         *_ratio_warnings(fit, best.tokens_per_param.value),
-        distance(best.flops, best.ratio),
+        describe_extrapolation(best.flops, best.ratio),
     ]
 
 
-def distance(flops: float, ratio: float) -> str:
+def describe_extrapolation(flops: float, ratio: float) -> str:
     """A sentence about the extrapolation distance, shown with every prediction."""
     if ratio <= 1:
         return f"{flops:.3g} FLOPs, within the compute of the rungs ({ratio:.2g} of the largest)"

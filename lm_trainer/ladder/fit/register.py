@@ -16,14 +16,14 @@ from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.predict import Prediction, Range
-from lm_trainer.ladder.metrics import rows_of
+from lm_trainer.ladder.metrics import collect_rows
 from lm_trainer.ladder.rungs import count_params, run_folder
 
 _FORMAT = "lm_trainer ladder prediction 1"
 
 
 @dataclass(frozen=True)
-class Score:
+class ScoredPrediction:
     """A registered prediction of one measurement, and the measurement."""
 
     name: str
@@ -46,7 +46,7 @@ class Score:
         predicted += f"{self.predicted.high:.4f}) on {self.written[:10]}"
         if self.measured is None or self.error is None:
             return f"{predicted}, not measured yet"
-        verdict = "inside" if self.predicted.holds(self.measured) else "outside"
+        verdict = "inside" if self.predicted.contains(self.measured) else "outside"
         return f"{predicted}, measured {self.measured:.4f}: {self.error:+.2%}, {verdict} the {self.level:.0%} interval"
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Score:
         return {**vars(self), "predicted": vars(self.predicted), "error": self.error}
 
 
-def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
+def targets_to_predict(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
     """Checkpoints of a size to predict: (name, parameters, tokens) after each decay.
 
     Raises:
@@ -75,12 +75,14 @@ def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
     ]
 
 
-def default_path(ladder: LadderConfig, size_spec: str) -> Path:
+def registration_path(ladder: LadderConfig, size_spec: str) -> Path:
     """The file for the prediction of a size."""
     return local_path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
 
-def write(path: AnyPath, fit: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
+def write_registration(
+    path: AnyPath, fit: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None
+) -> str:
     """Writes predictions with the time, their fit, and a hash over all of it, which is returned.
 
     Raises:
@@ -109,7 +111,7 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read(path: AnyPath) -> dict[str, Any]:
+def read_registration(path: AnyPath) -> dict[str, Any]:
     """Reads a registered prediction.
 
     Raises:
@@ -126,7 +128,7 @@ def read(path: AnyPath) -> dict[str, Any]:
     return content
 
 
-def scores(ladder: LadderConfig) -> list[Score]:
+def score_registrations(ladder: LadderConfig) -> list[ScoredPrediction]:
     """Every registered prediction of the ladder with its measurement, separately for each seed.
 
     Raises:
@@ -134,9 +136,9 @@ def scores(ladder: LadderConfig) -> list[Score]:
     """
     results = []
     for path in sorted((local_path(ladder.dir) / "predictions").glob("*.json")):
-        content = read(path)
+        content = read_registration(path)
         size = content["size"]
-        rows = rows_of(ladder, size) if size else []
+        rows = collect_rows(ladder, size) if size else []
         for item in content["predictions"]:
             measured_rows = [row for row in rows if row["tokens"] == item["tokens"] and item["metric"] in row]
             written = content["written"]
@@ -144,5 +146,7 @@ def scores(ladder: LadderConfig) -> list[Score]:
             for row in measured_rows or [None]:
                 name = item["name"] + (f" seed {row['seed']}" if row and ladder.num_seeds > 1 else "")
                 measured = float(row[item["metric"]]) if row else None
-                results.append(Score(name, written, item["metric"], Range(**item["run"]), item["level"], measured))
+                results.append(
+                    ScoredPrediction(name, written, item["metric"], Range(**item["run"]), item["level"], measured)
+                )
     return results

@@ -8,12 +8,12 @@ from pathlib import Path
 from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.core.html_page import render_page
 from lm_trainer.ladder.config import LadderConfig
-from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
-from lm_trainer.ladder.fit.figures import draw, inline
+from lm_trainer.ladder.fit.diagnostics import backtest, collect_caveats, measure_influence
+from lm_trainer.ladder.fit.figures import draw_plots, inline_svg
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
-from lm_trainer.ladder.fit.predict import Prediction, lines
-from lm_trainer.ladder.fit.tables import held_text, iso_text, law_text, points_text
+from lm_trainer.ladder.fit.predict import Prediction, prediction_lines
+from lm_trainer.ladder.fit.tables import backtest_text, iso_text, law_text, points_text
 from lm_trainer.ladder.rungs import batch_shape, count_params
 from lm_trainer.plot import save_image
 
@@ -33,27 +33,27 @@ def write_report(
     Raises:
         UserError: without matplotlib.
     """
-    held, effect = backtest(fit), influence(fit)
+    held, effect = backtest(fit), measure_influence(fit)
     iso = fit_isoflop(fit.points)
     page = render_page(
         "lm_trainer.ladder.fit",
         "report.html",
         title=title,
         law=law_text(fit),
-        prediction="" if target is None else "\n".join(lines(target)),
-        notes=notes(fit, effect),
-        pictures=draw(fit, held, target),
+        prediction="" if target is None else "\n".join(prediction_lines(target)),
+        notes=collect_caveats(fit, effect),
+        pictures=draw_plots(fit, held, target),
         iso=iso_text(fit, iso) if iso else "",
-        schedules=_schedules(ladder) if ladder is not None else [],
+        schedules=_draw_schedules(ladder) if ladder is not None else [],
         points=points_text(fit, effect),
-        held=held_text(held),
+        held=backtest_text(held),
     )
     path = local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
 
 
-def _schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
+def _draw_schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
     """The learning rate of each size: (size, SVG)."""
     pictures = []
     # The plot function writes files, so the plots are read back from a temporary folder.
@@ -63,5 +63,5 @@ def _schedules(ladder: LadderConfig) -> list[tuple[str, str]]:
             num_params, batch = count_params(ladder, size), batch_shape(ladder, size).batch_size
             save_image(ladder.run_configurator.lr_plot(num_params, batch), file)
             # Numbers from 100: lower numbers are used by the plots of the fit.
-            pictures.append((size, inline(file.read_text(encoding="utf-8"), 100 + number)))
+            pictures.append((size, inline_svg(file.read_text(encoding="utf-8"), 100 + number)))
     return pictures

@@ -15,7 +15,7 @@ NUM_CONSTANTS = 5
 
 
 @dataclass(frozen=True)
-class Settings:
+class FitSettings:
     """Method of the fit, and number of draws and level of its intervals."""
 
     method: str = "vp"

@@ -20,7 +20,7 @@ from lm_trainer.ladder.fit.law import Law
 EXPONENTS = (0.01, 2.0)
 """Bounds of alpha and beta."""
 _GRID = 24
-"""Values of each exponent in the search of `variable_projection`."""
+"""Values of each exponent in the search of `fit_by_variable_projection`."""
 _STARTS = 4
 """Grid cells to refine."""
 _LOWER_K = np.array([0.0, 0.0, 0.0, EXPONENTS[0], EXPONENTS[0]])
@@ -72,18 +72,18 @@ class Design:
     log_d_mean: float
 
     @classmethod
-    def of(cls, num_params_P: np.ndarray, tokens_P: np.ndarray) -> Design:
+    def from_points(cls, num_params_P: np.ndarray, tokens_P: np.ndarray) -> Design:
         """Takes N and D in units of one."""
         n_P, d_P = np.log(num_params_P), np.log(tokens_P)
         return cls(n_P - n_P.mean(), d_P - d_P.mean(), float(n_P.mean()), float(d_P.mean()))
 
-    def law(self, constants_RK: np.ndarray) -> Law:
+    def to_law(self, constants_RK: np.ndarray) -> Law:
         """The law in units of one, of constants (R, K) in units of the means."""
         e, a, b, alpha, beta = np.moveaxis(constants_RK, -1, 0)
         return Law(e, a * np.exp(alpha * self.log_n_mean), b * np.exp(beta * self.log_d_mean), alpha, beta)
 
-    def constants(self, law: Law) -> np.ndarray:
-        """The inverse of `law`."""
+    def to_constants(self, law: Law) -> np.ndarray:
+        """The inverse of `to_law`."""
         a = law.A * np.exp(-np.multiply(law.alpha, self.log_n_mean))
         b = law.B * np.exp(-np.multiply(law.beta, self.log_d_mean))
         return np.stack(np.broadcast_arrays(law.E, a, b, law.alpha, law.beta), -1)
@@ -97,7 +97,7 @@ class Design:
         return e + a * n_RP + b * d_RP, np.stack(slopes, -1)
 
 
-def variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarray | None = None) -> np.ndarray:
+def fit_by_variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarray | None = None) -> np.ndarray:
     """The law with the least squares of relative errors, as constants (K,).
 
     For fixed exponents the law is linear, and the best E, a, b >= 0 are found by non-negative least squares; exponents
@@ -133,17 +133,17 @@ def refine(
     """
     constants_RK = np.clip(start_RK, _LOWER_K, _UPPER_K)
     damping_R = np.full(len(constants_RK), 1e-3)
-    values_R, normal_RKK, gradient_RK = _quadratic(design, loss_RP, weights_RP, constants_RK, objective)
+    values_R, normal_RKK, gradient_RK = _quadratic_model(design, loss_RP, weights_RP, constants_RK, objective)
     active_R = np.ones(len(constants_RK), bool)
     for _ in range(_ITERATIONS):
         # Finished sets leave the batch.
         rows = np.flatnonzero(active_R)
         if not len(rows):
             break
-        step_RK = _step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
+        step_RK = _damped_step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
         # Clipping may make a step worse; it is then rejected like any other without gain.
         tried_RK = np.clip(constants_RK[rows] + step_RK, _LOWER_K, _UPPER_K)
-        new = _quadratic(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
+        new = _quadratic_model(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
         better_R = new[0] < values_R[rows]
         gain_R = (values_R[rows] - new[0]) / np.maximum(values_R[rows], 1e-300)
         change_R = (np.abs(tried_RK - constants_RK[rows]) / (np.abs(constants_RK[rows]) + 1e-6)).max(-1)
@@ -158,7 +158,7 @@ def refine(
     return constants_RK, values_R
 
 
-def _quadratic(
+def _quadratic_model(
     design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The objective (R,), its Gauss-Newton matrix J'WJ (R, K, K) and its gradient J'We (R, K)."""
@@ -171,7 +171,7 @@ def _quadratic(
     return objective.value(errors_RP, weights_RP), normal_RKK, gradient_RK
 
 
-def _step(
+def _damped_step(
     constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
 ) -> np.ndarray:
     """The damped step (R, K): solves (J'WJ + damping diag(J'WJ)) step = -gradient for the free constants."""

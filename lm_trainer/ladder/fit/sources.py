@@ -10,8 +10,8 @@ from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict, is_fit
-from lm_trainer.ladder.fit.points import Points, from_rows, read_table
-from lm_trainer.ladder.metrics import rows_of
+from lm_trainer.ladder.fit.points import Points, points_from_rows, read_table
+from lm_trainer.ladder.metrics import collect_rows
 from lm_trainer.ladder.rungs import run_name
 
 
@@ -23,7 +23,7 @@ def ladder_points(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """Points of a ladder's runs, as `from_rows`; the notes name rungs without a measurement.
+    """Points of a ladder's runs, as `points_from_rows`; the notes name rungs without a measurement.
 
     Args:
         ladder: the ladder.
@@ -33,15 +33,15 @@ def ladder_points(
         without: sizes to leave out.
 
     Raises:
-        UserError: as `lm_trainer.ladder.metrics.rows_of`; and without any measurement.
+        UserError: as `lm_trainer.ladder.metrics.collect_rows`; and without any measurement.
     """
-    rows = [row for size in ladder.sizes for row in rows_of(ladder, size)]
+    rows = [row for size in ladder.sizes for row in collect_rows(ladder, size)]
     if not rows:
         raise UserError(f"{ladder.dir} has no metrics of ladder {ladder.name} yet; run it with: lmt ladder run")
     for size in without:
         if size not in ladder.sizes:
             raise UserError(f"--without {size}: the ladder has {', '.join(ladder.sizes)}")
-    points = from_rows(
+    points = points_from_rows(
         rows, source=ladder.dir, metric=metric, task=task, pre_decay=pre_decay, without=[s for s in without if s]
     )
     measured = {(row["size"], row["seed"], row["step"]) for row in rows if row.get(points.metric) is not None}
@@ -65,9 +65,9 @@ def table_points(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """The points of a CSV, JSON or Parquet file, as `from_rows`."""
+    """The points of a CSV, JSON or Parquet file, as `points_from_rows`."""
     rows = read_table(path)
-    return from_rows(rows, source=str(path), metric=metric, task=task, pre_decay=pre_decay, without=without)
+    return points_from_rows(rows, source=str(path), metric=metric, task=task, pre_decay=pre_decay, without=without)
 
 
 def read_fit(path: AnyPath) -> Fit | None:
@@ -86,6 +86,6 @@ def read_fit(path: AnyPath) -> Fit | None:
     return from_dict(plain, str(path)) if is_fit(plain) else None
 
 
-def fit_of(path: AnyPath) -> Fit:
+def read_or_fit(path: AnyPath) -> Fit:
     """A saved fit, or the fit of a table with default settings."""
     return read_fit(path) or fit(table_points(path))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lm_trainer.ladder.fit.diagnostics import Held, Influence
+from lm_trainer.ladder.fit.diagnostics import HeldOutPoint, Influence
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.isoflop import IsoFlop
 from lm_trainer.ladder.fit.law import CONSTANTS
-from lm_trainer.ladder.tables import short, table
+from lm_trainer.ladder.tables import format_number, format_table
 
 _UNITS = {
     "residuals": "errors of log L, with N and D as they are",
@@ -17,9 +17,11 @@ _UNITS = {
 }
 
 
-def fit_text(fit: Fit, held: Sequence[Held], effect: Influence, notes: Sequence[str], iso: IsoFlop | None) -> str:
+def fit_text(
+    fit: Fit, held: Sequence[HeldOutPoint], effect: Influence, notes: Sequence[str], iso: IsoFlop | None
+) -> str:
     """Constants, points, hold-out and notes."""
-    parts = [law_text(fit), points_text(fit, effect), held_text(held), iso_text(fit, iso)]
+    parts = [law_text(fit), points_text(fit, effect), backtest_text(held), iso_text(fit, iso)]
     if notes:
         parts.append("Notes:\n" + "\n".join(f"- {note}" for note in notes))
     return "\n\n".join(part for part in parts if part)
@@ -36,7 +38,7 @@ def law_text(fit: Fit) -> str:
     lines = [
         f"{points.metric}: L(N, D) = E + A / N^alpha + B / D^beta",
         f"{len(points)} points of {len(points.sizes)} sizes, {method}",
-        table(["constant", "value", f"{settings.level:.0%} low", "high"], rows),
+        format_table(["constant", "value", f"{settings.level:.0%} low", "high"], rows),
         f"bootstrap: {settings.draws} draws of {_UNITS[settings.resample]}, seed {settings.seed}; noise of a point "
         f"{fit.noise:.3%}",
     ]
@@ -56,8 +58,8 @@ def points_text(fit: Fit, effect: Influence) -> str:
     rows = [
         [
             points.labels[i],
-            short(points.num_params[i]),
-            short(points.tokens[i]),
+            format_number(points.num_params[i]),
+            format_number(points.tokens[i]),
             f"{points.flops[i]:.2e}",
             f"{points.loss[i]:.4f}",
             f"{fitted[i]:.4f}",
@@ -67,10 +69,10 @@ def points_text(fit: Fit, effect: Influence) -> str:
         for i in range(len(points))
     ]
     head = ["point", "N", "D", "6 N D", "measured", "fitted", "error", "sd left out"]
-    return table(head, rows)
+    return format_table(head, rows)
 
 
-def held_text(held: Sequence[Held]) -> str:
+def backtest_text(held: Sequence[HeldOutPoint]) -> str:
     """Table of the back-test."""
     if not held:
         return "Back-test: too few points to leave the largest rung out."
@@ -79,12 +81,12 @@ def held_text(held: Sequence[Held]) -> str:
             h.label,
             *(f"{x:.4f}" for x in (h.measured, h.predicted.value, h.predicted.low, h.predicted.high)),
             f"{h.error:+.2%}",
-            "inside" if h.predicted.holds(h.measured) else "outside",
+            "inside" if h.predicted.contains(h.measured) else "outside",
         ]
         for h in held
     ]
     head = ["left out", "measured", "predicted", "low", "high", "error", "interval"]
-    return "Back-test, a fit without these points:\n" + table(head, rows)
+    return "Back-test, a fit without these points:\n" + format_table(head, rows)
 
 
 def iso_text(fit: Fit, iso: IsoFlop | None) -> str:

@@ -17,7 +17,7 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.files import FILES
-from lm_trainer.export.hub import Pushed, prepare_push, push
+from lm_trainer.export.hub import PushedModel, prepare_push, push
 from lm_trainer.export.huggingface import ExportOptions, TextModel, check_exportable, write_hf
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.lora import is_adapter_param
@@ -71,7 +71,7 @@ class HfExports:
     settings: HfSettings | None = None
     """Settings of the published model the run started from."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
-    _uploading: tuple[StoragePath, Future[Pushed]] | None = None
+    _uploading: tuple[StoragePath, Future[PushedModel]] | None = None
 
     def __enter__(self) -> Self:
         return self

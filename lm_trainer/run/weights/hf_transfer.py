@@ -10,7 +10,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, expand_home, local_path, path_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.files import FILES
-from lm_trainer.export.hub import Pushed, check_push, download, push
+from lm_trainer.export.hub import PushedModel, check_push, download, push
 from lm_trainer.export.huggingface import ExportOptions, TextModel, read_hf, write_hf
 from lm_trainer.export.output import check_output
 from lm_trainer.run.weights.saved_model import write_model
@@ -31,7 +31,7 @@ def check_export(out: StoragePath, options: ExportOptions) -> None:
 
 def export_model(
     model: TextModel | AdapterModel, out: StoragePath, options: ExportOptions, *, public: bool = False
-) -> Pushed | None:
+) -> PushedModel | None:
     """Writes `model` to `out`, and pushes it to the hub if `options.hub_name` is set.
 
     Raises:

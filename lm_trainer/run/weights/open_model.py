@@ -17,7 +17,7 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.export.adapter import AdapterModel
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
-from lm_trainer.export.output import exported_files, is_export
+from lm_trainer.export.output import is_export, list_exported_files
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import base_name, load_merged_model
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
@@ -48,7 +48,7 @@ def local_hf_directory(source: str) -> Path | None:
         path = local_path(source)
         return path if is_hf_directory(path) else None
     bucket = Bucket(source)
-    return local_copy(bucket, sizes=exported_files(bucket)) if is_export(bucket) else None
+    return local_copy(bucket, sizes=list_exported_files(bucket)) if is_export(bucket) else None
 
 
 def local_devices(count: int) -> Sequence[Any]:

@@ -59,7 +59,7 @@ class HfStart:
     def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
         """Returns the settings of the checkpoint, for exports of the run; None if an earlier attempt saved them."""
         source = self.source
-        return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
+        return None if source is None else source.settings.adapt_to_tokenizer(tokenizer, source.directory)
 
     def attach(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of the checkpoint as initial values."""
@@ -88,7 +88,7 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     section, notes = _model_section(config, source.directory, source.config, source.vocab_size)
     # Reads only headers, to report missing tensors before text is tokenised.
     source.plan(section)
-    difference_notes = (note,) if (note := section.differs_from_hf()) is not None else ()
+    difference_notes = (note,) if (note := section.describe_difference_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
@@ -231,7 +231,7 @@ class HfCheckpoint:
             UserError: for missing tensors, unknown tensors, wrong shapes, and dtypes that cannot be read exactly.
         """
         with errors_prefixed_with(self.directory):
-            stored = hf.plan_reading(model, self.vocab_size, *self.weights.headers())
+            stored = hf.plan_reading(model, self.vocab_size, *self.weights.shapes_and_files())
         for name in {piece.tensor for pieces in stored.pieces.values() for piece in pieces}:
             # Raises for a dtype that NumPy cannot represent exactly.
             _ = self.weights.stored[name].numpy_dtype
