@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from soak_faults import CI, FATAL, MILD, SAVE_EVERY, Lap, WarmLmt, environment
+from soak_faults import CI, FATAL, MILD, SAVE_EVERY, Lap, WarmLmt, process_environment
 
 TIERS: dict[str, dict[str, Any]] = {
     "ci": {"steps": 120, "interruptions": len(CI), "devices": (1, 2), "rows": 4},
@@ -84,7 +84,7 @@ class Soak:
         self.devices, self.tier, self.seed = settings["devices"], tier, seed
         self.target = settings["interruptions"] if interruptions is None else interruptions
         self.config = self.out / "run.yaml"
-        self.server = WarmLmt(environment(1, self.out / "compiled"))
+        self.server = WarmLmt(process_environment(1, self.out / "compiled"))
         if not self.config.exists():
             self.config.write_text(json.dumps(tiny_config(self.out, settings["steps"], settings["rows"]), indent=1))
         self.state: dict[str, Any] = {"tier": tier, "seed": seed, "lap": 1, "interruptions": [], "laps": []}

@@ -145,7 +145,7 @@ def all_keys(node: ConfigNode, value: object = None, *, all_classes: bool = Fals
 
 
 def _iter_keys(node: ConfigNode, value: object, prefix: str, all_classes: bool, depth: int) -> Iterator[str]:
-    for model in node.candidate_models(value, every=all_classes) if depth else ():
+    for model in node.candidate_models(value, all_classes=all_classes) if depth else ():
         for key in model.model_fields:
             below = value.get(key) if isinstance(value, dict) else None
             yield prefix + key

@@ -32,8 +32,8 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
         )
     if plan.attention_workspace:
         yield (
-            f"note: {format_bytes(plan.attention_workspace)} of workspace are counted for the deterministic backward pass "
-            f"of cuDNN's attention, which grows with the square of the row length; determinism: fast needs none."
+            f"note: {format_bytes(plan.attention_workspace)} of workspace are counted for the deterministic backward "
+            f"pass of cuDNN's attention, which grows with the square of the row length; determinism: fast needs none."
         )
 
 

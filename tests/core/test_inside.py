@@ -250,7 +250,7 @@ def test_a_list_of_this_machine_may(tmp_path: Path, row_location: str) -> None:
 @pytest.mark.parametrize("name", ["../x.jsonl", "/x.jsonl", "data::file:///x.jsonl", "data::memory:y.jsonl"])
 def test_files_of_a_data_set_of_the_hub_are_files_of_it(name: str) -> None:
     with pytest.raises(UserError, match=r"leads? out|empty part|chain of URLs"):
-        _Repository("org/set", "0" * 40, {name: 1}, []).file(name, download=False)
+        _Repository("org/set", "0" * 40, {name: 1}, []).make_file(name, download=False)
 
 
 def test_a_listed_object_is_no_chain_of_urls() -> None:

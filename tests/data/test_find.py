@@ -219,12 +219,12 @@ def test_the_command_finds_what_replay_shows(
     monkeypatch.chdir(tmp_path)
     trace = DataTrace("run")
     text = "Erst anderes. Der Kanarienvogel singt"
-    (span,) = trace.token_runs(trace.tokenizer.encode(text))
+    (span,) = trace.find_spans(trace.tokenizer.encode(text))
     assert (span["text"], span["where"], span["character"]) == (text, f"{corpus}/b.jsonl:31", 0)
     assert span["trained_at"] == next(
         occurrence["trained_at"] for occurrence in output["found"] if occurrence["where"] == span["where"]
     )
-    assert trace.token_runs(trace.tokenizer.encode("anders ist es hier")) == []
+    assert trace.find_spans(trace.tokenizer.encode("anders ist es hier")) == []
     done = lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
     assert "3 occurrences, of which 1 are listed" in done.stdout
     (tmp_path / "empty.txt").write_text("\n")

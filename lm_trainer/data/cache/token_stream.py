@@ -229,7 +229,7 @@ class TokenStream:
         if self._places:
             position, count = TokenLocation(*self._places[part]), int(self._ends[part] - self._starts[part])
             items = position.open(count)
-            return CheckedItems(items, position.block_byte_range(items), position.byte_range, sums, failed)
+            return CheckedItems(items, position.view_bytes(items), position.byte_range, sums, failed)
         content_F = self._map_file(part)
         return CheckedItems(self._view_items(content_F), content_F, self._byte_range, sums, failed)
 
