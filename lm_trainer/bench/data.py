@@ -101,7 +101,7 @@ def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tupl
         batch = next(batches)
         waited = time.perf_counter() - started
         # At the first batch, which is untimed.
-        if not setup.step.compiled(0):
+        if not setup.step.is_compiled(0):
             setup.step.compile(batch)
         state, metrics = setup.step(state, setup.step.put(batch), 1e-4)
         jax.block_until_ready(metrics)

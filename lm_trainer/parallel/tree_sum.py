@@ -89,12 +89,12 @@ class Shares:
         return range(first, first + least + (shard < more))
 
     @property
-    def most(self) -> int:
+    def max_terms(self) -> int:
         """Maximum number of terms of a shard."""
         return len(self.terms(0))
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """True if each shard computes one subtree of the same size: `tree_sum` over the shards is then the sum."""
         return self.shards & (self.shards - 1) == 0 and self.count % self.shards == 0
 

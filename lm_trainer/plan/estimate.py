@@ -24,7 +24,7 @@ from lm_trainer.run.build.setup import build_setup, setup_from_config, shard_sta
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, memory_order, state_bytes
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.program import Program as StepProgram
 from lm_trainer.step.dispatch.recorder import Key, Measured, measure_traced
 from lm_trainer.step.state.model_def import ModelDef
@@ -135,8 +135,8 @@ def _inside_step(config: RunConfig, model: ModelDef, sharding: StateSharding) ->
     unlayered = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
     # Parameters are gathered in the compute dtype. Gradients: of one microbatch, and their sum if there are several.
-    plan = max(config.trainer.step_plan.microbatches.values, key=memory_order)
-    sums = 1 + (plan.shares(sharding.mesh).most > 1)
+    plan = max(config.trainer.step_plan.microbatches.values, key=memory_sort_key)
+    sums = 1 + (plan.divide_microbatches(sharding.mesh).max_terms > 1)
     in_parts = (_LAYERS_AT_ONCE * layers + unlayered) * itemsize // _FLOAT32
     return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
 
@@ -227,4 +227,4 @@ def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
     setup = build_setup(config, vocab_size, jax.local_devices()[:1])
     compiled = setup.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name
-    return {name: ProgramBytes.of(executable).temporary for name, executable in by_name.items()}
+    return {name: ProgramBytes.from_executable(executable).temporary for name, executable in by_name.items()}

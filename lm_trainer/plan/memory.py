@@ -17,7 +17,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.device_groups import compute_shardings
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
-from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_order, state_bytes
+from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program as StepProgram
@@ -77,7 +77,7 @@ class StepMemory:
         self.rows = plan.rows
         """Rows a device computes at a time in the largest step."""
         if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
-            self.rows *= plan.per_shard(setup.sharding.mesh)
+            self.rows *= plan.microbatches_per_shard(setup.sharding.mesh)
         self._built = {self.rows: setup}
         state = abstract_state(setup.model.shapes, setup.tx, setup.sharding, averaged=setup.averages)
         self.state = state_bytes(state)
@@ -118,7 +118,7 @@ class StepMemory:
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The run's batch with the highest memory; `rows` as for `record`."""
-        return max(self._trainer(rows).step_plan.microbatches.values, key=memory_order)
+        return max(self._trainer(rows).step_plan.microbatches.values, key=memory_sort_key)
 
     def record(self, rows: int | None = None) -> StepRecord:
         """The compiled programs of the step with the highest memory.
@@ -128,7 +128,7 @@ class StepMemory:
         """
         rows = self.rows if rows is None else rows
         if rows not in self._records:
-            with self.programs.of_rows(rows) as measure:
+            with self.programs.measure_for_rows(rows) as measure:
                 self._records[rows] = self._rehearse(rows, measure)
         return self._records[rows]
 
@@ -140,7 +140,7 @@ class StepMemory:
         """As `plan`, but interpolates programs that are not compiled for this number of rows."""
         if rows in self._records:
             return self.plan(rows)
-        return MemoryPlan(self.state, self._rehearse(rows, self.programs.between(rows)).phases)
+        return MemoryPlan(self.state, self._rehearse(rows, self.programs.interpolate(rows)).phases)
 
     def is_planned(self, rows: int) -> bool:
         """True if the step with microbatches of `rows` rows has been planned."""

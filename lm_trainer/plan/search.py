@@ -213,7 +213,7 @@ class _Pricing:
         config = layout.config
         trainer, spec, length = config.trainer, config.model.spec(self._vocab_size), config.model.seq_len
         mesh = self._mesh(config)
-        microbatches = layout.plan.shares(mesh).most
+        microbatches = layout.plan.divide_microbatches(mesh).max_terms
         work = Work(
             spec=spec,
             trainer=trainer,
@@ -221,7 +221,9 @@ class _Pricing:
             plan=layout.plan,
             sizes=dict(mesh.shape),
             shards=batch_shards(mesh),
-            gathers=-(-microbatches // layout.plan.shares(mesh, trainer.microbatches_per_gather).most),
+            gathers=-(
+                -microbatches // layout.plan.divide_microbatches(mesh, trainer.microbatches_per_gather).max_terms
+            ),
             params=self._numbers(config, mesh),
             backend=self._backend(config),
             training_flops=training_flops(flops_per_token(spec, length), self._model),

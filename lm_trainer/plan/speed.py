@@ -107,7 +107,7 @@ class Work:
     @property
     def microbatches(self) -> int:
         """Microbatches of the busiest device."""
-        return Shares(self.plan.count, self.shards).most
+        return Shares(self.plan.count, self.shards).max_terms
 
     @property
     def tokens(self) -> float:

@@ -83,7 +83,7 @@ class ElasticStep:
         self.plans, self.devices = plans, DeviceGroups(sharding, together)
         # For its errors: reject a mesh that cannot share a batch before compiling anything.
         for plan in plans.values:
-            plan.shares(mesh)
+            plan.divide_microbatches(mesh)
         trainable = shardings.params
         # Folded, so the estimate does not reuse the random numbers of dropout in the same microbatch.
         curvature_key = jax.random.fold_in(key, 1)
@@ -145,9 +145,9 @@ class ElasticStep:
         self.prepare(batch, step)
         return self._gradient.compile(batch, self.plans.at(step))
 
-    def compiled(self, step: int) -> bool:
+    def is_compiled(self, step: int) -> bool:
         """True if this step needs no compilation."""
-        return self._gradient.compiled(self.plans.at(step))
+        return self._gradient.is_compiled(self.plans.at(step))
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
         """Rows of the global batch of `step` that this process needs."""
@@ -170,7 +170,7 @@ class ElasticStep:
         """Runs one step on a batch placed by `put`."""
         (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
         # Before the update, which consumes the state.
-        observed = None if observer is None else observer.before(state)
+        observed = None if observer is None else observer.before_step(state)
         scalars = {
             **scalars,
             "squares": wait_on_cpu(self._norm(grads)),
@@ -179,7 +179,7 @@ class ElasticStep:
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
         if observer is not None:
-            observer.after(observed, grads, scalars["weight"], done)
+            observer.after_step(observed, grads, scalars["weight"], done)
         return done, metrics
 
     @cached_property

@@ -77,8 +77,8 @@ class Evaluator:
         """
         ready: Ready | None = None
         parts: dict[str, list[jax.Array | float]] = {}
-        shares = self._devices.shares(self._plan)
-        max_microbatches = len(self._devices.groups) * shares.most * (self._plan.count // shares.count)
+        shares = self._devices.divide_microbatches(self._plan)
+        max_microbatches = len(self._devices.groups) * shares.max_terms * (self._plan.count // shares.count)
         for batch in batches:
             self._compile(batch)
             ready = ready or self._sums.ready(params)
@@ -119,8 +119,8 @@ class Evaluator:
             yield _in_order(*waiting)
 
     def _compile(self, batch: Batch) -> None:
-        if not self._sums.compiled:
-            self._sums.compile(self._plan.rows_like(batch))
+        if not self._sums.is_compiled:
+            self._sums.compile(self._plan.microbatch_shapes(batch))
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:
@@ -144,7 +144,7 @@ class _Sums:
         self._programs: tuple[StagedForward, MicrobatchExecutable] | None = None
 
     @property
-    def compiled(self) -> bool:
+    def is_compiled(self) -> bool:
         return self._programs is not None
 
     def compile(self, batch: Batch) -> None:

@@ -67,7 +67,7 @@ class FastStep:
         self._model, self._rule, self._sharding = model, rule, sharding
         self._shards, self._accumulate = batch_shards(sharding.mesh), accumulate
         for plan in plans.values:
-            plan.per_shard(sharding.mesh)
+            plan.microbatches_per_shard(sharding.mesh)
         self._key_data = jax.random.key_data(key)
         trainable = sharding.trained.params
         self._gather = GatherWhereRead(model, sharding)
@@ -140,7 +140,7 @@ class FastStep:
             self._programs[kind] = replace(self._step, executable=executable)
         return self._programs[kind]
 
-    def compiled(self, step: int) -> bool:
+    def is_compiled(self, step: int) -> bool:
         """True if this step needs no compilation."""
         return (self.plans.at(step).batch_size, False) in self._programs
 
@@ -152,7 +152,7 @@ class FastStep:
         """Puts this process's rows of the global batch of `step` into arrays sharded over the devices."""
         plan, mesh = self.plans.at(step), self._sharding.mesh
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
+        local = pad_rows(batch, plan.microbatches_per_shard(mesh) * plan.rows * len(self.devices.groups))
         global_rows = plan.rows * plan.count
         if (rehearsed := put_on(self._global_shapes(batch, plan), rows, "batch")) is not None:
             return rehearsed
@@ -174,7 +174,7 @@ class FastStep:
             everything = {**state.frozen, **state.params}
             curvature = wait_on_cpu(self._curvature(everything, batch, self._scalar(np.int32(state.step)))).tree
         # Before the step, which consumes the parameters.
-        observed = None if observer is None else (observer.before(state), self.gradient(state, batch))
+        observed = None if observer is None else (observer.before_step(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
         program = self._program(arrays, batch, self.plans.at(state.step), curvature)
         step, rate = self._scalar(np.int32(state.step)), self._scalar(np.float32(learning_rate))
@@ -186,7 +186,7 @@ class FastStep:
         done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
         if observer is not None and observed is not None:
             values, sums = observed
-            observer.after(values, sums.tree, sums.scalars["weight"], done)
+            observer.after_step(values, sums.tree, sums.scalars["weight"], done)
         return done, metrics
 
     def _scalar(self, value: np.generic) -> jax.Array:

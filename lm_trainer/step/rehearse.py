@@ -16,7 +16,7 @@ from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.rehearsal import local_devices, rehearsing
 from lm_trainer.step.base import Step
-from lm_trainer.step.dispatch.memory import PhaseBytes, memory_order
+from lm_trainer.step.dispatch.memory import PhaseBytes, memory_sort_key
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.recorder import Key, Measure, MemoryLimitExceeded, Recorder
 from lm_trainer.step.state.state_sharding import StateSharding
@@ -64,7 +64,11 @@ class RehearsedStep:
         plan = full_plan = self.step.plans.at(number)
         halvings = 0
         # The remaining count must be divisible by 4, for two more halvings below.
-        while self.step.loops and self.step.devices.shares(plan).most > MAX_MICROBATCHES and plan.count % 8 == 0:
+        while (
+            self.step.loops
+            and self.step.devices.divide_microbatches(plan).max_terms > MAX_MICROBATCHES
+            and plan.count % 8 == 0
+        ):
             plan, halvings = halved(plan), halvings + 1
         if not halvings:
             return self._record(number, plan, row, platform, measure, limit)
@@ -84,11 +88,11 @@ class RehearsedStep:
         step, mesh = self.step, self.sharding.mesh
         shards = batch_shards(mesh)
         side_by_side = programs_at_once(platform, shards, mesh.size // shards)
-        at_once = min(side_by_side, step.devices.shares(plan).most)
+        at_once = min(side_by_side, step.devices.divide_microbatches(plan).max_terms)
         recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once, limit)
         with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(MemoryLimitExceeded):
             arrays = abstract_state(self.shapes, self.tx, self.sharding, averaged=self.averaged)
-            state = recorder.hold(arrays._replace(step=None), "state")._replace(step=number)
+            state = recorder.create_abstract_arrays(arrays._replace(step=None), "state")._replace(step=number)
             step.prepare(row, number)
             rows = len(step.local_rows(number))
             batch = step.put(jax.tree.map(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), row), number)
@@ -98,7 +102,7 @@ class RehearsedStep:
     def _largest_step(self) -> int:
         """Number of a step with the batch that takes the most memory, with a curvature estimate if possible."""
         plans = self.step.plans
-        largest = max(plans.values, key=memory_order)
+        largest = max(plans.values, key=memory_sort_key)
         start = plans.start_of(largest)
         estimated = -(-start // self.interval) * self.interval
         return estimated if plans.at(estimated) == largest else start

@@ -102,7 +102,7 @@ def test_partial_sums_of_any_number_of_devices_add_up_to_the_tree(devices: int, 
     summed = jax.jit(lambda x: sum_parts_over_shards(x, shares, layouts, mesh, dtypes))(stacked)
     for name, x in summed.items():
         assert x.dtype == np.float32
-        if name != "narrow" or shares.most == 1:
+        if name != "narrow" or shares.max_terms == 1:
             expected = brute_force_tree([x.astype(np.float32) for x in terms[name]])
             np.testing.assert_array_equal(np.asarray(x), expected, err_msg=name)
 

@@ -89,9 +89,9 @@ def test_shares_of_any_number_of_shards_add_up_to_the_tree(count: int) -> None:
             sums.append([part for _, part in tree.parts()])
         np.testing.assert_array_equal(shares.add(sums, np.add), expected, err_msg=str(shares))
         assert [n for shard in range(shards) for n in shares.terms(shard)] == [*range(count)]
-        assert shares.most == -(-count // shards)
+        assert shares.max_terms == -(-count // shards)
         assert shares.max_held == most
-        if shares.even:
+        if shares.is_even:
             np.testing.assert_array_equal(np.asarray(tree_sum(jnp.stack([one for (one,) in sums]))), expected)
 
 

@@ -249,7 +249,7 @@ def outcome(run: RandomRun, devices: int, mesh: Plain) -> Outcome:
     state, losses = setup.init(), []
     start = to_host(state.params)
     for step, batch in enumerate(batches(run, trainer)):
-        if not setup.step.compiled(step):
+        if not setup.step.is_compiled(step):
             setup.step.compile(batch, step)
         state, metrics = setup.step(state, setup.step.put(batch, step), 1e-2 / (step + 1))
         losses.append(struct.pack("<ff", float(metrics["loss"]), float(metrics["grad_norm"])))

@@ -46,10 +46,10 @@ def batch() -> Batch:
 class Seen:
     """An observer that keeps what it is shown."""
 
-    def before(self, state: Any) -> int:
+    def before_step(self, state: Any) -> int:
         return state.step
 
-    def after(self, before: int, grads: Params, weight: jax.Array, state: Any) -> None:
+    def after_step(self, before: int, grads: Params, weight: jax.Array, state: Any) -> None:
         self.step, self.weight, self.grads = before, float(weight), to_host(grads)
 
 
@@ -82,9 +82,9 @@ def assert_close(fast: Any, elastic: Any) -> None:
 
 def test_fast_is_one_program_that_is_close_to_elastic() -> None:
     fast = setup(2, determinism="fast")
-    assert not fast.step.compiled(0)
+    assert not fast.step.is_compiled(0)
     assert_close(trained(fast), trained_elastic())
-    assert fast.step.compiled(0)
+    assert fast.step.is_compiled(0)
     text = fast.step.compile(batch()).hlo()
     assert "all-reduce" in text, "XLA adds across devices inside the program"
     assert f"s32[{ROWS // 2},{SEQ}]" in text, "a device computes all its rows at once"

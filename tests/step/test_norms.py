@@ -79,11 +79,11 @@ class Run:
         return optax.apply_updates(params, updates), opt_state
 
     def step(self, grads: dict[str, np.ndarray]) -> None:
-        before = self.watcher.before(self.state)
+        before = self.watcher.before_step(self.state)
         placed = self.put(grads)
         params, opt_state = self._update(self.state.params, self.state.opt_state, placed)
         self.state = TrainState(self.state.step + 1, params, opt_state)
-        self.watcher.after(before, placed, jnp.float32(WEIGHT), self.state)
+        self.watcher.after_step(before, placed, jnp.float32(WEIGHT), self.state)
 
 
 def watch(config: WatchConfig, devices: int = 1, seeds: Sequence[int] = (1,)) -> tuple[list[Watched], Run]:

@@ -119,7 +119,7 @@ def phases_of(*calls: Any) -> list[PhaseBytes]:
 
     recorder = Recorder(measure, jax.devices()[:1], at_once=3)
     with rehearsing(recorder):
-        x = recorder.hold(held, "state")
+        x = recorder.create_abstract_arrays(held, "state")
         for call in calls:
             x = call(x)
     return [*recorder.phases]

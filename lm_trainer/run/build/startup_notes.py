@@ -59,8 +59,10 @@ def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields the costs of a number of devices that is no power of two, or does not divide the batch."""
     if not trainer.bitwise:
         return
-    shares = max((plan.shares(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda s: s.count)
-    slots = shares.most * shares.shards
+    shares = max(
+        (plan.divide_microbatches(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda s: s.count
+    )
+    slots = shares.max_terms * shares.shards
     if slots > shares.count:
         yield (
             f"{shares.shards} devices along the data axes share {shares.count} microbatches unevenly: some compute "

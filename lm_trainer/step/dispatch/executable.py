@@ -133,12 +133,12 @@ def compile_for_each(
     """
     traced: list[jax.stages.Traced] = []
 
-    def one(index: int) -> jax.stages.Compiled:
+    def compile_set(index: int) -> jax.stages.Compiled:
         executable = make(index)
         traced.append(executable.traced)
         return executable.compiled
 
-    programs = compile_on_each(one, device_sets, by_all_processes=by_all_processes)
+    programs = compile_on_each(compile_set, device_sets, by_all_processes=by_all_processes)
     executables = [Executable(traced[0], program) for program in programs]
     if len({executable.fingerprint() for executable in executables}) > 1:
         logger.warning("the devices run different programs for %s: bits may depend on their number", name)

@@ -33,7 +33,7 @@ class MeasuredPrograms:
         """The texts of the compiled programs."""
 
     @contextmanager
-    def of_rows(self, rows: int) -> Iterator[Measure]:
+    def measure_for_rows(self, rows: int) -> Iterator[Measure]:
         """Compiles unknown programs, for a step with microbatches of `rows` rows."""
         growing = dict[str, Measured]()
 
@@ -54,7 +54,7 @@ class MeasuredPrograms:
         yield measure
         self._by_rows[rows] = growing
 
-    def between(self, rows: int) -> Measure:
+    def interpolate(self, rows: int) -> Measure:
         """Interpolates programs for microbatches of `rows` rows between the two nearest sizes (or uses the only one).
 
         Sizes of axes are linear in the number of rows, and memory nearly so. Programs that only add the results of
@@ -66,7 +66,7 @@ class MeasuredPrograms:
 
         def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
             if program.grows:
-                return _between(near[program.name], far[program.name], share)
+                return _interpolate(near[program.name], far[program.name], share)
             if (measured := self._by_key.get(key) or self._others.get(key[:2])) is not None:
                 return measured
             traced, temporary = measure_traced(program, key, args), self._temporary.get(program.name, 0)
@@ -75,7 +75,7 @@ class MeasuredPrograms:
         return measure
 
 
-def _between(near: Measured, far: Measured, share: float) -> Measured:
+def _interpolate(near: Measured, far: Measured, share: float) -> Measured:
     def linear(a: int, b: int) -> int:
         return max(0, round(a + share * (b - a)))
 

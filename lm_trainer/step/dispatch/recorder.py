@@ -82,7 +82,7 @@ class Recorder:
         """Runs of each program on the device."""
         return {key: call.runs for key, call in self._calls.items()}
 
-    def hold(self, tree: PyTree, purpose: str) -> PyTree:
+    def create_abstract_arrays(self, tree: PyTree, purpose: str) -> PyTree:
         """Creates abstract arrays from shapes with shardings; they are held from now on."""
         return jax.tree.map(lambda x: abstract(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree)
 
@@ -92,11 +92,11 @@ class Recorder:
         key = (program.name, structure, tuple(x.about if isinstance(x, AbstractArray) else x for x in leaves))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._measured(program, key, args)
+            call = self._calls[key] = self._measure_call(program, key, args)
         memory, measured = self.memory, call.measured
         memory.calls += 1
         call.runs += 1
-        self._note(program, measured.bytes)
+        self._record_peak(program, measured.bytes)
         # Static arguments are not arguments of the compiled program.
         arguments = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
         buffers = [x.buffer if isinstance(x, AbstractArray) else None for x in arguments]
@@ -112,29 +112,29 @@ class Recorder:
         ]
         return jax.tree.unflatten(measured.structure, results)
 
-    def _measured(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
+    def _measure_call(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
         shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
         measured = self._measure(program, key, shapes)
         sizes = [about.bytes_on(self.memory.device) for about in measured.results]
-        return _Call(measured, sizes, _purposes(program, measured.structure))
+        return _Call(measured, sizes, _result_purposes(program, measured.structure))
 
-    def _note(self, program: Program, sizes: ProgramBytes) -> None:
+    def _record_peak(self, program: Program, sizes: ProgramBytes) -> None:
         """Records the memory of the device while a program runs, before its results replace donated arguments."""
         at_once = self._at_once if program.overlaps else 1
-        total = self.memory.total + at_once * (sizes.new + sizes.temporary)
+        total = self.memory.total + at_once * (sizes.new_outputs + sizes.temporary)
         peak = self._peaks.get(program.name)
         if peak is not None and peak.bytes >= total:
             return
         parts = {purpose: size for purpose, size in self.memory.held.items() if size}
         # If results have several purposes, the results of the computation come first and are the largest.
         purpose = program.results if isinstance(program.results, str) else program.results[0]
-        parts[purpose] = parts.get(purpose, 0) + at_once * sizes.new
+        parts[purpose] = parts.get(purpose, 0) + at_once * sizes.new_outputs
         self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * sizes.temporary})
         if self._limit is not None and total > self._limit:
             raise MemoryLimitExceeded
 
 
-def _purposes(program: Program, structure: PyTree) -> list[str]:
+def _result_purposes(program: Program, structure: PyTree) -> list[str]:
     """The purpose of each array that a program returns."""
     if isinstance(program.results, str):
         return [program.results] * structure.num_leaves
@@ -146,14 +146,14 @@ def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measur
     """Compiles a program and reads XLA's memory analysis; also returns the `Executable`.
 
     Raises:
-        UserError: as `ProgramBytes.of`.
+        UserError: as `ProgramBytes.from_executable`.
     """
     executable = program.compile(*args)
     shapes, structure = jax.tree.flatten(executable.traced.out_info)
     shardings = jax.tree.leaves(executable.compiled.output_shardings)
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(executable.traced.args_info)) if info.donated]
-    return Measured(ProgramBytes.of(executable), structure, results, consumed), executable
+    return Measured(ProgramBytes.from_executable(executable), structure, results, consumed), executable
 
 
 def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
@@ -163,7 +163,9 @@ def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Meas
     shapes, structure = jax.tree.flatten(traced.out_info)
     arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
     alike = {x.shape: x.sharding for x in arguments}
-    shardings: list[Sharding] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
+    shardings: list[Sharding] = [
+        x.sharding or alike.get(x.shape) or _replicate_over_mesh(arguments[0].sharding) for x in shapes
+    ]
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     outputs = bytes_per_device([about.struct for about in results])
@@ -172,5 +174,5 @@ def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Meas
     return Measured(figures, structure, results, consumed)
 
 
-def _everywhere(sharding: PyTree) -> Sharding:
+def _replicate_over_mesh(sharding: PyTree) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

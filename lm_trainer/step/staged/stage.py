@@ -18,7 +18,7 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup, same_sharding
-from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
+from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, stacked_shapes, sum_shardings_on_group
 from lm_trainer.step.dispatch.mesh_executable import Exchange
 from lm_trainer.step.dispatch.mesh_group import MeshGroup, MeshWide
 from lm_trainer.step.dispatch.program import Program
@@ -141,7 +141,7 @@ class Stage:
         """
         read = self.read(params)
         gathered = read if self._gather is None else wait_on_cpu(self._gather(read, row))
-        return self.devices.views(gathered)
+        return self.devices.group_views(gathered)
 
     def gathering(self) -> Exchange:
         """`gather` of a layer for a program that computes meanwhile: `(params, row)`, with the result of `read`."""
@@ -156,7 +156,7 @@ class Stage:
             shares: division of the microbatches among the devices.
         """
         shapes = {name: x for name, x in self.shapes().items() if name in self.trained}
-        if shares.most > 1:
+        if shares.max_terms > 1:
             # Sums over several microbatches have the dtype of the parameters.
             shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
         stacked = stacked_shapes(shapes, self._trained_layouts, self._mesh, ())
@@ -205,7 +205,7 @@ class Stage:
 
     def sums_on(self, group: ModelParallelGroup | MeshGroup) -> PyTree:
         """Shardings on a group of the sums of a microbatch, which have a leading axis."""
-        return sums_on_group(group, self._trained_layouts)
+        return sum_shardings_on_group(group, self._trained_layouts)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self._shapes[name].shape

@@ -71,7 +71,7 @@ class _Programs:
         Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged by separate programs only.
         """
         # Sums over several microbatches have a wider dtype than gradients of one.
-        several = shares.most > 1
+        several = shares.max_terms > 1
         if several not in self._exchanging:
             self._exchanging[several] = self._compile_exchanging(shares)
         return self._exchanging[several]
@@ -143,9 +143,9 @@ class StagedSum:
     def prepare(self, batch: Batch, plan: MicrobatchPlan) -> None:
         """Compiles for microbatches of `plan` with rows of the same shape as in `batch`, unless already compiled."""
         if plan.rows not in self._programs:
-            rows = plan.rows_like(batch)
+            rows = plan.microbatch_shapes(batch)
             self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
-        self._programs[plan.rows].exchanging(self.devices.shares(plan))
+        self._programs[plan.rows].exchanging(self.devices.divide_microbatches(plan))
 
     def compile(self, batch: Batch, plan: MicrobatchPlan) -> Executable | Executables:
         """As `prepare`; returns the programs of a microbatch."""
@@ -188,7 +188,7 @@ class StagedSum:
         assert self._stages is not None
         return self._stages.ready(params)
 
-    def compiled(self, plan: MicrobatchPlan) -> bool:
+    def is_compiled(self, plan: MicrobatchPlan) -> bool:
         """True if microbatches of `plan` need no compilation."""
         return plan.rows in self._programs
 
@@ -290,7 +290,7 @@ class StagedSum:
         run, shares = programs.gradients[call.kind], group.shares
         if run is None or gathered is None:
             return derivatives, []
-        trees: list[TreeSum[Sums]] = [group.tree(shares, self._add_to) for group in self.devices.groups]
+        trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in self.devices.groups]
 
         def one(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
@@ -302,7 +302,7 @@ class StagedSum:
         derivatives = group.microbatches.map(one, saved, derivatives)
         parts = [[part for _, part in tree.parts()] for tree in trees]
         # Devices exchange arrays of one dtype: if some of them have added microbatches, all cast to the dtype of sums.
-        if shares.most > 1 and not shares.even:
+        if shares.max_terms > 1 and not shares.is_even:
             parts = [[self._wide(part) for part in of_group] for of_group in parts]
         return derivatives, parts
 

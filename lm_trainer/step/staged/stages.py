@@ -391,6 +391,6 @@ class Queue:
     def push(self, results: Microbatches[PyTree]) -> None:
         """Adds the results of a layer, and waits until the device has finished an earlier one."""
         # Waiting for one array of each group is enough; the others may be donated.
-        self._waiting.append(results.lasts())
+        self._waiting.append(results.last_values())
         if len(self._waiting) == LAYERS_AT_ONCE:
             jax.block_until_ready(self._waiting.popleft())

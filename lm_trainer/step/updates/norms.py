@@ -49,7 +49,7 @@ class Watched(NamedTuple):
 
 
 class Watcher:
-    """Observes steps: call `before` and `after` each step, and `report` to get the values.
+    """Observes steps: call `before_step` and `after_step` each step, and `report` to get the values.
 
     Args:
         config: quantities to watch.
@@ -80,15 +80,15 @@ class Watcher:
         copies = state.params if "updates" in self._config.watch_targets else None
         self._measure.lower(self._inputs(copies, state.params, state)).compile()
 
-    def before(self, state: TrainState) -> Params | None:
+    def before_step(self, state: TrainState) -> Params | None:
         """Copies the parameters if the targets need their values before the step, which consumes the state."""
         return self._copy(state.params) if "updates" in self._config.watch_targets else None
 
-    def after(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
+    def after_step(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
         """Enqueues the computation and returns at once.
 
         Args:
-            before: result of `before`.
+            before: result of `before_step`.
             grads: gradients, summed over the batch, in storage sharding.
             weight: the number to divide `grads` by.
             state: state after the step.

@@ -20,7 +20,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import join_parts, local_devices
 from lm_trainer.parallel.sharded_array import by_device, replicate
-from lm_trainer.step.dispatch.program import Program, on_each
+from lm_trainer.step.dispatch.program import Program, create_programs
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 from lm_trainer.step.updates.update import Metrics, make_update
@@ -309,7 +309,7 @@ class OwnedUpdate:
             devices = [[device] for device in self._devices]
             names = name if len(group) == 1 else f"{name} to {group[-1].name}"
             program, computation = Program("update", jitted, _ROWS), f"the update of {names}"
-            self._programs[name] = on_each(program, lambda _: jitted, arguments, devices, computation)
+            self._programs[name] = create_programs(program, lambda _: jitted, arguments, devices, computation)
         return self._programs[name]
 
 

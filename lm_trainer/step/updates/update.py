@@ -17,7 +17,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.rehearsal import join_parts, local_devices
 from lm_trainer.parallel.sharded_array import by_device, replicate
-from lm_trainer.step.dispatch.program import Program, on_each
+from lm_trainer.step.dispatch.program import Program, create_programs
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 
@@ -141,5 +141,7 @@ class ReplicatedUpdate:
                 return jax.tree.unflatten(structure, shapes)
 
             program, devices = Program("update", self._jitted, "new state"), [[device] for device in self._devices]
-            self._updates[structure] = on_each(program, lambda _: self._jitted, arguments, devices, "the update")
+            self._updates[structure] = create_programs(
+                program, lambda _: self._jitted, arguments, devices, "the update"
+            )
         return self._updates[structure]
