@@ -69,14 +69,14 @@ class RehearsedStep:
             and self.step.devices.divide_microbatches(plan).max_terms > MAX_MICROBATCHES
             and plan.count % 8 == 0
         ):
-            plan, halvings = halved(plan), halvings + 1
+            plan, halvings = halve_plan(plan), halvings + 1
         if not halvings:
             return self._record(number, plan, row, platform, measure, limit)
-        quarter = halved(halved(plan))
+        quarter = halve_plan(halve_plan(plan))
         # The first record is dropped: its step also creates the arrays that are made only once.
-        plans = [quarter, quarter, halved(plan), plan]
+        plans = [quarter, quarter, halve_plan(plan), plan]
         records = [self._record(number, fewer, row, platform, measure, None) for fewer in plans]
-        record = _extrapolated(records[1:], halvings)
+        record = _extrapolate_record(records[1:], halvings)
         if all(size >= 0 for phase in record.phases for size in phase.parts.values()):
             return record
         # If the peak moves to another point of the step with more microbatches, it cannot be extrapolated.
@@ -118,12 +118,12 @@ def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
         step.plans = original
 
 
-def halved(plan: MicrobatchPlan) -> MicrobatchPlan:
+def halve_plan(plan: MicrobatchPlan) -> MicrobatchPlan:
     """A plan with half as many microbatches of the same size."""
     return replace(plan, batch_size=plan.rows * (plan.count // 2), count=plan.count // 2)
 
 
-def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
+def _extrapolate_record(records: list[StepRecord], doublings: int) -> StepRecord:
     """Extrapolates to a step with 2^doublings times the microbatches of the last record.
 
     The three records have n, 2n and 4n microbatches. Rows and activations grow linearly with the number of
@@ -139,13 +139,13 @@ def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
 
     first, second = ({phase.name: phase.parts for phase in record.phases} for record in records[:2])
 
-    def extrapolated(name: str, parts: Mapping[str, int]) -> PhaseBytes:
+    def extrapolate_phase(name: str, parts: Mapping[str, int]) -> PhaseBytes:
         one, two = first.get(name, parts), second.get(name, parts)
         return PhaseBytes(
             name, {part: extrapolate(one.get(part, 0), two.get(part, 0), size) for part, size in parts.items()}
         )
 
-    phases = [extrapolated(phase.name, phase.parts) for phase in records[2].phases]
+    phases = [extrapolate_phase(phase.name, phase.parts) for phase in records[2].phases]
     one, two, four = (record.runs for record in records)
     # A program specific to one number of microbatches runs equally often for any number.
     runs = {key: extrapolate(one[key], two[key], n) if key in one and key in two else n for key, n in four.items()}

@@ -16,8 +16,8 @@ from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.model import loss_function
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.step.staged.hutchinson import signs_of_row
-from lm_trainer.step.staged.split_loss import dtypes_read
+from lm_trainer.step.staged.hutchinson import rademacher_row
+from lm_trainer.step.staged.split_loss import find_read_dtypes
 from lm_trainer.step.state.train_state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
 
@@ -197,7 +197,7 @@ def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, A
 
 def test_the_signs_of_a_layer_are_those_that_are_drawn_for_all() -> None:
     key, shape = jax.random.key(7), (5, 3, 7)
-    rows = [signs_of_row(key, shape, jnp.int32(row), jnp.bfloat16) for row in range(5)]
+    rows = [rademacher_row(key, shape, jnp.int32(row), jnp.bfloat16) for row in range(5)]
     np.testing.assert_array_equal(np.stack(rows), np.asarray(jax.random.rademacher(key, shape, jnp.bfloat16)))
 
 
@@ -238,7 +238,7 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> No
 
     wide, narrow = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.bfloat16)
     params = dict.fromkeys(("read", "only cast", "cast and read", "not read"), wide) | {"widened": narrow}
-    found = dtypes_read(function, params, narrow)
+    found = find_read_dtypes(function, params, narrow)
     assert found == {
         "cast and read": jnp.float32,
         "only cast": jnp.bfloat16,

@@ -23,7 +23,7 @@ from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.train_state import TrainState
-from lm_trainer.step.updates.norms import Watched, Watcher
+from lm_trainer.step.updates.norms import WatchedStep, Watcher
 from lm_trainer.step.updates.watch import WatchConfig
 
 LAYERS = 3
@@ -86,7 +86,7 @@ class Run:
         self.watcher.after_step(before, placed, jnp.float32(WEIGHT), self.state)
 
 
-def watch(config: WatchConfig, devices: int = 1, seeds: Sequence[int] = (1,)) -> tuple[list[Watched], Run]:
+def watch(config: WatchConfig, devices: int = 1, seeds: Sequence[int] = (1,)) -> tuple[list[WatchedStep], Run]:
     run = Run(config, devices)
     for seed in seeds:
         run.step(values(seed))
@@ -98,7 +98,7 @@ def norm(x: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def seen() -> tuple[Watched, Run]:
+def seen() -> tuple[WatchedStep, Run]:
     (watched,), run = watch(ALL)
     return watched, run
 

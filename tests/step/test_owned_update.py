@@ -15,7 +15,7 @@ from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.step.state.state_sharding import plan_state_sharding
-from lm_trainer.step.updates.owned_update import OwnedUpdate, owned_update
+from lm_trainer.step.updates.owned_update import OwnedUpdate, make_owned_update
 from lm_trainer.step.updates.update import ReplicatedUpdate, make_update
 from tests.step.random_runs import MEMBERS, WHOLE
 
@@ -63,7 +63,7 @@ def run(
     sharding = plan_state_sharding(shapes, tx, layouts, mesh)
     update: Any = ReplicatedUpdate(make_update(config, tx), sharding.trained, mesh)
     if owned:
-        update = owned_update(config, params, tx, shapes, sharding.trained, mesh)
+        update = make_owned_update(config, params, tx, shapes, sharding.trained, mesh)
         assert isinstance(update, OwnedUpdate)
     rng = np.random.default_rng(0)
 
@@ -127,7 +127,7 @@ def test_a_rule_over_several_weights_is_left_as_it_is() -> None:
     ):
         tx = config.build(PARAMS)
         sharding = plan_state_sharding(shapes, tx, layouts, mesh)
-        assert owned_update(config, PARAMS, tx, shapes, sharding.trained, mesh) is None
+        assert make_owned_update(config, PARAMS, tx, shapes, sharding.trained, mesh) is None
 
 
 def test_a_weight_decays_alone_as_patterns_over_all_names_say() -> None:

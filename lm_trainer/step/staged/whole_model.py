@@ -14,7 +14,7 @@ from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 
-def whole_model(
+def whole_model_stages(
     name: str,
     function: MicrobatchFn,
     model: ModelDef,
@@ -55,7 +55,7 @@ def whole_model(
     return lambda _: [StageFunctions(name, dtypes, gradient=lane, divided=True)]
 
 
-def whole_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callable[[Batch], list[StageFunctions]]:
+def whole_model_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callable[[Batch], list[StageFunctions]]:
     """A loss of one stage for evaluation, without derivatives and dropout."""
     losses = loss_of_params(model, loss)
 

@@ -38,7 +38,7 @@ class _Inputs(TypedDict):
     opt_state: PyTree
 
 
-class Watched(NamedTuple):
+class WatchedStep(NamedTuple):
     """Norms and histograms of one step, in the form for trackers."""
 
     step: int
@@ -96,11 +96,11 @@ class Watcher:
         values = wait_on_cpu(self._measure(self._inputs(before, grads, state)))
         self._pending.append((state.step, (weight, values)))
 
-    def report(self, until: int | None = None) -> list[Watched]:
+    def report(self, until: int | None = None) -> list[WatchedStep]:
         """Reports the steps watched since the last report, up to step `until`; waits until they are computed."""
         due = [(step, values) for step, values in self._pending if until is None or step <= until]
         self._pending = self._pending[len(due) :]
-        return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in due]
+        return [self._make_record(step, jax.tree.map(_to_host, values)) for step, values in due]
 
     def _inputs(self, before: Params | None, grads: Params, state: TrainState) -> _Inputs:
         """The arrays from which the targets are measured."""
@@ -114,23 +114,27 @@ class Watcher:
 
     def _values(self, inputs: _Inputs) -> dict[str, dict[str, PyTree]]:
         """By target: `squares` [1 or layers], `counts` and `edges` by name. Values of `grads` refer to the sums."""
-        return {target: self._measured(*self._leaves(target, inputs)) for target in self._config.watch_targets}
+        return {
+            target: self._measure_arrays(*self._select_arrays(target, inputs)) for target in self._config.watch_targets
+        }
 
-    def _leaves(self, target: Target, inputs: _Inputs) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
+    def _select_arrays(
+        self, target: Target, inputs: _Inputs
+    ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
         """The arrays of a target, their shardings, and the names of the arrays with a leading axis over layers."""
         params = inputs["params"]
         if target == "opt_state":
-            return self._moments(inputs["opt_state"], params)
+            return self._select_moments(inputs["opt_state"], params)
         arrays = inputs["grads"] if target == "grads" else params
         if target == "updates":
             arrays = {n: x.astype(jnp.float32) - inputs["before"][n].astype(jnp.float32) for n, x in arrays.items()}
         return arrays, {name: self._layouts[name] for name in arrays}, self._layered & arrays.keys()
 
-    def _moments(
+    def _select_moments(
         self, opt_state: optax.OptState, params: Params
     ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
         arrays, param_shardings, layered = {}, {}, set()
-        for name, param, x in _moments(opt_state, params):
+        for name, param, x in _find_moments(opt_state, params):
             arrays[name] = x
             replicated = PartitionSpec(*(None,) * x.ndim)
             like_param = x.shape == params[param].shape
@@ -141,7 +145,7 @@ class Watcher:
                 layered.add(name)
         return arrays, param_shardings, layered
 
-    def _measured(
+    def _measure_arrays(
         self, arrays: Params, param_shardings: Mapping[str, ParamSharding], layered: Collection[str]
     ) -> dict[str, PyTree]:
         config, result = self._config, {}
@@ -156,7 +160,7 @@ class Watcher:
             result["edges"] = {name: edges for name, (_, edges) in histograms.items()}
         return result
 
-    def _watched(self, step: int, values: tuple[PyTree, PyTree]) -> Watched:
+    def _make_record(self, step: int, values: tuple[PyTree, PyTree]) -> WatchedStep:
         weight, targets = values
         scalars, histograms = {}, {}
         for target, measured in targets.items():
@@ -179,10 +183,10 @@ class Watcher:
                     layer.astype(np.int64),
                     edges[name].astype(np.float64) * scale,
                 )
-        return Watched(step, scalars, histograms)
+        return WatchedStep(step, scalars, histograms)
 
 
-def _moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
+def _find_moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
     """The optimizer's arrays for each parameter, as (name, parameter, array).
 
     A name is `mu/blocks.0.mlp.up.weight` or, if two parts of the optimizer have such an array,

@@ -121,7 +121,7 @@ class ReplicatedUpdate:
         """Computes the update; consumes parameters and optimizer state."""
         gathered = wait_on_cpu(self._gather(args))
         leaves, structure = jax.tree.flatten(gathered)
-        programs = self._programs(structure, leaves)
+        programs = self._get_programs(structure, leaves)
         # All parts are extracted before a program runs, because it deletes its part together with the global array.
         parts = [by_device(x) for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
@@ -132,7 +132,7 @@ class ReplicatedUpdate:
     def _join(self, *parts: jax.Array) -> jax.Array:
         return join_parts(parts[0].shape, self._everywhere, parts)
 
-    def _programs(self, structure: Hashable, leaves: list[jax.Array]) -> list[Program]:
+    def _get_programs(self, structure: Hashable, leaves: list[jax.Array]) -> list[Program]:
         if structure not in self._updates:
 
             def arguments(index: int) -> tuple[PyTree, ...]:
