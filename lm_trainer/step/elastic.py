@@ -19,7 +19,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim.averaging import ema_update
-from lm_trainer.parallel.compile_per_device import close_cache_for
+from lm_trainer.parallel.compile_per_device import disable_cache_for
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
@@ -119,7 +119,7 @@ class ElasticStep:
         self._computing = devices
         self._gradient, self._curvature = self._sums(devices)
         if isinstance(devices, DeviceGroups):
-            close_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
+            disable_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
         """As `compile`, without returning programs; skipped in a rehearsal."""

@@ -21,7 +21,7 @@ from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.collectives import batch_in_parts
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.rehearsal import current_rehearsal, put_on
+from lm_trainer.parallel.rehearsal import current_rehearsal, put_abstract
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, pad_rows
@@ -156,7 +156,7 @@ class FastStep:
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         local = pad_rows(batch, plan.microbatches_per_shard(mesh) * plan.rows * len(self.devices.groups))
         global_rows = plan.rows * plan.count
-        if (rehearsed := put_on(self._global_shapes(batch, plan), rows, "batch")) is not None:
+        if (rehearsed := put_abstract(self._global_shapes(batch, plan), rows, "batch")) is not None:
             return rehearsed
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x), (global_rows, *np.shape(x)[1:])),

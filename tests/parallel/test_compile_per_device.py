@@ -17,13 +17,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.parallel import compile_per_device
-from lm_trainer.parallel.compile_per_device import close_cache_for, compile_on_each
+from lm_trainer.parallel.compile_per_device import compile_on_each, disable_cache_for
 
 pytestmark = pytest.mark.optimised
 
 UNKNOWN = (
     f"lm_trainer/parallel/compile_per_device.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
-    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on`, or do not allow "
+    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on_device_sets`, or do not allow "
     "this version in pyproject.toml. What changed: "
 )
 
@@ -131,12 +131,12 @@ def test_programs_of_tpu_chips_other_than_the_first_are_not_kept(
     assert set(seen.values()) == {cache if kept else None}
     assert config.jax_compilation_cache_dir == cache
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    close_cache_for(device_sets)
+    disable_cache_for(device_sets)
     assert config.jax_compilation_cache_dir == (cache if kept else None)
 
 
 def test_the_cache_stays_open_where_the_devices_that_run_are_no_tpus(cache: str) -> None:
-    close_cache_for(HOST)
+    disable_cache_for(HOST)
     assert cast(Any, jax.config).jax_compilation_cache_dir == cache
 
 

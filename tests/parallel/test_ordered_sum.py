@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel import nodes as nodes_module
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
-from lm_trainer.parallel.nodes import nodes_of_batch
+from lm_trainer.parallel.nodes import num_batch_nodes
 from lm_trainer.parallel.ordered_sum import squares_by_layer, sum_of_squares, sum_over_shards, sum_parts_over_shards
 from lm_trainer.parallel.sharding import ParamSharding, plan_shardings
 from lm_trainer.parallel.tree_sum import Shares
@@ -164,7 +164,7 @@ def test_sums_over_nodes_have_the_bits_of_the_tree_and_send_less_between_nodes(
     dtypes = dict.fromkeys(stacked, np.float32)
     sent = {}
     for nodes in (1, 8 // devices_per_node):
-        monkeypatch.setattr(nodes_module, "node_of", lambda device, nodes=nodes: device.id * nodes // 8)
+        monkeypatch.setattr(nodes_module, "node_index", lambda device, nodes=nodes: device.id * nodes // 8)
         program = jax.jit(
             lambda x, _nodes=nodes: sum_over_shards(x, param_shardings, mesh, dtypes), out_shardings=storage
         )
@@ -199,16 +199,16 @@ def bytes_between_nodes(hlo: str, devices_per_node: int) -> dict[str, float]:
 def test_nodes_that_are_no_subtrees_of_the_sum_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: dict[int, int], count: int
 ) -> None:
-    monkeypatch.setattr(nodes_module, "node_of", lambda device: nodes.get(device.id, 0))
-    assert nodes_of_batch(build_mesh(MeshShape(), jax.devices()[: len(devices or nodes)])) == count
+    monkeypatch.setattr(nodes_module, "node_index", lambda device: nodes.get(device.id, 0))
+    assert num_batch_nodes(build_mesh(MeshShape(), jax.devices()[: len(devices or nodes)])) == count
 
 
 @pytest.mark.parametrize(("devices", "model", "count"), [(6, 1, 1), (8, 2, 2), (8, 4, 1), (8, 8, 1)])
 def test_a_node_holds_several_shards_that_do_not_span_nodes(
     monkeypatch: pytest.MonkeyPatch, devices: int, model: int, count: int
 ) -> None:
-    monkeypatch.setattr(nodes_module, "node_of", lambda device: device.id // 4 if model > 1 else device.id // 2)
-    assert nodes_of_batch(build_mesh(MeshShape(model=model), jax.devices()[:devices])) == count
+    monkeypatch.setattr(nodes_module, "node_index", lambda device: device.id // 4 if model > 1 else device.id // 2)
+    assert num_batch_nodes(build_mesh(MeshShape(model=model), jax.devices()[:devices])) == count
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.parallel.sharded_array import Slices, gather_to_host, host_part, make_sharded_array
+from lm_trainer.parallel.sharded_array import Slices, gather_to_host, index_on_host, make_sharded_array
 
 SHAPE = (3, 8, 4)
 WHOLE = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
@@ -51,8 +51,8 @@ def test_a_scalar_and_a_replicated_array() -> None:
 @pytest.mark.parametrize("index", [(), (1,), (2, 5), (0, 7, 3)])
 def test_a_part_is_put_together_from_the_shards(spec: tuple[str | None, ...], index: tuple[int, ...]) -> None:
     array = jax.device_put(WHOLE, NamedSharding(mesh(), PartitionSpec(*spec)))
-    np.testing.assert_array_equal(host_part(array, index), WHOLE[index], strict=True)
-    np.testing.assert_array_equal(host_part(WHOLE, index), WHOLE[index], strict=True)
+    np.testing.assert_array_equal(index_on_host(array, index), WHOLE[index], strict=True)
+    np.testing.assert_array_equal(index_on_host(WHOLE, index), WHOLE[index], strict=True)
 
 
 @pytest.mark.parametrize("spec", [(), (None, "data"), (None, None, "data"), ("data",)])

@@ -83,11 +83,11 @@ def test_shares_of_any_number_of_shards_add_up_to_the_tree(count: int) -> None:
         for shard in range(shards):
             tree: TreeSum[np.ndarray] = TreeSum(count, np.add, shares.terms(shard).start)
             for term in shares.terms(shard):
-                most = max(most, len(tree.parts()) + 1)
+                most = max(most, len(tree.partial_sums()) + 1)
                 tree.push(items[term])
-            assert [terms for terms, _ in tree.parts()] == shares.parts[shard]
-            sums.append([part for _, part in tree.parts()])
-        np.testing.assert_array_equal(shares.add(sums, np.add), expected, err_msg=str(shares))
+            assert [terms for terms, _ in tree.partial_sums()] == shares.parts[shard]
+            sums.append([part for _, part in tree.partial_sums()])
+        np.testing.assert_array_equal(shares.add_partial_sums(sums, np.add), expected, err_msg=str(shares))
         assert [n for shard in range(shards) for n in shares.terms(shard)] == [*range(count)]
         assert shares.max_terms == -(-count // shards)
         assert shares.max_held == most

@@ -15,8 +15,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
-from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_on
-from lm_trainer.parallel.sharded_array import by_device
+from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_abstract
+from lm_trainer.parallel.sharded_array import shards_by_device
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel import shard_over_group
@@ -52,7 +52,7 @@ class ModelParallelGroup:
 
     def put(self, values: PyTree) -> PyTree:
         """Replicates host arrays on the devices of the group; all processes of the group must pass equal arrays."""
-        if (rehearsed := put_on(values, self.sharding(), "batch")) is not None:
+        if (rehearsed := put_abstract(values, self.sharding(), "batch")) is not None:
             return rehearsed
         if len(self.local_devices) == self.mesh.size:
             return jax.device_put(values, self.sharding())
@@ -216,7 +216,7 @@ def shards_on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> li
     by_group: list[Params] = [{} for _ in groups]
     for name, array in arrays.items():
         # Called once for all groups, because it creates an object for every shard.
-        shards = by_device(array)
+        shards = shards_by_device(array)
         for params, group in zip(by_group, groups, strict=True):
             params[name] = _shard_on_group(array, shards, group)
     return by_group

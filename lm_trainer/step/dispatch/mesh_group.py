@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.rehearsal import put_on
+from lm_trainer.parallel.rehearsal import put_abstract
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
@@ -126,7 +126,9 @@ class MeshWide:
         def join(*parts: np.ndarray | np.generic) -> jax.Array:
             values = np.concatenate([np.atleast_1d(part) for part in parts])
             shape = (batch_shards(group.mesh) * (len(values) // len(parts)), *values.shape[1:])
-            if (rehearsed := put_on(np.broadcast_to(values[:1], shape), group.stacked_sharding(), "batch")) is not None:
+            if (
+                rehearsed := put_abstract(np.broadcast_to(values[:1], shape), group.stacked_sharding(), "batch")
+            ) is not None:
                 return rehearsed
             return jax.make_array_from_process_local_data(group.stacked_sharding(), values, shape)
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lm_trainer.core.jax_types import Device, PyTree
-from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, abstract
+from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, create_abstract_array
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device
 from lm_trainer.step.dispatch.program import Program
@@ -84,12 +84,14 @@ class Recorder:
 
     def create_abstract_arrays(self, tree: PyTree, purpose: str) -> PyTree:
         """Creates abstract arrays from shapes with shardings; they are held from now on."""
-        return jax.tree.map(lambda x: abstract(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree)
+        return jax.tree.map(
+            lambda x: create_abstract_array(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree
+        )
 
     def run(self, program: Program, args: tuple[PyTree, ...]) -> PyTree:
         """Records a run of a program, and returns its results."""
         leaves, structure = jax.tree.flatten(args)
-        key = (program.name, structure, tuple(x.about if isinstance(x, AbstractArray) else x for x in leaves))
+        key = (program.name, structure, tuple(x.description if isinstance(x, AbstractArray) else x for x in leaves))
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = self._measure_call(program, key, args)
@@ -107,15 +109,15 @@ class Recorder:
             if buffer is not None:
                 buffer.last_call = memory.calls
         results = [
-            abstract(about, memory, purpose, queued=program.queued, size=size)
-            for about, size, purpose in zip(measured.results, call.sizes, call.purposes, strict=True)
+            create_abstract_array(description, memory, purpose, queued=program.queued, size=size)
+            for description, size, purpose in zip(measured.results, call.sizes, call.purposes, strict=True)
         ]
         return jax.tree.unflatten(measured.structure, results)
 
     def _measure_call(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
-        shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
+        shapes = jax.tree.map(lambda x: x.description.struct if isinstance(x, AbstractArray) else x, args)
         measured = self._measure(program, key, shapes)
-        sizes = [about.bytes_on(self.memory.device) for about in measured.results]
+        sizes = [description.bytes_on(self.memory.device) for description in measured.results]
         return _Call(measured, sizes, _result_purposes(program, measured.structure))
 
     def _record_peak(self, program: Program, sizes: ProgramBytes) -> None:
@@ -168,7 +170,7 @@ def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Meas
     ]
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-    outputs = bytes_per_device([about.struct for about in results])
+    outputs = bytes_per_device([description.struct for description in results])
     donated = bytes_per_device([arguments[i] for i in consumed])
     figures = ProgramBytes(bytes_per_device(arguments), outputs, min(donated, outputs), 0)
     return Measured(figures, structure, results, consumed)

@@ -302,7 +302,7 @@ class StagedSum:
             return derivative
 
         derivatives = group.microbatches.map(differentiate, saved, derivatives)
-        parts = [[part for _, part in tree.parts()] for tree in trees]
+        parts = [[part for _, part in tree.partial_sums()] for tree in trees]
         # Devices exchange arrays of one dtype: if some of them have added microbatches, all cast to the dtype of sums.
         if shares.max_terms > 1 and not shares.is_even:
             parts = [[self._widen_sums(part) for part in of_group] for of_group in parts]

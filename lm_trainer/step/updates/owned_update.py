@@ -19,7 +19,7 @@ from lm_trainer.optim import Optimizer, Param
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import join_parts, local_devices
-from lm_trainer.parallel.sharded_array import by_device, replicate
+from lm_trainer.parallel.sharded_array import replicate, shards_by_device
 from lm_trainer.step.dispatch.program import Program, create_programs
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
@@ -259,7 +259,7 @@ class OwnedUpdate:
         arguments = (rows, grads, shared, dict(scalars))
         programs = self._compile_group(group, *arguments)
         leaves, structure = jax.tree.flatten(arguments)
-        parts = [by_device(x) for x in leaves]
+        parts = [shards_by_device(x) for x in leaves]
         results = [
             program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
             for program, device in zip(programs, self._devices, strict=True)

@@ -16,7 +16,7 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.rehearsal import join_parts, local_devices
-from lm_trainer.parallel.sharded_array import by_device, replicate
+from lm_trainer.parallel.sharded_array import replicate, shards_by_device
 from lm_trainer.step.dispatch.program import Program, create_programs
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
@@ -123,7 +123,7 @@ class ReplicatedUpdate:
         leaves, structure = jax.tree.flatten(gathered)
         programs = self._get_programs(structure, leaves)
         # All parts are extracted before a program runs, because it deletes its part together with the global array.
-        parts = [by_device(x) for x in leaves]
+        parts = [shards_by_device(x) for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
         results = [program(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
