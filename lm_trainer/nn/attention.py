@@ -48,7 +48,7 @@ class ForwardContext(NamedTuple):
     """Target of cross-attention: the output of an encoder, [B, F, D], or its keys and values for all layers."""
 
 
-def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
+def unique_windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
     """The windows of all layers, without duplicates."""
     return sorted({block.attention.window or 0 for block in blocks})
 
@@ -62,14 +62,14 @@ def make_context(
         # Two integers per position are small compared to the keys, which are not gathered.
         key_segments_BT = all_gather(segments_BS, "context", 1)
         return ForwardContext(positions_BS, key_positions_BT, {}, segments_BS >= 0, segments_BS, key_segments_BT)
-    biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
+    biases = {window: causal_bias(segments_BS, window) for window in unique_windows(blocks)}
     return ForwardContext(positions_BS, key_positions_BT, biases, segments_BS >= 0, segments_BS)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
     """Context for new positions that attend to a cache, which includes them."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
-    biases = {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
+    biases = {window: cache_bias(positions_BT, capacity, window) for window in unique_windows(blocks)}
     return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
 
 
@@ -88,7 +88,7 @@ def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
     )
     if window:
         allowed_BST = allowed_BST & (query_S[None, :, None] - key_T[None, None, :] < window)
-    return _bias(allowed_BST)
+    return _mask_to_bias(allowed_BST)
 
 
 def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
@@ -97,10 +97,10 @@ def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> ja
     allowed_BTC = slots_C <= positions_BT[:, :, None]
     if window:
         allowed_BTC = allowed_BTC & (positions_BT[:, :, None] - slots_C < window)
-    return _bias(allowed_BTC)
+    return _mask_to_bias(allowed_BTC)
 
 
-def _bias(allowed_BST: jax.Array) -> jax.Array:
+def _mask_to_bias(allowed_BST: jax.Array) -> jax.Array:
     return jnp.where(allowed_BST, 0.0, MASK_VALUE).astype(jnp.float32)[:, None]
 
 
@@ -162,7 +162,7 @@ class Attention(nnx.Module):
             )
             o_BSNH = ring_attention(self.spec, q_BSNH, k_BTKH, v_BTKH, row, key)
         else:
-            bias_BNST = self._bias(context)
+            bias_BNST = self._layer_bias(context)
             o_BSNH = dispatch_attention(
                 self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key
             )
@@ -182,7 +182,7 @@ class Attention(nnx.Module):
             k_BSKH = apply_rope(self.spec.positions, k_BSKH, positions_BS)
         return q_BSNH, k_BSKH, v_BSKH
 
-    def _bias(self, context: ForwardContext) -> jax.Array:
+    def _layer_bias(self, context: ForwardContext) -> jax.Array:
         bias_B1ST = context.biases_B1ST[self.spec.window or 0]
         if not isinstance(self.spec.positions, AlibiSpec):
             return bias_B1ST

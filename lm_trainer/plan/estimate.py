@@ -192,7 +192,9 @@ def estimate_temporary(
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
     # differs; a ring holds the scores of one block of keys.
     ring = attention.scores.backend == "ring"
-    keys = RingLayout.of(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
+    keys = (
+        RingLayout.for_rows(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
+    )
     pairs = 0 if fused else attention.num_heads // tensor * min(keys, model.seq_len)
     narrow = itemsize < _FLOAT32
     scores = pairs * (2 * _FLOAT32 + narrow * itemsize)

@@ -129,8 +129,8 @@ def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
 
     computed, heads = 0, sum(block.attention.num_heads for block in spec.blocks)
     for block in spec.blocks:
-        layout = RingLayout.of(block.attention, seq_len // devices, devices)
-        blocks = sum(layout.computed_blocks(device) for device in range(devices))
+        layout = RingLayout.for_rows(block.attention, seq_len // devices, devices)
+        blocks = sum(layout.num_computed_blocks(device) for device in range(devices))
         computed += block.attention.num_heads * blocks * layout.size**2
     return computed / (heads * seq_len**2)
 

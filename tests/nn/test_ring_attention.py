@@ -166,32 +166,32 @@ def test_devices_compute_the_same_number_of_blocks_and_none_that_are_hidden(wind
     at = np.arange(blocks)
     distance = at[:, None] - at[None, :]
     assert (computed == ((distance >= 0) & (distance <= (blocks if window is None else 2)))).all()
-    layout = RingLayout.of(spec, T // devices, devices)
+    layout = RingLayout.for_rows(spec, T // devices, devices)
     of_device = [computed[[*range(2 * d, 2 * d + 2), *range(10 - 2 * d, 12 - 2 * d)]].sum() for d in range(devices)]
-    assert of_device == [layout.computed_blocks(d) for d in range(devices)]
+    assert of_device == [layout.num_computed_blocks(d) for d in range(devices)]
     if window is None:
         assert len(set(of_device)) == 1
 
 
 @pytest.mark.parametrize(("devices", "length"), [(2, 2**13), (8, 2**17), (16, 2**17)])
 def test_half_of_all_pairs_is_computed_by_each_device_alike(devices: int, length: int):
-    layout = RingLayout.of(spec_of(None), length // devices, devices)
-    (blocks,) = {layout.computed_blocks(device) for device in range(devices)}
+    layout = RingLayout.for_rows(spec_of(None), length // devices, devices)
+    (blocks,) = {layout.num_computed_blocks(device) for device in range(devices)}
     share = devices * blocks * layout.size**2 / length**2
     assert share == pytest.approx(0.5 * (1 + layout.size / length))
-    near = RingLayout.of(spec_of(None, window=1024), length // devices, devices)
-    counts = [near.computed_blocks(device) for device in range(devices)]
+    near = RingLayout.for_rows(spec_of(None, window=1024), length // devices, devices)
+    counts = [near.num_computed_blocks(device) for device in range(devices)]
     # The first positions of a row see less than their window.
     assert max(counts) - min(counts) <= 3
     assert devices * max(counts) * near.size**2 < 1.8 * 1024 * length
 
 
 def test_keys_go_no_further_than_windows_reach():
-    far = RingLayout.of(spec_of(4, window=9), 8, 6)
+    far = RingLayout.for_rows(spec_of(4, window=9), 8, 6)
     assert far.routes() == [(1, 0, 2), (-1, 1, 2)]
-    assert RingLayout.of(spec_of(4, window=5), 8, 6).routes() == [(1, 0, 1), (-1, 1, 1)]
-    assert RingLayout.of(spec_of(4, window=1), 8, 6).routes() == [(1, 0, 0)]
-    assert RingLayout.of(spec_of(4), 8, 6).routes() == [(1, 0, 5)]
+    assert RingLayout.for_rows(spec_of(4, window=5), 8, 6).routes() == [(1, 0, 1), (-1, 1, 1)]
+    assert RingLayout.for_rows(spec_of(4, window=1), 8, 6).routes() == [(1, 0, 0)]
+    assert RingLayout.for_rows(spec_of(4), 8, 6).routes() == [(1, 0, 5)]
 
 
 def test_no_array_has_all_pairs_and_no_keys_are_gathered():

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.optimised
 
 UNKNOWN = (
     f"lm_trainer/parallel/compile_per_device.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
-    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on_device_sets`, or do not allow "
-    "this version in pyproject.toml. What changed: "
+    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on_device_sets`, or do "
+    "not allow this version in pyproject.toml. What changed: "
 )
 
 

@@ -19,7 +19,7 @@ from jax.extend.random import threefry_2x32
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.nn.curvature import derivative_along, sign_keys
+from lm_trainer.nn.curvature import jvp_of_gradient, sign_keys
 from lm_trainer.nn.stages import Stream
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.split_loss import SplitLoss
@@ -88,7 +88,7 @@ class Hutchinson:
                 return d_input, sums.tree
 
             primals, tangents = (params, pair.value, d_pair.value), (signs, pair.tangent, d_pair.tangent)
-            values, along = derivative_along(function, primals, tangents)
+            values, along = jvp_of_gradient(function, primals, tangents)
             d_input = None if stream is None else StreamPair(values[0], along[0])
             return d_input, _multiply_by_signs(signs, along[1])
 
@@ -130,7 +130,7 @@ def rademacher_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype
 
 def _jvp(function: Callable[..., PyTree], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> PyTree:
     """`jax.jvp` that also works for functions with a custom derivative for reverse mode only."""
-    return derivative_along(lambda *args: jax.vjp(function, *args)[0], primals, tangents)
+    return jvp_of_gradient(lambda *args: jax.vjp(function, *args)[0], primals, tangents)
 
 
 def _multiply_by_signs(signs: Params, products: Params) -> Sums:
