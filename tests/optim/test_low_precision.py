@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.optim import AdamConfig, AnyOptimizer, LionConfig, MuonConfig, OptimizerConfig, ScheduleFreeConfig
-from lm_trainer.optim.low_precision import round_by_chance
+from lm_trainer.optim.low_precision import round_stochastically
 from tests.optim.common import FEW, Arrays, Run, check_resumed, initial, run
 
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
@@ -27,7 +27,7 @@ def bfloat16_around(x: float) -> tuple[float, float]:
     return float(np.floor(x / digit) * digit), float(np.ceil(x / digit) * digit)
 
 
-rounded_by_chance = jax.jit(round_by_chance)
+rounded_by_chance = jax.jit(round_stochastically)
 
 
 @pytest.mark.parametrize("x", [1.001, -3.1415926, 1.7e-30, 6.25e20, 0.007])
