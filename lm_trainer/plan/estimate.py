@@ -26,7 +26,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measured, measure_traced
+from lm_trainer.step.dispatch.recorder import Key, MeasuredProgram, measure_traced
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
@@ -60,7 +60,7 @@ class Traces:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._models = dict[str, ModelDef]()
-        self._programs = dict[Any, Measured]()
+        self._programs = dict[Any, MeasuredProgram]()
 
     def model(self, config: RunConfig) -> ModelDef:
         """The model of a configuration."""
@@ -69,7 +69,7 @@ class Traces:
             self._models[key] = trace_model(config, self.vocab_size)
         return self._models[key]
 
-    def program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+    def program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
         """A program of a step, without its temporary memory."""
         # Everything else that changes a program is reflected in the shapes and shardings of its arguments.
         kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
@@ -117,7 +117,7 @@ def estimate_step(
     with on_one_shard():
         setup = setup_from_config(config, config.trainer, model, devices=devices)
 
-    def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+    def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
         trace = traces.program(config, program, key, args)
         return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.computation, 0)))
 

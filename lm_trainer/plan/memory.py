@@ -21,7 +21,7 @@ from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
+from lm_trainer.step.dispatch.recorder import Key, Measure, MeasuredProgram
 from lm_trainer.step.rehearse import StepRecord
 from lm_trainer.step.state.train_state import abstract_state
 
@@ -156,7 +156,7 @@ class StepMemory:
         if self._platform == "cpu" or self._devices[0].platform != "cpu":
             return measure
 
-        def on_accelerator(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+        def on_accelerator(program: StepProgram, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
             measured = measure(program, key, args)
             temporary = round(self._share(program) * measured.bytes.temporary) + self._copied(program)
             return replace(measured, bytes=replace(measured.bytes, temporary=temporary))

@@ -26,7 +26,7 @@ from lm_trainer.plan.programs import ProgramWork
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import device_platform
-from lm_trainer.profile.hlo import dimensions, fused, parse, walk
+from lm_trainer.profile.hlo import array_dimensions, parse, walk, walk_fusion
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
@@ -195,7 +195,7 @@ def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
     """Matrix products, and the dtypes of their operands."""
     program = parse(hlo)
     for op, of, _ in walk(program):
-        for one, inside in ((op, of), *fused(program, op)):
+        for one, inside in ((op, of), *walk_fusion(program, op)):
             if one.opcode in ("dot", "convolution"):
                 dtypes = {inside[name].shape.split("[")[0] for name in one.operands[:2]}
                 yield f"{one.shape} {one.opcode} {one.attributes[:120]}", dtypes
@@ -279,7 +279,7 @@ def test_attention_is_fused(target: str):
 def sizes(hlo: str) -> Iterator[int]:
     """Elements of the arrays that a program holds in memory."""
     for op, _, _ in walk(parse(hlo)):
-        yield math.prod(dimensions(op.shape))
+        yield math.prod(array_dimensions(op.shape))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -289,7 +289,7 @@ def test_nothing_is_whole_that_is_cut(target: str, determinism: str):
     whole = [sorted((LAYERS, WIDTH, WIDE)), sorted((LAYERS, WIDTH, HEADS, WIDTH // HEADS))]
     for name, text in step.texts.items():
         for op, _, _ in walk(parse(text)):
-            assert sorted(dimensions(op.shape)) not in whole, f"{name}: {op.shape} {op.opcode}"
+            assert sorted(array_dimensions(op.shape)) not in whole, f"{name}: {op.shape} {op.opcode}"
     numbers = LAYERS * LAYER + 2 * VOCAB * WIDTH
     assert step.memory.state["parameters"] == pytest.approx(4 * numbers / DEVICES, rel=0.02)
 

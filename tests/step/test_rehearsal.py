@@ -19,7 +19,7 @@ from lm_trainer.run.build.setup import build_setup
 from lm_trainer.step import rehearse
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
 from lm_trainer.step.dispatch.program import Program
-from lm_trainer.step.dispatch.recorder import Key, Measured, Recorder, measure_compiled, measure_traced
+from lm_trainer.step.dispatch.recorder import Key, MeasuredProgram, Recorder, measure_compiled, measure_traced
 from lm_trainer.step.rehearse import StepRecord
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 16, "intermediate_dim": 16, "num_layers": 2}
@@ -106,11 +106,11 @@ def phases_of(*calls: Any) -> list[PhaseBytes]:
     """The phases of programs that are called by hand on one device, on which a kibibyte is held."""
     held = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
 
-    def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+    def measure(program: Program, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
         del key
         found, _ = measure_compiled(program, args)
         size = found.bytes
-        return Measured(
+        return MeasuredProgram(
             ProgramBytes(size.arguments, size.outputs, size.aliased, 100),
             found.structure,
             found.results,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.parallel.rehearsal import on_one_shard
-from lm_trainer.profile.roofline import operations
+from lm_trainer.profile.roofline import list_operations
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.build.startup_notes import recomputation_note
@@ -74,7 +74,7 @@ def programs_of(model: dict[str, Any], remat: Any) -> Executables:
 
 
 def flops(programs: Executables, name: str) -> float:
-    return sum(op.flops for op in operations(programs.by_name[name].hlo(), ()))
+    return sum(op.flops for op in list_operations(programs.by_name[name].hlo(), ()))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ Key = tuple[str, *tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProgram:
     """A program for arguments of certain shapes."""
 
     bytes: ProgramBytes
@@ -35,7 +35,7 @@ class Measured:
 class Measure(Protocol):
     """Measures the results and memory of programs."""
 
-    def __call__(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+    def __call__(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
         """Measures a program with arguments of these shapes."""
         ...
 
@@ -44,7 +44,7 @@ class Measure(Protocol):
 class _Call:
     """Calls of a program with arguments of certain shapes."""
 
-    measured: Measured
+    measured: MeasuredProgram
     sizes: list[int]
     """Bytes of its results on the device."""
     purposes: list[str]
@@ -144,7 +144,7 @@ def _result_purposes(program: Program, structure: PyTree) -> list[str]:
     return [purpose for purpose, child in pairs for _ in range(child.num_leaves)]
 
 
-def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measured, Executable]:
+def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[MeasuredProgram, Executable]:
     """Compiles a program and reads XLA's memory analysis; also returns the `Executable`.
 
     Raises:
@@ -155,10 +155,10 @@ def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measur
     shardings = jax.tree.leaves(executable.compiled.output_shardings)
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(executable.traced.args_info)) if info.donated]
-    return Measured(ProgramBytes.from_executable(executable), structure, results, consumed), executable
+    return MeasuredProgram(ProgramBytes.from_executable(executable), structure, results, consumed), executable
 
 
-def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
     """Measures a program by its trace; a result without sharding gets the sharding of an argument of the same shape."""
     del key
     traced = program.jitted.trace(*args)
@@ -173,7 +173,7 @@ def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Meas
     outputs = bytes_per_device([description.struct for description in results])
     donated = bytes_per_device([arguments[i] for i in consumed])
     figures = ProgramBytes(bytes_per_device(arguments), outputs, min(donated, outputs), 0)
-    return Measured(figures, structure, results, consumed)
+    return MeasuredProgram(figures, structure, results, consumed)
 
 
 def _replicate_over_mesh(sharding: PyTree) -> Sharding:
