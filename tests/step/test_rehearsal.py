@@ -152,7 +152,7 @@ def test_what_is_queued_is_taken_until_the_host_has_waited() -> None:
         buffer = Buffer(memory, "gathered", 100, queued=True)
         del buffer
     assert memory.held == {"gathered": 300}
-    memory.wait(2)
+    memory.free_finished(2)
     assert memory.held == {"gathered": 100}
 
 
