@@ -59,23 +59,23 @@ def test_an_average_that_moves_slowly_arrives() -> None:
 @pytest.mark.parametrize("config", [AdamConfig(), LionConfig(), MuonConfig()], ids=lambda c: c.type)
 def test_weights_stay_near_those_of_full_precision(config: OptimizerConfig) -> None:
     low = config.model_validate({**config.model_dump(), "state_dtype": "bfloat16"})
-    exact, ours = run(config, FEW), run(low, FEW)
+    exact, rounded = run(config, FEW), run(low, FEW)
     # A sign that turns moves a weight of Lion by twice the learning rate, so single weights may part.
-    assert np.mean(np.abs(flat(ours) - flat(exact))) < 0.02 * np.mean(np.abs(flat(exact) - flat(initial(FEW))))
-    assert any((ours[name] != exact[name]).any() for name in FEW)
+    assert np.mean(np.abs(flat(rounded) - flat(exact))) < 0.02 * np.mean(np.abs(flat(exact) - flat(initial(FEW))))
+    assert any((rounded[name] != exact[name]).any() for name in FEW)
 
 
 @pytest.mark.parametrize("member", [m for m in MEMBERS if not m.weights_in_state], ids=lambda m: m().type)
 def test_arrays_like_parameters_take_half_the_memory(member: type[OptimizerConfig]) -> None:
     shapes = {param.shape for param in FEW.values()}
 
-    def taken(**fields: Any) -> int:
+    def state_size(**fields: Any) -> int:
         state = jax.eval_shape(
             member(**fields).build(FEW).init, {n: jax.ShapeDtypeStruct(p.shape, jnp.float32) for n, p in FEW.items()}
         )
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.shape in shapes)
 
-    assert taken(state_dtype="bfloat16") * 2 == taken()
+    assert state_size(state_dtype="bfloat16") * 2 == state_size()
 
 
 def test_steps_do_not_depend_on_the_process_that_takes_them() -> None:

@@ -115,10 +115,12 @@ def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_t
     param_shardings = plan_shardings(
         {"large": ((129, 257), ("mlp", "vocab"))}, mesh, param_rules={}, compute_rules={}, max_shards=8
     )
-    shards, whole = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
+    shards, replicated = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
     values = random((shards, 129, 257))
     placed = {"large": jax.device_put(values, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))}
-    program = jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=whole).lower(placed).compile()
+    program = (
+        jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=replicated).lower(placed).compile()
+    )
     np.testing.assert_array_equal(np.asarray(program(placed)["large"]), brute_force_tree(list(values)))
     if shards > 1:
         sent = sum(bytes_sent(program.as_text() or "").values())
@@ -214,7 +216,7 @@ def test_a_node_holds_several_shards_that_do_not_span_nodes(
 @pytest.mark.slow
 def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut() -> None:
     values = {n: random(shape, seed=i) for i, (n, (shape, _)) in enumerate(SHAPES.items())}
-    found, layered = set(), set()
+    totals, layered = set(), set()
     for devices, shape in MESHES[:6]:
         mesh = build_mesh(shape, jax.devices()[:devices])
         for axis in ("embed", "mlp", None):
@@ -226,11 +228,11 @@ def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut
                 return sum_of_squares(x, y, m), squares_by_layer(x, y, m, ["stacked"])["stacked"]
 
             total, layers = jax.jit(sums)(placed)
-            found.add(float(total))
+            totals.add(float(total))
             layered.add(np.asarray(layers).tobytes())
-    assert len(found) == len(layered) == 1
+    assert len(totals) == len(layered) == 1
     exact = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in values.values())
-    assert found.pop() == pytest.approx(exact, rel=1e-6)
+    assert totals.pop() == pytest.approx(exact, rel=1e-6)
     layers = np.sum(np.square(values["stacked"], dtype=np.float64), axis=(1, 2))
     np.testing.assert_allclose(np.frombuffer(layered.pop(), np.float32), layers, rtol=1e-6)
 

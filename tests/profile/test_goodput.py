@@ -16,15 +16,15 @@ def attempt(file: Path, start: int, seconds: list[float], *, start_up: float) ->
     now = 0.0
     goodput = Goodput.resume(file, start, now)
     goodput._clock = lambda: now
-    kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= start] if start else []
-    found: dict[str, float] = {}
+    lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= start] if start else []
+    metrics: dict[str, float] = {}
     now += start_up
     for step, time in enumerate(seconds, start + 1):
         now += time
-        found = goodput.step(time)
-        kept += [json.dumps({"step": step, "train/loss": 1.0, **found}), json.dumps({"step": step, "alert": "x"})]
-    file.write_text("".join(f"{line}\n" for line in kept))
-    return found
+        metrics = goodput.step(time)
+        lines += [json.dumps({"step": step, "train/loss": 1.0, **metrics}), json.dumps({"step": step, "alert": "x"})]
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return metrics
 
 
 def test_lost_steps_count_as_time_and_not_as_kept(tmp_path: Path) -> None:

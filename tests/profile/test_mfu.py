@@ -112,12 +112,12 @@ def test_the_report_for_people(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "said"),
+    ("kind", "dtype", "has_note"),
     [("cpu", "bfloat16", True), ("cpu", "float32", False), ("NVIDIA A100-SXM4-80GB", "bfloat16", False)],
 )
-def test_fewer_bits_gain_nothing_on_a_cpu(monkeypatch, kind, dtype, said):
+def test_fewer_bits_gain_nothing_on_a_cpu(monkeypatch, kind, dtype, has_note):
     rows = dict(report_rows(measured(monkeypatch, Machine([0.1], [0.1], device_kind=kind, dtype=dtype), samples=2)))
-    assert ("gains nothing" in rows.get("note", "")) == said
+    assert ("gains nothing" in rows.get("note", "")) == has_note
 
 
 @pytest.mark.parametrize("kwargs", [{"samples": 0}, {"warmup": 0}], ids=str)

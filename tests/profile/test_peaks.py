@@ -71,12 +71,12 @@ def test_float32_is_tf32_unless_it_is_not_allowed():
 
 def test_jax_s_own_setting_decides_where_nothing_else_does():
     before = jax.config.values["jax_default_matmul_precision"]
-    found = []
+    peaks = []
     for precision in (None, "highest"):
         jax.config.update("jax_default_matmul_precision", precision)
-        found.append(datasheet_peak("NVIDIA A100-SXM4-40GB", "float32"))
+        peaks.append(datasheet_peak("NVIDIA A100-SXM4-40GB", "float32"))
     jax.config.update("jax_default_matmul_precision", before)
-    assert [peak and peak.format for peak in found] == ["tf32", "float32"]
+    assert [peak and peak.format for peak in peaks] == ["tf32", "float32"]
 
 
 def test_device_names_are_unique():

@@ -24,22 +24,22 @@ def program(x, stack):
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Operation]:
+def operations() -> list[Operation]:
     x, stack = jnp.ones((M, N)), jnp.ones((TURNS, N, N))
     return list_operations(program.lower(x, stack).compile().as_text() or "", {"wide", "loop"})
 
 
-def test_products_are_counted_for_each_turn_of_a_loop(found):
+def test_products_are_counted_for_each_turn_of_a_loop(operations):
     one = 2 * M * N * N
     by_part = {
-        bound.name: bound for bound in compute_bounds(found, flops_per_second=1, bytes_per_second=1e30, by="part")
+        bound.name: bound for bound in compute_bounds(operations, flops_per_second=1, bytes_per_second=1e30, by="part")
     }
     assert by_part["wide, forward"].flops == one
     assert by_part["loop, forward"].flops == TURNS * one
 
 
-def test_a_loop_reads_each_slice_of_a_stack_and_not_the_whole_stack_each_time(found):
-    moved = sum(op.num_bytes for op in found)
+def test_a_loop_reads_each_slice_of_a_stack_and_not_the_whole_stack_each_time(operations):
+    moved = sum(op.num_bytes for op in operations)
     weights, rows = N * N * 4, M * N * 4
     least = (1 + TURNS) * (weights + 2 * rows)
     assert least <= moved <= 3 * least < TURNS * TURNS * weights
@@ -89,12 +89,12 @@ ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
   ROOT %out = f32[8,4]{1,0} fusion(%x, %y), kind=kOutput, calls=%fused, metadata={op_name="jit/elsewhere/add"}
 }
 """
-    (found,) = list_operations(hlo, {"wide"})
-    assert (found.part, found.flops) == ("wide, forward", 2 * 8 * 16 * 4)
+    (product,) = list_operations(hlo, {"wide"})
+    assert (product.part, product.flops) == ("wide, forward", 2 * 8 * 16 * 4)
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "result", "how", "expected"),
+    ("left", "right", "result", "attributes", "expected"),
     [
         # [512, 512] x [512, 512]: rows by weights.
         ("512,512", "512,512", "512,512", "dim_labels=bf_io->bf", 2 * 512**3),
@@ -116,13 +116,13 @@ ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
         ),
     ],
 )
-def test_products_that_a_tpu_writes_as_convolutions(left: str, right: str, result: str, how: str, expected: int):
+def test_products_that_a_tpu_writes_as_convolutions(left: str, right: str, result: str, attributes: str, expected: int):
     """As the compiler for TPU v5e writes them, inside a fusion inside a fusion."""
     text = f"""
 %inner (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
   %a = bf16[{left}] parameter(0)
   %b = bf16[{right}] parameter(1)
-  ROOT %c = bf16[{result}] convolution(%a, %b), {how}, metadata={{op_name="jit(f)/wide/dot_general"}}
+  ROOT %c = bf16[{result}] convolution(%a, %b), {attributes}, metadata={{op_name="jit(f)/wide/dot_general"}}
 }}
 
 %outer (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
