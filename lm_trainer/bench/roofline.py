@@ -25,7 +25,9 @@ def roofline(session: BenchSession, report: MfuReport) -> BenchResult:
     # The probe's FLOP/s are for all devices, the operations for one.
     flops = report.matmul_flops.median / session.device_count
     device_operations = [
-        op for program, times in session.gradient.runs() for op in list_operations(program.hlo(), PARTS, times=times)
+        op
+        for program, times in session.gradient.run_counts()
+        for op in list_operations(program.hlo(), PARTS, times=times)
     ]
 
     def by(key: str) -> list[Bound]:

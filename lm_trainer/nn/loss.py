@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
-from lm_trainer.parallel.collectives import batch_parts, gather_on_first_device, group_sum
+from lm_trainer.parallel.collectives import gather_on_first_device, group_sum, num_batch_parts
 
 Carry = TypeVar("Carry")
 Out = TypeVar("Out")
@@ -88,7 +88,7 @@ def hidden_loss(
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
-    settings = _Settings(block_size, model.spec.head.softcap, terms, batch_parts())
+    settings = _Settings(block_size, model.spec.head.softcap, terms, num_batch_parts())
     sums_of_terms: TokenSums = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
     loss, *other_terms = sums_of_terms
     weight = jnp.sum(weights_N)
@@ -121,7 +121,7 @@ def hidden_nll(
     model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Same as `token_nll`, from the result of `Decoder.hidden`."""
-    settings = _Settings(block_size, model.spec.head.softcap, parts=batch_parts())
+    settings = _Settings(block_size, model.spec.head.softcap, parts=num_batch_parts())
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
     blocks, w_VD = _split_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
 

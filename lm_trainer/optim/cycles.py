@@ -29,7 +29,7 @@ class Cycle(NamedTuple):
         return self.decay_start + self.decay
 
 
-class Lengths(NamedTuple):
+class PhaseLengths(NamedTuple):
     """Lengths of phases as in a configuration: fractions of their cycle (floats up to 1.0) or numbers of steps."""
 
     warmup: float = 0
@@ -101,7 +101,7 @@ def _check_lengths(ends: Sequence[int], key: str) -> None:
             )
 
 
-def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
+def plan_cycles(ends: Sequence[int], lengths: PhaseLengths) -> tuple[Cycle, ...]:
     """Splits each cycle into its phases.
 
     Raises:
@@ -117,7 +117,7 @@ def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
     )
 
 
-def _plan_cycle(number: int, start: int, steps: int, lengths: Lengths, *, several: bool) -> Cycle:
+def _plan_cycle(number: int, start: int, steps: int, lengths: PhaseLengths, *, several: bool) -> Cycle:
     key, length = ("warmup", lengths.warmup) if number == 1 else ("rewarmup", lengths.rewarmup)
     warmup = fraction_or_steps(length, steps)
     decay_length = lengths.decay[number - 1] if isinstance(lengths.decay, Sequence) else lengths.decay

@@ -84,7 +84,7 @@ def scale_by_kron(config: KronConfig, params: Params) -> optax.GradientTransform
         inputs, outputs = jax.lax.cond(
             due,
             functools.partial(_update_factors, config),
-            lambda _, __, *initial_factors: initial_factors,
+            lambda _, __, *factors: factors,
             split,
             count,
             state.inputs,

@@ -35,7 +35,7 @@ def batch_in_parts(count: int) -> Iterator[None]:
         _batch_parts.reset(token)
 
 
-def batch_parts() -> int:
+def num_batch_parts() -> int:
     """Number of equal parts of the rows of the traced computation that are on different devices; 1 if on one device."""
     return _batch_parts.get()
 

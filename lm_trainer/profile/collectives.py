@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from lm_trainer.profile.hlo import ARRAY, Instruction, Program, array_bytes, parse, walk, walk_fusion
+from lm_trainer.profile.hlo import ARRAY, Instruction, Program, array_bytes, parse_program, walk, walk_fusion
 from lm_trainer.profile.replica_groups import replica_groups
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -27,7 +27,7 @@ def bytes_sent(hlo: str) -> dict[str, float]:
         ValueError: if a collective's devices cannot be parsed from its line.
     """
     sent: dict[str, float] = {}
-    for op, times in _find_collectives(parse(hlo)):
+    for op, times in _find_collectives(parse_program(hlo)):
         kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
         devices = 2 if kind == "collective-permute" else len(replica_groups(op.attributes)[0])
         sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_collective_bytes(op.shape, kind, start), devices)

@@ -115,7 +115,7 @@ def _encoder_flops(spec: DecoderSpec) -> int:
     return convolutions + length * layers
 
 
-def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
+def ring_score_fraction(spec: DecoderSpec, seq_len: int, devices: int) -> float:
     """The fraction of query-key pairs whose scores a ring of devices computes, averaged over heads and layers.
 
     About half with a causal mask, which hides whole blocks; less with windows. `flops_per_token` counts all pairs.

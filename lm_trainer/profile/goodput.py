@@ -51,7 +51,7 @@ class Goodput:
                 break
         return cls(productive, spent, started)
 
-    def step(self, seconds: float) -> dict[str, float]:
+    def record_step(self, seconds: float) -> dict[str, float]:
         """Records a finished step.
 
         Args:

@@ -69,7 +69,7 @@ class Program(NamedTuple):
     """All computations, by name."""
 
 
-def parse(hlo: str) -> Program:
+def parse_program(hlo: str) -> Program:
     """Parses the text of one program."""
     computations: dict[str, Computation] = {}
     current, entry = {}, {}

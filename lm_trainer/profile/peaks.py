@@ -95,7 +95,7 @@ def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool | None = No
     if device is None:
         return None
     if allow_tf32 is None:
-        allow_tf32 = tf32_allowed(jax.config.values["jax_default_matmul_precision"])
+        allow_tf32 = is_tf32_allowed(jax.config.values["jax_default_matmul_precision"])
     formats = ("tf32", "float32") if dtype == "float32" and allow_tf32 else (dtype,)
     peaks = (Peak(tera * 1e12, name, device.source) for name, tera in device.tera.items() if name in formats)
     return next(peaks, None)
@@ -106,6 +106,6 @@ def known_devices() -> tuple[str, ...]:
     return tuple(kind for device in _DEVICES for kind in device.kinds)
 
 
-def tf32_allowed(default_matmul_precision: str | None) -> bool:
+def is_tf32_allowed(default_matmul_precision: str | None) -> bool:
     """True if float32 products may run in TF32 under a value of `jax_default_matmul_precision`."""
     return default_matmul_precision in (None, "default", "high", "bfloat16", "tensorfloat32", "TF32_TF32_F32")

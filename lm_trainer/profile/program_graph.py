@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from lm_trainer.profile.hlo import Computation, Instruction, Program, parse, split_at_closing
+from lm_trainer.profile.hlo import Computation, Instruction, Program, parse_program, split_at_closing
 
 Value = str | tuple["Value", ...]
 """A hash of how a value is computed; for a tuple, one for each element."""
@@ -76,7 +76,7 @@ def output_hashes(hlo: str) -> list[str]:
     Returns:
         One hash for each result, in order. Programs with equal hashes compute equal bits.
     """
-    program = parse(hlo)
+    program = parse_program(hlo)
     root = next(op for op in program.entry.values() if op.is_root)
     result = _Hasher(program).hash_entry()[root.name]
     return [_flatten_value(value) for value in result] if isinstance(result, tuple) else [result]

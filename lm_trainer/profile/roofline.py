@@ -22,7 +22,7 @@ from lm_trainer.profile.hlo import (
     Program,
     array_bytes,
     array_dimensions,
-    parse,
+    parse_program,
     walk,
     walk_fusion,
 )
@@ -97,7 +97,7 @@ def list_operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list
         parts: names of `jax.named_scope` to distinguish; operations outside of them are `other`.
         times: number of runs of the program.
     """
-    program, listed = parse(hlo), []
+    program, listed = parse_program(hlo), []
     for op, computation, runs in walk(program):
         # An asynchronous operation counts at its start.
         if op.opcode not in _FREE and not op.opcode.endswith(("-done", "-update")):

@@ -61,7 +61,7 @@ class ElasticStep:
         staged: the loss in stages, to compute a microbatch stage by stage; None computes it in one program.
         curvature_stages: the optimizer's curvature estimate in stages; replaces the estimate in `rule` if `staged` is
             given.
-        together: as for `DeviceGroups`.
+        microbatches_per_gather: as for `DeviceGroups`.
     """
 
     loops = True
@@ -77,10 +77,10 @@ class ElasticStep:
         key: jax.Array,
         staged: StagedLoss | None = None,
         curvature_stages: CurvatureStages | None = None,
-        together: int | None = None,
+        microbatches_per_gather: int | None = None,
     ):
         mesh, shardings = sharding.mesh, sharding.trained
-        self.plans, self.devices = plans, DeviceGroups(sharding, together)
+        self.plans, self.devices = plans, DeviceGroups(sharding, microbatches_per_gather)
         # For its errors: reject a mesh that cannot share a batch before compiling anything.
         for plan in plans.values:
             plan.divide_microbatches(mesh)

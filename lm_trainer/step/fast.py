@@ -224,7 +224,7 @@ class FastStep:
         gathered = self._gather.gather_unread(function, params, batch, key)
 
         def sum_chunk(rows: Batch, index: jax.Array | int) -> Sums:
-            with batch_in_parts(self._shards), self._gather.reading():
+            with batch_in_parts(self._shards), self._gather.gather_on_read():
                 scalars, tree = function(gathered, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
             # In storage sharding, so XLA may reduce-scatter gradients and no device holds them unsharded.

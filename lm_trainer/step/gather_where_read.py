@@ -53,9 +53,9 @@ class GatherWhereRead:
         return math.prod(self._mesh.shape[axis] for entry in spec for axis in spec_axes(entry) if axis in BATCH_AXES)
 
     def gather_unread(self, function: Callable[..., PyTree], params: Params, *others: PyTree) -> Params:
-        """Gathers the parameters that `function(params, *others)`, traced under `reading`, does not gather itself."""
+        """Gathers the parameters that `function(params, *others)`, traced under `gather_on_read`, does not gather."""
         if self._late:
-            with self.reading():
+            with self.gather_on_read():
                 jax.eval_shape(function, params, *others)
         return {
             name: x
@@ -65,7 +65,7 @@ class GatherWhereRead:
         }
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def gather_on_read(self) -> Iterator[None]:
         """While a computation is traced, gathers its parameters where it reads them."""
         if not self._late:
             yield
@@ -79,10 +79,10 @@ class GatherWhereRead:
         self._read.add(name)
         param = self._params[name]
         return _gather_with_reduce_scatter(
-            values, dtype, *(self._sharding(spec, values.ndim) for spec in (param.storage, param.compute))
+            values, dtype, *(self._sharding_of_last_dims(spec, values.ndim) for spec in (param.storage, param.compute))
         )
 
-    def _sharding(self, spec: PartitionSpec, count: int) -> NamedSharding:
+    def _sharding_of_last_dims(self, spec: PartitionSpec, count: int) -> NamedSharding:
         """Sharding of the last `count` dimensions: the slice of one layer lacks the first dimension of a stack."""
         entries = [spec_axes(entry) for entry in spec[len(spec) - count :]]
         inside = jax.sharding.get_abstract_mesh()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from lm_trainer.profile.peaks import datasheet_peak, known_devices, tf32_allowed
+from lm_trainer.profile.peaks import datasheet_peak, is_tf32_allowed, known_devices
 
 
 @pytest.mark.parametrize(
@@ -88,4 +88,4 @@ def test_device_names_are_unique():
     [(None, True), ("tensorfloat32", True), ("default", True), ("highest", False), ("float32", False)],
 )
 def test_the_precision_setting_of_jax_decides_about_tf32(precision, allowed):
-    assert tf32_allowed(precision) is allowed
+    assert is_tf32_allowed(precision) is allowed

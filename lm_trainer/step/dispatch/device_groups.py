@@ -120,13 +120,13 @@ class DeviceGroups:
 
     Args:
         sharding: shardings of the state.
-        together: the maximum number of microbatches that a group computes with parameters gathered once; None means
-            all of its microbatches. With a smaller number the batch is divided into several microbatch groups, whose
-            sums are added over all devices one after another.
+        microbatches_per_gather: the maximum number of microbatches that a group computes with parameters gathered once;
+            None means all of its microbatches. With a smaller number the batch is divided into several microbatch
+            groups, whose sums are added over all devices one after another.
     """
 
-    def __init__(self, sharding: StateSharding, together: int | None = None):
-        self.sharding, self._together = sharding, together
+    def __init__(self, sharding: StateSharding, microbatches_per_gather: int | None = None):
+        self.sharding, self._microbatches_per_gather = sharding, microbatches_per_gather
         self.groups = local_groups(sharding.mesh)
 
     def shard_function(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., PyTree]:
@@ -135,7 +135,7 @@ class DeviceGroups:
 
     def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
         """Division of a microbatch group among all device groups; raises as `MicrobatchPlan.divide_microbatches`."""
-        return plan.divide_microbatches(self.sharding.mesh, self._together)
+        return plan.divide_microbatches(self.sharding.mesh, self._microbatches_per_gather)
 
     def microbatch_indices(self, plan: MicrobatchPlan) -> list[list[int]]:
         """For each local group, the indices of its microbatches in the global batch, in computation order."""

@@ -76,7 +76,7 @@ class Executable:
         """The optimised program, as printed by XLA."""
         return self.compiled.as_text() or ""
 
-    def runs(self) -> list[tuple[Executable, int]]:
+    def run_counts(self) -> list[tuple[Executable, int]]:
         """The programs and how often each runs: this program, once."""
         return [(self, 1)]
 
@@ -106,7 +106,7 @@ class Executables:
         """The optimised programs, as printed by XLA."""
         return "\n\n".join(f"// {name}\n{executable.hlo()}" for name, executable in self.by_name.items())
 
-    def runs(self) -> list[tuple[Executable, int]]:
+    def run_counts(self) -> list[tuple[Executable, int]]:
         """The programs and how often each runs."""
         return [(executable, self.times[name]) for name, executable in self.by_name.items()]
 

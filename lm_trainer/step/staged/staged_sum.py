@@ -249,7 +249,7 @@ class StagedSum:
             )
             gathered = None
             if exchange is not None:
-                gathered_below, grads[calls[n - 1].kind] = exchange.results()
+                gathered_below, grads[calls[n - 1].kind] = exchange.take_results()
                 gathered = [gathered_below]
             if kind.layered:
                 if n + 1 in overlapped:

@@ -303,7 +303,7 @@ class FirstExchange:
         results, *self._results = self._program(group, *arguments, *exchanged)
         return results
 
-    def results(self) -> list[PyTree]:
+    def take_results(self) -> list[PyTree]:
         """Returns the results of the exchanges once, so that nothing here keeps them alive."""
         results, self._results = self._results, []
         return results
@@ -379,7 +379,7 @@ class StagedForward:
             arguments = (gathered[i], stream, rows, call.numbers[i], step, index)
             return run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
 
-        return group.microbatches.map(run_microbatch, streams), None if exchange is None else exchange.results()
+        return group.microbatches.map(run_microbatch, streams), None if exchange is None else exchange.take_results()
 
 
 class Queue:
