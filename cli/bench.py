@@ -73,7 +73,7 @@ def mfu(
     from lm_trainer.bench.roofline import roofline
     from lm_trainer.bench.session import bench_session
     from lm_trainer.profile.matmul import MatmulProbe
-    from lm_trainer.profile.mfu import measure, report_rows
+    from lm_trainer.profile.mfu import measure_mfu, report_rows
     from lm_trainer.profile.timing import BenchResult
 
     if trace is not None:
@@ -81,7 +81,7 @@ def mfu(
     _begin(run, "compiling and timing ...")
     with bench_session(run) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
-        report = measure(session, probe, samples=steps, warmup=warmup)
+        report = measure_mfu(session, probe, samples=steps, warmup=warmup)
         rows, values = report_rows(report), report.as_dict()
         if with_roofline:
             bounds = roofline(session, report)

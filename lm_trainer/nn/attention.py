@@ -147,7 +147,7 @@ class Attention(nnx.Module):
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
-        q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS, adapter_key)
+        q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
         # Before the product: scores of 16-bit operands are rounded to 16 bits before the softmax.
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
         # Scales the queries instead of the scores, which have T / H times as many elements; kernels expect scaled
         # queries.
-        q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
+        q_BSNH = q_BSNH * self._score_scale(layer, q_BSNH.dtype)
         if context.segments_BS is not None and context.key_segments_BT is not None:
             row = RowMetadata(
                 context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT
@@ -168,7 +168,7 @@ class Attention(nnx.Module):
             )
         return self.out(o_BSNH, key=adapter_key), cache
 
-    def _project(
+    def _project_qkv(
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
@@ -189,7 +189,7 @@ class Attention(nnx.Module):
         distances_BST = context.positions_BS[:, :, None] - context.key_positions_BT[:, None, :]
         return bias_B1ST + alibi_bias(self.spec.positions, self.spec.num_heads, distances_BST)
 
-    def _scale(self, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
+    def _score_scale(self, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
         scores = self.spec.scores
         scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
         if scores.inverse_layer:

@@ -48,14 +48,14 @@ def _attend_causal_blocks(
     length = q_BSNH.shape[1]
     size = max(_MIN_BLOCK_QUERIES, -(-length // _MAX_BLOCKS))
 
-    def blocks() -> Iterator[jax.Array]:
+    def attend_blocks() -> Iterator[jax.Array]:
         for index, first in enumerate(range(0, length, size)):
             queries = slice(first, min(first + size, length))
             keys = slice(max(0, first - window + 1) if window else 0, queries.stop)
             arrays = q_BSNH[:, queries], k_BTKH[:, keys], v_BTKH[:, keys], bias_BNST[:, :, queries, keys]
             yield attention_fn(*arrays, key=None if key is None else jax.random.fold_in(key, index))
 
-    return jnp.concatenate(list(blocks()), axis=1)
+    return jnp.concatenate(list(attend_blocks()), axis=1)
 
 
 def _attend_query_blocks(

@@ -152,17 +152,17 @@ def _renew_bases(state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
     nu, inputs, outputs = dict(state.nu), {}, {}
     # A second moment belongs to an eigenvector: if their order changes, it must follow.
     for name, basis in state.inputs.items():
-        inputs[name], order_KI = _iterate(basis)
+        inputs[name], order_KI = _orthogonal_iteration(basis)
         v_KIO = jnp.take_along_axis(blocks[name].split(nu[name]), order_KI[:, :, None], axis=1)
         nu[name] = blocks[name].join(v_KIO)
     for name, basis in state.outputs.items():
-        outputs[name], order_KO = _iterate(basis)
+        outputs[name], order_KO = _orthogonal_iteration(basis)
         v_KIO = jnp.take_along_axis(blocks[name].split(nu[name]), order_KO[:, None, :], axis=2)
         nu[name] = blocks[name].join(v_KIO)
     return state._replace(nu=nu, inputs=inputs, outputs=outputs)
 
 
-def _iterate(basis: Basis) -> tuple[Basis, jax.Array]:
+def _orthogonal_iteration(basis: Basis) -> tuple[Basis, jax.Array]:
     """The basis after one orthogonal iteration, and the old index [K, N] of each of its vectors.
 
     A QR decomposition of the average times the old vectors costs far less than `eigh`, and the averages change so

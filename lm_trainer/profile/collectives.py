@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from lm_trainer.profile.hlo import ARRAY, Instruction, Program, array_bytes, parse_program, walk, walk_fusion
+from lm_trainer.profile.hlo import (
+    ARRAY,
+    Instruction,
+    Program,
+    array_bytes,
+    parse_program,
+    walk_fusion,
+    walk_instructions,
+)
 from lm_trainer.profile.replica_groups import replica_groups
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -36,7 +44,7 @@ def bytes_sent(hlo: str) -> dict[str, float]:
 
 def _find_collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
     """The collectives of a program, including inside fusions, each with its number of runs."""
-    for op, _, times in walk(program):
+    for op, _, times in walk_instructions(program):
         if _is_continued(op):
             continue
         # An all-reduce the TPU compiler fused with the slice of its result takes the time of a reduce-scatter

@@ -115,12 +115,12 @@ def _split_at_commas(text: str) -> list[str]:
     return parts
 
 
-def walk(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
+def walk_instructions(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
     """Yields the instructions a program runs, each with its computation and number of runs.
 
     A fusion is one instruction; its contents are not yielded.
     """
-    yield from _walk(program.entry, 1.0, program.computations)
+    yield from _walk_computation(program.entry, 1.0, program.computations)
 
 
 def walk_fusion(program: Program, op: Instruction) -> Iterator[tuple[Instruction, Computation]]:
@@ -131,19 +131,19 @@ def walk_fusion(program: Program, op: Instruction) -> Iterator[tuple[Instruction
             yield from walk_fusion(program, inner)
 
 
-def _walk(
+def _walk_computation(
     computation: Computation, times: float, computations: Mapping[str, Computation]
 ) -> Iterator[tuple[Instruction, Computation, float]]:
     for op in computation.values():
         if op.opcode == "while":
             for body in op.called_computations("body"):
-                yield from _walk(computations[body], times * _trip_count(op, computations), computations)
+                yield from _walk_computation(computations[body], times * _trip_count(op, computations), computations)
         # call-start runs a computation on another unit, such as a TPU's SparseCores.
         elif op.opcode in ("call", "call-start", "conditional"):
             for called in op.called_computations(
                 "to_apply", "branch_computations", "true_computation", "false_computation"
             ):
-                yield from _walk(computations[called], times, computations)
+                yield from _walk_computation(computations[called], times, computations)
         else:
             yield op, computation, times
 

@@ -146,7 +146,7 @@ class MfuReport:
         }
 
 
-def measure(
+def measure_mfu(
     workload: Workload,
     probe: Probe,
     *,

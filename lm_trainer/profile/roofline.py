@@ -23,8 +23,8 @@ from lm_trainer.profile.hlo import (
     array_bytes,
     array_dimensions,
     parse_program,
-    walk,
     walk_fusion,
+    walk_instructions,
 )
 
 BLOCK_SCALED_PRODUCT = "__cudnn$blockScaledDot"
@@ -98,7 +98,7 @@ def list_operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list
         times: number of runs of the program.
     """
     program, listed = parse_program(hlo), []
-    for op, computation, runs in walk(program):
+    for op, computation, runs in walk_instructions(program):
         # An asynchronous operation counts at its start.
         if op.opcode not in _FREE and not op.opcode.endswith(("-done", "-update")):
             one = _make_operation(op, computation, program, parts)

@@ -26,7 +26,7 @@ from lm_trainer.plan.programs import ProgramWork
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import device_platform
-from lm_trainer.profile.hlo import array_dimensions, parse_program, walk, walk_fusion
+from lm_trainer.profile.hlo import array_dimensions, parse_program, walk_fusion, walk_instructions
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
@@ -197,7 +197,7 @@ def test_products_are_in_the_precision_that_was_asked_for(target: str, determini
 def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
     """Matrix products, and the dtypes of their operands."""
     program = parse_program(hlo)
-    for op, of, _ in walk(program):
+    for op, of, _ in walk_instructions(program):
         for one, inside in ((op, of), *walk_fusion(program, op)):
             if one.opcode in ("dot", "convolution"):
                 dtypes = {inside[name].shape.split("[")[0] for name in one.operands[:2]}
@@ -237,7 +237,7 @@ def test_products_of_mxfp8_are_instructions_of_blackwell(determinism: str):
     (memory, texts), operand_types, wide = in_mxfp8("4xB200", determinism), Counter[tuple[str, ...]](), 0
     runs = memory.runs()
     for name, text in texts.items():
-        for op, of, turns in walk(parse_program(text)):
+        for op, of, turns in walk_instructions(parse_program(text)):
             if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
                 operand_types[tuple(of[operand].shape.split("[")[0] for operand in op.operands)] += int(
                     runs[name] * turns
@@ -285,7 +285,7 @@ def test_attention_is_fused(target: str):
 
 def sizes(hlo: str) -> Iterator[int]:
     """Elements of the arrays that a program holds in memory."""
-    for op, _, _ in walk(parse_program(hlo)):
+    for op, _, _ in walk_instructions(parse_program(hlo)):
         yield math.prod(array_dimensions(op.shape))
 
 
@@ -295,7 +295,7 @@ def test_nothing_is_whole_that_is_cut(target: str, determinism: str):
     step = step_of(target, determinism)
     unsharded_shapes = [sorted((LAYERS, WIDTH, WIDE)), sorted((LAYERS, WIDTH, HEADS, WIDTH // HEADS))]
     for name, text in step.texts.items():
-        for op, _, _ in walk(parse_program(text)):
+        for op, _, _ in walk_instructions(parse_program(text)):
             assert sorted(array_dimensions(op.shape)) not in unsharded_shapes, f"{name}: {op.shape} {op.opcode}"
     numbers = LAYERS * LAYER + 2 * VOCAB * WIDTH
     assert step.memory.state["parameters"] == pytest.approx(4 * numbers / DEVICES, rel=0.02)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.profile.matmul import MatmulProbe
-from lm_trainer.profile.mfu import measure, report_rows
+from lm_trainer.profile.mfu import measure_mfu, report_rows
 from lm_trainer.profile.timing import Spread
 
 
@@ -47,7 +47,7 @@ class Machine:
 
 def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine, **kwargs: Any) -> Any:
     monkeypatch.setattr(time, "perf_counter", lambda: machine.now)
-    return measure(machine, machine, **kwargs)
+    return measure_mfu(machine, machine, **kwargs)
 
 
 def test_warm_up_does_not_count_and_the_rest_is_timed_in_turn(monkeypatch):
@@ -123,7 +123,7 @@ def test_fewer_bits_gain_nothing_on_a_cpu(monkeypatch, kind, dtype, has_note):
 @pytest.mark.parametrize("kwargs", [{"samples": 0}, {"warmup": 0}], ids=str)
 def test_nothing_to_measure_is_refused(kwargs):
     with pytest.raises(ValueError, match="at least one"):
-        measure(Machine([0.1], [0.1]), Machine([0.1], [0.1]), **kwargs)
+        measure_mfu(Machine([0.1], [0.1]), Machine([0.1], [0.1]), **kwargs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -52,7 +52,7 @@ class Executable:
     compiled: jax.stages.Compiled
 
     @classmethod
-    def make(cls, jitted: jax.stages.Wrapped, *args: PyTree, repeatable: bool = True) -> Executable:
+    def from_jitted(cls, jitted: jax.stages.Wrapped, *args: PyTree, repeatable: bool = True) -> Executable:
         """Compiles a function.
 
         Args:

@@ -97,7 +97,7 @@ class MeshExecutable:
             return
         exchanged = [argument for exchange in self._exchanges for argument in exchange.arguments]
         arguments = self._group.argument_shapes(self._signature)
-        executable = Executable.make(self._program.jitted, params, *arguments, *exchanged)
+        executable = Executable.from_jitted(self._program.jitted, params, *arguments, *exchanged)
         expected = output_hashes(alone.program.hlo())
         # The results of exchanges follow.
         if any_process(output_hashes(executable.hlo())[: len(expected)] != expected):

@@ -33,7 +33,7 @@ class Program:
     queued: bool = False
     """True if the host may call it long before it runs, so its results take memory until the host has waited."""
     repeatable: bool = True
-    """As for `Executable.make`."""
+    """As for `Executable.from_jitted`."""
     exchanges: str = ""
     """The end of its name that tells what it sends beside a computation, where programs without that exist too."""
     executable: Executable | None = None
@@ -53,7 +53,7 @@ class Program:
 
     def compile(self, *args: PyTree) -> Executable:
         """Compiles the program for these arguments, which may be shapes; returns `executable` if it is set."""
-        return self.executable or Executable.make(self.jitted, *args, repeatable=self.repeatable)
+        return self.executable or Executable.from_jitted(self.jitted, *args, repeatable=self.repeatable)
 
 
 def create_programs(
@@ -79,7 +79,7 @@ def create_programs(
         return [replace(program, jitted=jit_for(index)) for index in range(len(device_sets))]
 
     def compile_set(index: int) -> Executable:
-        return Executable.make(jit_for(index), *arguments(index))
+        return Executable.from_jitted(jit_for(index), *arguments(index))
 
     executables = compile_for_each(compile_set, device_sets, name, by_all_processes=by_all_processes)
     return [replace(program, executable=executable) for executable in executables]

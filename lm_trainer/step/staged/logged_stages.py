@@ -28,7 +28,7 @@ class LoggedStages:
     """Total number of values."""
 
     @classmethod
-    def make(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
+    def from_shapes(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
         """Computes the index of each value.
 
         Args:

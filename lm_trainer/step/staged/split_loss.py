@@ -224,7 +224,7 @@ class SplitLoss:
             )
         ):
             return None
-        return LoggedStages.make(first, layers, self.loss.num_layers)
+        return LoggedStages.from_shapes(first, layers, self.loss.num_layers)
 
     def _select_trained(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name in self.trainable}

@@ -257,13 +257,15 @@ class Stages:
         def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
             return kind.shapes_on_group(group), *with_group_shardings(arguments, group.mesh)
 
-        def results(group: ModelParallelGroup) -> PyTree:
+        def result_shardings(group: ModelParallelGroup) -> PyTree:
             kinds: dict[str, PyTree] = dict.fromkeys(("scalars", "nothing"), group.sharding())
             kinds |= {"stream": stream_shardings(group.mesh), "sums": kind.sum_shardings_on(group)}
             return jax.tree.map(lambda name: kinds[name], returns)
 
         shared = self._share_function(function, kind, arguments, returns)
-        executable = PerGroupExecutable(shared, self._alone, results, donated=signature.donated, program=program)
+        executable = PerGroupExecutable(
+            shared, self._alone, result_shardings, donated=signature.donated, program=program
+        )
         executable.compile_for(on_group)
         return executable
 

@@ -173,12 +173,14 @@ class Watcher:
                 scalars[f"{target}/norm/total"] = math.sqrt(total) * scale
             if self._config.include_per_parameter_norms:
                 norms = {name: np.sqrt(layers.astype(np.float64)) * scale for name, layers in squares.items()}
-                scalars |= {f"{target}/norm/{name}": float(x) for name, x in _split(norms)}
+                scalars |= {f"{target}/norm/{name}": float(x) for name, x in _split_first_axis(norms)}
             counts = measured.get("counts", {})
             if not self._config.split_scan_layers:
                 counts = {name: layers.sum(0, keepdims=True, dtype=np.int64) for name, layers in counts.items()}
-            edges = dict(_split({name: measured["edges"][name][: len(layers)] for name, layers in counts.items()}))
-            for name, layer in _split(counts):
+            edges = dict(
+                _split_first_axis({name: measured["edges"][name][: len(layers)] for name, layers in counts.items()})
+            )
+            for name, layer in _split_first_axis(counts):
                 histograms[f"{target}/histogram/{name}"] = (
                     layer.astype(np.int64),
                     edges[name].astype(np.float64) * scale,
@@ -203,7 +205,7 @@ def _find_moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[s
         yield f"{kind}/{leaf}", param, x
 
 
-def _split(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def _split_first_axis(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """The entries along the first dimension, with their index in the name if there are several."""
     for name, stack in arrays.items():
         for i, x in enumerate(stack):

@@ -300,7 +300,7 @@ class OwnedUpdate:
         if name not in self._programs:
             jitted = self._jit_group(group)
 
-            def arguments(index: int) -> tuple[PyTree, ...]:
+            def argument_shapes(index: int) -> tuple[PyTree, ...]:
                 on = SingleDeviceSharding(self._devices[index])
                 return jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype, sharding=on), args
@@ -309,7 +309,7 @@ class OwnedUpdate:
             devices = [[device] for device in self._devices]
             names = name if len(group) == 1 else f"{name} to {group[-1].name}"
             program, computation = Program("update", jitted, _ROWS), f"the update of {names}"
-            self._programs[name] = create_programs(program, lambda _: jitted, arguments, devices, computation)
+            self._programs[name] = create_programs(program, lambda _: jitted, argument_shapes, devices, computation)
         return self._programs[name]
 
 

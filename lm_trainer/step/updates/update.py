@@ -135,13 +135,13 @@ class ReplicatedUpdate:
     def _get_programs(self, structure: Hashable, leaves: list[jax.Array]) -> list[Program]:
         if structure not in self._updates:
 
-            def arguments(index: int) -> tuple[PyTree, ...]:
+            def argument_shapes(index: int) -> tuple[PyTree, ...]:
                 on = SingleDeviceSharding(self._devices[index])
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
                 return jax.tree.unflatten(structure, shapes)
 
             program, devices = Program("update", self._jitted, "new state"), [[device] for device in self._devices]
             self._updates[structure] = create_programs(
-                program, lambda _: self._jitted, arguments, devices, "the update"
+                program, lambda _: self._jitted, argument_shapes, devices, "the update"
             )
         return self._updates[structure]
