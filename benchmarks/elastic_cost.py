@@ -155,7 +155,7 @@ def read_program_figures(kind: str, devices: int, size: argparse.Namespace) -> t
     with on_one_shard():
         setup = build_setup_of_kind(kind, devices, size)
     row = jax.tree.map(lambda x: x[:1], make_batch(size))
-    with programs.of_rows(1) as measure:
+    with programs.measure_for_rows(1) as measure:
         record = setup.rehearse(row, jax.default_backend(), measure)
     for key, runs in record.runs.items():
         for name, count in bytes_sent(programs.texts[key]).items():

@@ -51,7 +51,7 @@ def sum_losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
 def torch_model(config: RunConfig, setup: Any, eos_id: int) -> tuple[Any, torch.optim.Optimizer]:
     """The same initial weights in transformers, and AdamW over the same two groups."""
     params = to_host(setup.init().params)
-    tensors = hf.params_to_hf(config.model, setup.model.nested(params))
+    tensors = hf.params_to_hf(config.model, setup.model.nest(params))
     vocab_size = len(params["embed.tokens"])
     settings = hf.config_to_hf(config.model, vocab_size=vocab_size, eos_id=eos_id, bos_id=None)
     hf_config = transformers.GPT2Config(**{k: v for k, v in settings.items() if k != "architectures"})

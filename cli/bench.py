@@ -10,7 +10,7 @@ from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolv
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_trainer.profile.timing import Measured
+    from lm_trainer.profile.timing import BenchResult
     from lm_trainer.run.config.run_config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration trains on this machine.")
@@ -73,16 +73,16 @@ def mfu(
     from lm_trainer.bench.roofline import roofline
     from lm_trainer.bench.session import bench_session
     from lm_trainer.profile.matmul import MatmulProbe
-    from lm_trainer.profile.mfu import measure, table
-    from lm_trainer.profile.timing import Measured
+    from lm_trainer.profile.mfu import measure_mfu, report_rows
+    from lm_trainer.profile.timing import BenchResult
 
     if trace is not None:
         _make_directory(trace)
     _announce(run, "compiling and timing ...")
     with bench_session(run) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
-        report = measure(session, probe, samples=steps, warmup=warmup)
-        rows, values = table(report), report.as_dict()
+        report = measure_mfu(session, probe, samples=steps, warmup=warmup)
+        rows, values = report_rows(report), report.as_dict()
         if with_roofline:
             bounds = roofline(session, report)
             rows, values = [*rows, *bounds.rows], {**values, "roofline": bounds.values}
@@ -91,7 +91,7 @@ def mfu(
                 for _ in range(_TRACED_STEPS):
                     session.run_step()
             clean.echo(f"wrote a profile to {trace}", err=True)
-    _print_measured(Measured(rows, values), as_json)
+    _print_measured(BenchResult(rows, values), as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -238,10 +238,10 @@ def _make_directory(path: Path) -> None:
         raise UserError(f"--trace {path}: {error.strerror}") from None
 
 
-def _print_measured(measured: "Measured", as_json: bool) -> None:
+def _print_measured(measured: "BenchResult", as_json: bool) -> None:
     """One row a line, or all values as JSON."""
     import json
 
-    from lm_trainer.profile.timing import aligned
+    from lm_trainer.profile.timing import align_rows
 
-    clean.echo(json.dumps(measured.values, indent=1) if as_json else "\n".join(aligned(measured.rows)))
+    clean.echo(json.dumps(measured.values, indent=1) if as_json else "\n".join(align_rows(measured.rows)))

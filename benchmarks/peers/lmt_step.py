@@ -77,7 +77,7 @@ class LmtTrainer:
         config = run_config(shape, determinism)
         self._program: TrainingSetup = build_setup(config, shape.vocab, jax.devices()[:1])
         nested = hf.params_from_hf(config.model, shape.vocab, read_weights(weights))
-        self._state = self._program.from_weights(self._program.model.named(nested))
+        self._state = self._program.from_weights(self._program.model.flatten(nested))
         plain = random_batch(shape.rows, shape.seq_len, shape.vocab)
         rows = [plain._replace(tokens=tokens, targets=targets) for tokens, targets in make_batches(shape)]
         self._program.step.compile(rows[0])
@@ -109,7 +109,7 @@ def write_weights(shape: Shape, path: Path) -> None:
     """Writes `lmt`'s initial weights, with random biases and gains: zeros and ones would hide mistakes in them."""
     config = run_config(shape, "elastic")
     setup = build_setup(config, shape.vocab, jax.devices()[:1])
-    tensors = hf.params_to_hf(config.model, setup.model.nested(to_host(setup.init().params)))
+    tensors = hf.params_to_hf(config.model, setup.model.nest(to_host(setup.init().params)))
     generator = np.random.default_rng(1)
     moved = {n: x + 0.1 * generator.standard_normal(x.shape, np.float32) for n, x in tensors.items() if x.ndim == 1}
     arrays: dict[str, Any] = {**tensors, **moved}

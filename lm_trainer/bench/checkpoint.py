@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.files import ensure_writable_directory, local_path
-from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
+from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_setup
@@ -23,7 +23,7 @@ from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.run.weights.saved_state import save_state, saved_arrays
 
 
-def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measured:
+def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> BenchResult:
     """Saves the state of a run to a temporary directory next to the run's checkpoints.
 
     Alternates `steps` training steps, as many with a save before the first, and a plain write of as many bytes.
@@ -46,8 +46,8 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
             run.blocked.clear()
             run.finished.clear()
             # Interleaved, so a slowdown of the machine affects all of them alike.
-            timings = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
-            restores = [timed(run.restore) for _ in range(repeats)]
+            timings = measure_interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
+            restores = [time_call(run.restore) for _ in range(repeats)]
     for directory in missing:
         # Other processes may have written files there.
         with contextlib.suppress(OSError):
@@ -114,15 +114,15 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
     return write
 
 
-def _report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> Measured:
+def _report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> BenchResult:
     count, steps = run.num_bytes, run.steps
     spreads = {
-        "step": Spread.of([seconds / steps for seconds in timings["alone"]]),
-        "blocked": Spread.of(run.blocked),
-        "cost": Spread.of([b - a for a, b in zip(timings["alone"], timings["saving"], strict=True)]),
-        "finished": Spread.of(run.finished),
-        "restore": Spread.of(restores),
-        "plain_write": Spread.of(timings["write"]),
+        "step": Spread.from_values([seconds / steps for seconds in timings["alone"]]),
+        "blocked": Spread.from_values(run.blocked),
+        "cost": Spread.from_values([b - a for a, b in zip(timings["alone"], timings["saving"], strict=True)]),
+        "finished": Spread.from_values(run.finished),
+        "restore": Spread.from_values(restores),
+        "plain_write": Spread.from_values(timings["write"]),
     }
     values = {
         "bytes": count,
@@ -130,15 +130,18 @@ def _report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -
         "samples": len(restores),
         **{f"{name}_seconds": spread.as_dict() for name, spread in spreads.items()},
     }
-    rate = si(count / spreads["plain_write"].median)
+    rate = format_si(count / spreads["plain_write"].median)
     table = [
         ("checkpoint", f"{count / 2**20:,.1f} MiB of arrays"),
         ("timed", f"{steps} steps alone, {steps} beside a save, and a plain write in turn; {len(restores)} of each"),
-        ("step alone", spreads["step"].milliseconds()),
-        ("save: the run waits", spreads["blocked"].milliseconds()),
-        ("save: costs in all", f"{spreads['cost'].milliseconds()}, copies, threads and disk over {steps} steps"),
-        ("save: on disk within", f"{spreads['finished'].milliseconds()}, those steps included"),
-        ("restore, verified", f"{spreads['restore'].milliseconds()}, {si(count / spreads['restore'].median)}B/s"),
-        ("plain write", f"{spreads['plain_write'].milliseconds()}, {rate}B/s, flushed to the disk"),
+        ("step alone", spreads["step"].format_milliseconds()),
+        ("save: the run waits", spreads["blocked"].format_milliseconds()),
+        ("save: costs in all", f"{spreads['cost'].format_milliseconds()}, copies, threads and disk over {steps} steps"),
+        ("save: on disk within", f"{spreads['finished'].format_milliseconds()}, those steps included"),
+        (
+            "restore, verified",
+            f"{spreads['restore'].format_milliseconds()}, {format_si(count / spreads['restore'].median)}B/s",
+        ),
+        ("plain write", f"{spreads['plain_write'].format_milliseconds()}, {rate}B/s, flushed to the disk"),
     ]
-    return Measured(table, values)
+    return BenchResult(table, values)

@@ -11,7 +11,7 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
-from lm_trainer.profile.timing import Measured, Spread, si
+from lm_trainer.profile.timing import BenchResult, Spread, format_si
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_setup
@@ -21,7 +21,7 @@ _AHEAD = 8
 """Untimed batches before and after the timed ones, so threads have read ahead equally many at both ends."""
 
 
-def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
+def measure_data(config: RunConfig, *, batches: int, repeats: int) -> BenchResult:
     """Loads batches as fast as possible, and at the rate of training steps, alternately.
 
     Text without a cache is tokenised first, into the cache training uses.
@@ -45,7 +45,12 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
             for waited, step_seconds in train(_batches(config, data, setup, start, batches), batches):
                 waits.append(waited / step_seconds)
                 steps.append(step_seconds)
-    loading, work, share, step = Spread.of(wall), Spread.of(cpu), Spread.of(waits), Spread.of(steps)
+    loading, work, share, step = (
+        Spread.from_values(wall),
+        Spread.from_values(cpu),
+        Spread.from_values(waits),
+        Spread.from_values(steps),
+    )
     values = {
         "tokens_per_batch": tokens,
         "batches": batches,
@@ -57,15 +62,15 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
         "step_seconds": step.as_dict(),
         "waiting_fraction": share.as_dict(),
     }
-    rate, worth = si(values["tokens_per_second"]), si(values["tokens_per_cpu_second"])
+    rate, worth = format_si(values["tokens_per_second"]), format_si(values["tokens_per_cpu_second"])
     table = [
         ("batch", f"{tokens:,} tokens; {repeats} x {batches} batches loaded, and trained on, in turn"),
-        ("loaded alone in", f"{loading.milliseconds()}, {rate}tokens/s"),
-        ("CPU time for it", f"{work.milliseconds()}, {worth}tokens per CPU-second"),
-        ("a step takes", step.milliseconds()),
+        ("loaded alone in", f"{loading.format_milliseconds()}, {rate}tokens/s"),
+        ("CPU time for it", f"{work.format_milliseconds()}, {worth}tokens per CPU-second"),
+        ("a step takes", step.format_milliseconds()),
         ("of which it waits", f"{share.median:.2%} (quartiles {share.lower_quartile:.2%}-{share.upper_quartile:.2%})"),
     ]
-    return Measured(table, values)
+    return BenchResult(table, values)
 
 
 def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, count: int) -> Iterator[Batch]:
@@ -101,7 +106,7 @@ def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tupl
         batch = next(batches)
         waited = time.perf_counter() - started
         # At the first batch, which is untimed.
-        if not setup.step.compiled(0):
+        if not setup.step.is_compiled(0):
             setup.step.compile(batch)
         state, metrics = setup.step(state, setup.step.put(batch), 1e-4)
         jax.block_until_ready(metrics)

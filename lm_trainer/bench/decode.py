@@ -10,13 +10,13 @@ from lm_trainer.generate.engine import Generation
 from lm_trainer.generate.layout import to_decoding_layout
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.profile.bandwidth import CopyProbe
-from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
+from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configured_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 
-def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> Measured:
+def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> BenchResult:
     """Times prefill of `rows` prompts of `prompt` tokens and decoding of `new` tokens for each, with random weights.
 
     Raises:
@@ -42,16 +42,19 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     prefilled = jax.block_until_ready(generation.prefill())
     probe = CopyProbe(jax.local_devices()[0])
     runs = {
-        "read": lambda: timed(lambda: jax.block_until_ready(generation.prefill())),
-        "write": lambda: timed(lambda: jax.block_until_ready(generation.decode(*prefilled))),
+        "read": lambda: time_call(lambda: jax.block_until_ready(generation.prefill())),
+        "write": lambda: time_call(lambda: jax.block_until_ready(generation.decode(*prefilled))),
         "copy": lambda: probe.num_bytes / probe.run(),
     }
     # Untimed, because the first call compiles.
     for run in runs.values():
         run()
-    timings = interleaved(runs, repeats)
-    first, token = Spread.of(timings["read"]), Spread.of([seconds / new for seconds in timings["write"]])
-    bandwidth = Spread.of(timings["copy"])
+    timings = measure_interleaved(runs, repeats)
+    first, token = (
+        Spread.from_values(timings["read"]),
+        Spread.from_values([seconds / new for seconds in timings["write"]]),
+    )
+    bandwidth = Spread.from_values(timings["copy"])
     # Each token reads all weights and the full cache at least once, so the bandwidth gives a lower bound.
     read = float(sum(x.nbytes for x in jax.tree.leaves(params)) + _cache_bytes(config, vocab_size, rows, prompt + new))
     fraction = read / token.median / bandwidth.median
@@ -73,12 +76,12 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     table = [
         ("device", f"1 x {jax.local_devices()[0].device_kind}, computing in {config.trainer.mp.compute}"),
         ("work", f"{rows} x {prompt} tokens read, {rows} x {new} written, without sampling; {repeats} samples"),
-        ("prompt", f"{first.milliseconds()}, {values['prefill_tokens_per_second']:,.0f} tokens/s"),
-        ("each token", f"{token.milliseconds()}, {values['tokens_per_second']:,.0f} tokens/s in all rows"),
-        ("reads for it", f"{si(read)}B of weights and cache, {si(read / token.median)}B/s"),
-        ("of measured bandwidth", f"{fraction:.1%} of {si(bandwidth.median)}B/s (a plain copy)"),
+        ("prompt", f"{first.format_milliseconds()}, {values['prefill_tokens_per_second']:,.0f} tokens/s"),
+        ("each token", f"{token.format_milliseconds()}, {values['tokens_per_second']:,.0f} tokens/s in all rows"),
+        ("reads for it", f"{format_si(read)}B of weights and cache, {format_si(read / token.median)}B/s"),
+        ("of measured bandwidth", f"{fraction:.1%} of {format_si(bandwidth.median)}B/s (a plain copy)"),
     ]
-    return Measured(table, values)
+    return BenchResult(table, values)
 
 
 def _cache_bytes(config: RunConfig, vocab_size: int, rows: int, length: int) -> int:

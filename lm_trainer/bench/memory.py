@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
+from lm_trainer.profile.timing import BenchResult, Spread, format_mebibytes, measure_interleaved, time_call
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -22,7 +22,7 @@ POLICIES = ("save_all", "dots", "dots_no_batch", "recompute")
 BLOCKS = (None, 1024, 512)
 
 
-def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
+def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
     """Compiles the gradient for each way to save memory, reads XLA's memory analysis, and times all of them.
 
     Raises:
@@ -40,7 +40,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     # Untimed, because the first call allocates.
     for run in runs.values():
         run()
-    seconds = {name: Spread.of(values) for name, values in interleaved(runs, repeats).items()}
+    seconds = {name: Spread.from_values(values) for name, values in measure_interleaved(runs, repeats).items()}
     held = _held(state)
     values = {
         "bytes_per_device": held,
@@ -53,19 +53,23 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     }
     width = max(map(len, seconds))
     table = [
-        ("parameters", f"{mebibytes(held['parameters'])} on each device"),
-        ("optimizer", f"{mebibytes(held['optimizer'])} on each device"),
+        ("parameters", f"{format_mebibytes(held['parameters'])} on each device"),
+        ("optimizer", f"{format_mebibytes(held['optimizer'])} on each device"),
         ("microbatch", f"{plan.rows} rows of {seq_len} tokens"),
         *(
-            (f"gradient, {name:<{width}}", f"{_or_unknown(temporary[name]):>12} beside it, {spread.milliseconds()}")
+            (
+                f"gradient, {name:<{width}}",
+                f"{_or_unknown(temporary[name]):>12} beside it, {spread.format_milliseconds()}",
+            )
             for name, spread in seconds.items()
         ),
         (
             "peak",
-            f"{mebibytes(_peak())}, {'of a device' if _device_peak() else 'of the process, with all of the above'}",
+            f"{format_mebibytes(_peak())}, "
+            f"{'of a device' if _device_peak() else 'of the process, with all of the above'}",
         ),
     ]
-    return Measured(table, values)
+    return BenchResult(table, values)
 
 
 def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
@@ -88,7 +92,7 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
 def _gradient(setup: TrainingSetup, state: TrainState, batch: Batch) -> Callable[[], float]:
     """A function that computes the gradient of a full batch and returns its seconds."""
     placed = setup.step.put(batch)
-    return lambda: timed(lambda: jax.block_until_ready(setup.step.gradient(state, placed)))
+    return lambda: time_call(lambda: jax.block_until_ready(setup.step.gradient(state, placed)))
 
 
 def _temporary(setup: TrainingSetup, batch: Batch) -> int | None:
@@ -113,4 +117,4 @@ def _peak() -> int:
 
 
 def _or_unknown(count: int | None) -> str:
-    return "unknown" if count is None else mebibytes(count)
+    return "unknown" if count is None else format_mebibytes(count)

@@ -9,27 +9,29 @@ import jax
 from lm_trainer.bench.session import BenchSession
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.mfu import MfuReport
-from lm_trainer.profile.roofline import Bound, bounds, operations
-from lm_trainer.profile.timing import Measured, Spread, si
+from lm_trainer.profile.roofline import Bound, compute_bounds, list_operations
+from lm_trainer.profile.timing import BenchResult, Spread, format_si
 
 PARTS = ("embedding", "attention", "mlp", "loss")
 """Named scopes of `lm_trainer.nn`."""
 _COPIES, _LARGEST = 20, 8
 
 
-def roofline(session: BenchSession, report: MfuReport) -> Measured:
+def roofline(session: BenchSession, report: MfuReport) -> BenchResult:
     """The minimum time of the gradient's operations, limited by the product of `report` and a measured copy."""
     probe = CopyProbe(jax.devices()[0])
-    copies = Spread.of([probe.num_bytes / probe.run() for _ in range(_COPIES)])
+    copies = Spread.from_values([probe.num_bytes / probe.run() for _ in range(_COPIES)])
     bandwidth = copies.median
     # The probe's FLOP/s are for all devices, the operations for one.
     flops = report.matmul_flops.median / session.device_count
     device_operations = [
-        op for program, times in session.gradient.runs() for op in operations(program.hlo(), PARTS, times=times)
+        op
+        for program, times in session.gradient.run_counts()
+        for op in list_operations(program.hlo(), PARTS, times=times)
     ]
 
     def by(key: str) -> list[Bound]:
-        return bounds(device_operations, flops_per_second=flops, bytes_per_second=bandwidth, by=key)
+        return compute_bounds(device_operations, flops_per_second=flops, bytes_per_second=bandwidth, by=key)
 
     parts, largest = by("part"), by("name")[:_LARGEST]
     step_bound = session.gradients_per_step * sum(part.seconds for part in parts)
@@ -41,8 +43,8 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
         ),
         (
             "limits",
-            f"{si(flops)}FLOP/s (matrix product) and {si(bandwidth)}B/s (copy, quartiles "
-            f"{si(copies.lower_quartile)}B/s-{si(copies.upper_quartile)}B/s) on one device",
+            f"{format_si(flops)}FLOP/s (matrix product) and {format_si(bandwidth)}B/s (copy, quartiles "
+            f"{format_si(copies.lower_quartile)}B/s-{format_si(copies.upper_quartile)}B/s) on one device",
         ),
         (f"part ({session.gradients_per_step} x a step)", heading),
         *((part.name, _row(part)) for part in parts),
@@ -58,11 +60,11 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
         "parts": [_values(part) for part in parts],
         "largest_operations": [_values(op) for op in largest],
     }
-    return Measured(table, values)
+    return BenchResult(table, values)
 
 
 def _row(bound: Bound) -> str:
-    return f"{si(bound.flops):>9} {si(bound.num_bytes):>8}B {1e3 * bound.seconds:>9.2f}  {bound.bound_by}"
+    return f"{format_si(bound.flops):>9} {format_si(bound.num_bytes):>8}B {1e3 * bound.seconds:>9.2f}  {bound.bound_by}"
 
 
 def _values(bound: Bound) -> dict[str, Any]:

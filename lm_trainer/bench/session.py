@@ -89,4 +89,4 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
 def _gradients(trainer: TrainerConfig, setup: TrainingSetup) -> int:
     if not trainer.bitwise:
         return 1
-    return setup.step.plans.at(0).shares(setup.sharding.mesh).most
+    return setup.step.plans.at(0).divide_microbatches(setup.sharding.mesh).max_terms

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.profile.timing import Measured, Spread
+from lm_trainer.profile.timing import BenchResult, Spread
 from lm_trainer.run.config.run_config import RunConfig
 
 PHASES = {
@@ -28,7 +28,7 @@ PHASES = {
 _BUILT, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 
 
-def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
+def measure_starts(config: RunConfig, *, repeats: int) -> BenchResult:
     """Alternates starts with an empty cache and starts with the cache filled by them.
 
     Raises:
@@ -44,7 +44,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
                 start.append(_start(text))
             size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
     spreads = {
-        kind: {phase: Spread.of([start[phase] for start in starts]) for phase in PHASES}
+        kind: {phase: Spread.from_values([start[phase] for start in starts]) for phase in PHASES}
         for kind, starts in starts_by_kind.items()
     }
     programs = {kind: int(starts[-1]["programs"]) for kind, starts in starts_by_kind.items()}
@@ -71,7 +71,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
         ),
         ("second start", f"takes {ratio:.0%} of the first; the cache holds {size / 2**20:.1f} MiB; {repeats} of each"),
     ]
-    return Measured(table, values)
+    return BenchResult(table, values)
 
 
 def _start(config: str) -> dict[str, float]:

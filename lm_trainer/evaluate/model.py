@@ -78,7 +78,7 @@ class EvalModel:
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
-        return (row_losses["nll"] for row_losses in self.losses.rows(self.params, batches))
+        return (row_losses["nll"] for row_losses in self.losses.compute_row_values(self.params, batches))
 
 
 def open_eval_model(

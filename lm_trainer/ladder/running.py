@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import run_config, run_folder, run_name
 from lm_trainer.profile.matmul import MatmulProbe
-from lm_trainer.profile.mfu import measure
+from lm_trainer.profile.mfu import measure_mfu
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.files.records import RUN, identity_of, read_run_record
@@ -93,4 +93,4 @@ def benchmark_rung(
     """Times the training step of a size, like `lmt bench mfu`; returns the report as plain data."""
     with bench_session(run_config(ladder, size_spec, seed)) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
-        return measure(session, probe, samples=steps, warmup=warmup).as_dict()
+        return measure_mfu(session, probe, samples=steps, warmup=warmup).as_dict()

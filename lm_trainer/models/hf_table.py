@@ -202,10 +202,10 @@ class PendingTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Assembles the tensor, cast to `dtype` if it is given."""
-        from lm_trainer.parallel.sharded_array import host_part
+        from lm_trainer.parallel.sharded_array import index_on_host
 
         del copy  # the result is always writable
-        tensor = self.entry.join([host_part(self.params[part.path], part.index) for part in self.entry.parts])
+        tensor = self.entry.join([index_on_host(self.params[part.path], part.index) for part in self.entry.parts])
         return tensor if dtype is None else tensor.astype(dtype, copy=False)
 
 

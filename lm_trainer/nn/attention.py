@@ -48,7 +48,7 @@ class ForwardContext(NamedTuple):
     """Target of cross-attention: the output of an encoder, [B, F, D], or its keys and values for all layers."""
 
 
-def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
+def unique_windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
     """The windows of all layers, without duplicates."""
     return sorted({block.attention.window or 0 for block in blocks})
 
@@ -62,14 +62,14 @@ def make_context(
         # Two integers per position are small compared to the keys, which are not gathered.
         key_segments_BT = all_gather(segments_BS, "context", 1)
         return ForwardContext(positions_BS, key_positions_BT, {}, segments_BS >= 0, segments_BS, key_segments_BT)
-    biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
+    biases = {window: causal_bias(segments_BS, window) for window in unique_windows(blocks)}
     return ForwardContext(positions_BS, key_positions_BT, biases, segments_BS >= 0, segments_BS)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
     """Context for new positions that attend to a cache, which includes them."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
-    biases = {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
+    biases = {window: cache_bias(positions_BT, capacity, window) for window in unique_windows(blocks)}
     return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
 
 
@@ -88,7 +88,7 @@ def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
     )
     if window:
         allowed_BST = allowed_BST & (query_S[None, :, None] - key_T[None, None, :] < window)
-    return _bias(allowed_BST)
+    return _mask_to_bias(allowed_BST)
 
 
 def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
@@ -97,10 +97,10 @@ def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> ja
     allowed_BTC = slots_C <= positions_BT[:, :, None]
     if window:
         allowed_BTC = allowed_BTC & (positions_BT[:, :, None] - slots_C < window)
-    return _bias(allowed_BTC)
+    return _mask_to_bias(allowed_BTC)
 
 
-def _bias(allowed_BST: jax.Array) -> jax.Array:
+def _mask_to_bias(allowed_BST: jax.Array) -> jax.Array:
     return jnp.where(allowed_BST, 0.0, MASK_VALUE).astype(jnp.float32)[:, None]
 
 
@@ -147,7 +147,7 @@ class Attention(nnx.Module):
 
         `key` is for dropout of the probabilities, `adapter_key` for dropout in adapters.
         """
-        q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS, adapter_key)
+        q_BSNH, k_BTKH, v_BTKH = self._project_qkv(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
         # Before the product: scores of 16-bit operands are rounded to 16 bits before the softmax.
@@ -155,20 +155,20 @@ class Attention(nnx.Module):
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
         # Scales the queries instead of the scores, which have T / H times as many elements; kernels expect scaled
         # queries.
-        q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
+        q_BSNH = q_BSNH * self._score_scale(layer, q_BSNH.dtype)
         if context.segments_BS is not None and context.key_segments_BT is not None:
             row = RowMetadata(
                 context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT
             )
             o_BSNH = ring_attention(self.spec, q_BSNH, k_BTKH, v_BTKH, row, key)
         else:
-            bias_BNST = self._bias(context)
+            bias_BNST = self._layer_bias(context)
             o_BSNH = dispatch_attention(
                 self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key
             )
         return self.out(o_BSNH, key=adapter_key), cache
 
-    def _project(
+    def _project_qkv(
         self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
@@ -182,14 +182,14 @@ class Attention(nnx.Module):
             k_BSKH = apply_rope(self.spec.positions, k_BSKH, positions_BS)
         return q_BSNH, k_BSKH, v_BSKH
 
-    def _bias(self, context: ForwardContext) -> jax.Array:
+    def _layer_bias(self, context: ForwardContext) -> jax.Array:
         bias_B1ST = context.biases_B1ST[self.spec.window or 0]
         if not isinstance(self.spec.positions, AlibiSpec):
             return bias_B1ST
         distances_BST = context.positions_BS[:, :, None] - context.key_positions_BT[:, None, :]
         return bias_B1ST + alibi_bias(self.spec.positions, self.spec.num_heads, distances_BST)
 
-    def _scale(self, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
+    def _score_scale(self, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
         scores = self.spec.scores
         scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
         if scores.inverse_layer:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn import cudnn_attention, ring_layout
-from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata, is_differentiated_twice
+from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata, is_differentiating_twice
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.nn.splash_attention import SPLASH
 from lm_trainer.nn.xla_attention import xla_attention
@@ -104,14 +104,20 @@ def uses_ring(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bo
     rings = [choice for choice in choices.values() if choice.backend == "ring"]
     for choice in rings:
         if choice.reason != "asked for":
-            _announce(choice)
+            _log_backend(choice)
     return bool(rings)
 
 
 def _describe_call(dtype: DTypeLike, queries: int, keys: int, *, cached: bool = False) -> AttentionMetadata:
     """Describes attention in the program that is being traced."""
     return AttentionMetadata(
-        target_platform(), dtype, queries, keys, cached, is_differentiated_twice(), cudnn_attention.device_lacks()
+        target_platform(),
+        dtype,
+        queries,
+        keys,
+        cached,
+        is_differentiating_twice(),
+        cudnn_attention.device_unsupported_reason(),
     )
 
 
@@ -127,7 +133,7 @@ def check_backends(blocks: Iterable[BlockSpec], metadata: AttentionMetadata) -> 
 
 # Cached: called for every layer of every traced program, but each choice should be logged once.
 @functools.cache
-def _announce(choice: BackendChoice) -> None:
+def _log_backend(choice: BackendChoice) -> None:
     logger.info("attention is computed by %s: %s", choice.backend, choice.reason)
 
 
@@ -167,7 +173,7 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     assert choice.backend != "ring"
     # If no other choice was possible, there is no need to log it.
     if choice.backend != spec.scores.backend and choice.reason != _NO_KERNEL:
-        _announce(choice)
+        _log_backend(choice)
     if choice.backend in _KERNELS:
         return _KERNELS[choice.backend].compute(spec, inputs)
     return xla_attention(spec, inputs, key)

@@ -28,13 +28,13 @@ RESIDUAL = "attention_kernel"
 _second_derivative = jax.make_user_context(False)
 
 
-def differentiated_twice() -> AbstractContextManager[None]:
+def differentiating_twice() -> AbstractContextManager[None]:
     """Makes models traced in this thread choose attention with a differentiable gradient."""
     return _second_derivative(True)
 
 
-def is_differentiated_twice() -> bool:
-    """True inside of `differentiated_twice`."""
+def is_differentiating_twice() -> bool:
+    """True inside of `differentiating_twice`."""
     return _second_derivative.value
 
 

@@ -51,7 +51,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
     ))  # fmt: skip
 
 
-def device_lacks() -> str | None:
+def device_unsupported_reason() -> str | None:
     """Reason why the GPU of this process has no such kernel; None if it may have one, or without a GPU."""
     gpu: Any = next((device for device in jax.local_devices() if device.platform == "gpu"), None)
     if gpu is None:

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.attention_kernel import differentiated_twice
+from lm_trainer.nn.attention_kernel import differentiating_twice
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, hidden_after_layers
 
@@ -43,9 +43,9 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
         A nested dict like the model's parameters, in their dtypes.
 
     Raises:
-        UserError: as `derivative_along`.
+        UserError: as `jvp_of_gradient`.
     """
-    objective, params = _as_function(loss, model, batch, jax.random.fold_in(key, _DROPOUT))
+    objective, params = _loss_of_params(loss, model, batch, jax.random.fold_in(key, _DROPOUT))
     leaves, structure = jax.tree.flatten(params)
     keys = sign_keys(key, len(leaves))
     signs = jax.tree.unflatten(
@@ -53,17 +53,17 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     )
     # Forward mode over reverse mode: one pass through the gradient gives H u, and needs no saved values for another
     # pass.
-    _, product = derivative_along(jax.grad(objective), (params,), (signs,))
+    _, product = jvp_of_gradient(jax.grad(objective), (params,), (signs,))
     return jax.tree.map(jnp.multiply, signs, product)
 
 
-def derivative_along(gradient: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+def jvp_of_gradient(gradient: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
     """`jax.jvp` of a function that contains a gradient.
 
     Raises:
         UserError: if the model requires an attention kernel whose gradient has no derivative.
     """
-    with differentiated_twice():
+    with differentiating_twice():
         return jax.jvp(gradient, primals, tangents)
 
 
@@ -96,25 +96,27 @@ def gauss_newton_bartlett(
         A nested dict like the model's parameters, in their dtypes.
     """
     dropout_key = jax.random.fold_in(key, _DROPOUT)
-    h_BSD, _ = model.hidden_of(batch, dtype=dtype, key=dropout_key)
-    targets_BS = _sample(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
+    h_BSD, _ = model.batch_hidden_and_stats(batch, dtype=dtype, key=dropout_key)
+    targets_BS = _sample_targets(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
     # The same dropout as for sampling, so the targets come from the same distribution that is differentiated. They are
     # integers: no gradient flows through sampling.
-    objective, params = _as_function(loss, model, batch._replace(targets=targets_BS), dropout_key)
+    objective, params = _loss_of_params(loss, model, batch._replace(targets=targets_BS), dropout_key)
     return jax.grad(objective)(params)
 
 
 def with_dropout_key(loss: StagedLoss) -> StagedLoss:
     """Derives the dropout key of `loss` from the key of an estimate, which is also used for sampling."""
 
-    def fold(key: jax.Array | None) -> jax.Array | None:
+    def fold_key(key: jax.Array | None) -> jax.Array | None:
         return None if key is None else jax.random.fold_in(key, _DROPOUT)
 
     return replace(
         loss,
-        embed=lambda model, batch, key: loss.embed(model, batch, fold(key)),
-        layer=lambda model, slot, stream, batch, layer, key: loss.layer(model, slot, stream, batch, layer, fold(key)),
-        head=lambda model, stream, batch, key: loss.head(model, stream, batch, fold(key)),
+        embed=lambda model, batch, key: loss.embed(model, batch, fold_key(key)),
+        layer=lambda model, slot, stream, batch, layer, key: loss.layer(
+            model, slot, stream, batch, layer, fold_key(key)
+        ),
+        head=lambda model, stream, batch, key: loss.head(model, stream, batch, fold_key(key)),
     )
 
 
@@ -129,18 +131,20 @@ def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = N
 
     def head(model: Decoder, stream: Stream, batch: Batch, key: jax.Array) -> LossSums:
         h_BSD = hidden_after_layers(model, stream, batch, jax.random.fold_in(key, _DROPOUT))
-        targets_BS = _sample(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
+        targets_BS = _sample_targets(model, h_BSD, jax.random.fold_in(key, _SAMPLING), block_size)
         return loss_with_dropout_key.head(model, stream, batch._replace(targets=targets_BS), key)
 
     return replace(loss_with_dropout_key, head=head)
 
 
-def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> tuple[Callable[[Any], jax.Array], Any]:
+def _loss_of_params(
+    loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array
+) -> tuple[Callable[[Any], jax.Array], Any]:
     graphdef, state = nnx.split(model, nnx.Param)
     return lambda params: loss(nnx.merge(graphdef, params), batch, key)[0], nnx.to_pure_dict(state)
 
 
-def _sample(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
+def _sample_targets(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
     """Samples one token for each position, int32 [B, S], from the distribution predicted by the model."""
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     # As many blocks as needed, all of the same size, so the last block may need padding.

@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
         """Computes the inputs of the head, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
         return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)[0]
 
-    def hidden_of(
+    def batch_hidden_and_stats(
         self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> tuple[jax.Array, RouterStats | None]:
         """`hidden_and_stats` for the rows of a batch, with all inputs used by this kind of model."""

@@ -56,7 +56,7 @@ class Encoder(nnx.Module):
         Raises:
             UserError: for features whose shape does not match the spec.
         """
-        self._check(features_BMP.shape)
+        self._check_shape(features_BMP.shape)
         dropout_key, layers_key, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
         activation = ACTIVATIONS[self.spec.activation]
         x_BMD = activation(self.conv1(_conv_windows(features_BMP.astype(dtype), 1), key=adapters))
@@ -66,7 +66,7 @@ class Encoder(nnx.Module):
         x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, _unmasked_context(x_BFD), key=layers_key)
         return self.final_norm(x_BFD)
 
-    def _check(self, shape: tuple[int, ...]) -> None:
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
         frames, features = 2 * self.spec.num_positions, self.spec.num_features
         if shape[1:] != (frames, features):
             raise UserError(
@@ -107,7 +107,7 @@ class EncoderDecoder(Decoder):
         super().__init__(spec, rngs=rngs)
         self.encoder = Encoder(spec, rngs=rngs)
 
-    def hidden_of(
+    def batch_hidden_and_stats(
         self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
     ) -> tuple[jax.Array, RouterStats | None]:
         """Same as for `Decoder`.
@@ -127,7 +127,7 @@ class EncoderDecoder(Decoder):
         return self.head_input(x_BSD, tokens_BS, segments_BS, key=keys.head), stats
 
     def hidden_and_stats(self, *_: Any, **__: Any) -> Any:
-        """Raises `UserError`: this model needs features as well as tokens; use `hidden_of`."""
+        """Raises `UserError`: this model needs features as well as tokens; use `batch_hidden_and_stats`."""
         raise UserError(_NO_FEATURES)
 
     def init_cache(self, *_: Any, **__: Any) -> Any:

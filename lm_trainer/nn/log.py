@@ -60,7 +60,7 @@ def log(name: str, value: jax.typing.ArrayLike, *, reduce: Literal["mean", "sum"
     entry = Entry(name, reduce, bool(each), f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
     if listener:
         raise UserError(f"log: {name!r} ({entry.place}) cannot be logged here: {listener}")
-    _check(entry)
+    _check_entry(entry)
     x = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
     if x.shape:
         raise UserError(
@@ -80,7 +80,7 @@ def refusing_logs(reason: str) -> AbstractContextManager[None]:
     return _listener(reason)
 
 
-def _check(entry: Entry) -> None:
+def _check_entry(entry: Entry) -> None:
     if not isinstance(entry.name, str) or not entry.name:
         raise UserError(f"log ({entry.place}): the first argument is a name, not {entry.name!r}")
     if entry.name in RESERVED:
@@ -89,7 +89,7 @@ def _check(entry: Entry) -> None:
         raise UserError(f"log: {entry.name!r} ({entry.place}): reduce is 'mean' or 'sum', not {entry.reduce!r}")
 
 
-def _batched(values: Any, dims: Any, *, entry: Entry) -> Any:
+def _refuse_batching(values: Any, dims: Any, *, entry: Entry) -> Any:
     del values, dims
     raise UserError(
         f"log: {entry.name!r} ({entry.place}) is called under jax.vmap, where each row has its own value; log "
@@ -97,7 +97,7 @@ def _batched(values: Any, dims: Any, *, entry: Entry) -> Any:
     )
 
 
-def _differentiated(primals: Any, tangents: Any, *, entry: Entry) -> Any:
+def _jvp_rule(primals: Any, tangents: Any, *, entry: Entry) -> Any:
     del tangents  # of a value without gradient
     return log_p.bind(*primals, entry=entry), []
 
@@ -106,5 +106,5 @@ log_p = Primitive("log")
 """Takes a float32 scalar and its `Entry`, and returns no result."""
 log_p.multiple_results = True
 log_p.def_abstract_eval(lambda _, **__: [])
-batching.primitive_batchers[log_p] = _batched
-ad.primitive_jvps[log_p] = _differentiated
+batching.primitive_batchers[log_p] = _refuse_batching
+ad.primitive_jvps[log_p] = _jvp_rule

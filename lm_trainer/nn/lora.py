@@ -61,9 +61,9 @@ def attach_lora(model: nnx.Module, config: LoraConfig, aliases: ModuleNames, *, 
     Raises:
         UserError: if a pattern matches no linear layer of the blocks, or only some layers of a kind, or experts.
     """
-    linears = {_dotted(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    linears = {_join_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     linears = {name: linear for name, linear in linears.items() if name.startswith("blocks.")}
-    selected = _selected_layers(config, list(linears), _experts(model), aliases)
+    selected = _select_layers(config, list(linears), _find_expert_params(model), aliases)
     # Numbers all layers, so dropout of an adapter does not depend on the other selected layers.
     for number, (name, linear) in enumerate(linears.items()):
         if name in selected:
@@ -75,7 +75,7 @@ def is_adapter_param(name: str) -> bool:
     return name.split(".")[-2:-1] == [_LORA]
 
 
-def adapted_layer(name: str) -> str:
+def adapted_layer_name(name: str) -> str:
     """Returns the dotted name of the linear layer whose adapter has the parameter `name`."""
     return name.rsplit(".", 2)[0]
 
@@ -83,7 +83,7 @@ def adapted_layer(name: str) -> str:
 def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
     """Merges adapters into the weights: returns parameters, by dotted name, of an equivalent model without adapters."""
     merged = {name: x for name, x in params.items() if not is_adapter_param(name)}
-    for layer in sorted({adapted_layer(name) for name in params if is_adapter_param(name)}):
+    for layer in sorted({adapted_layer_name(name) for name in params if is_adapter_param(name)}):
         weight, a, b = (params[f"{layer}.{leaf}"] for leaf in ("weight", "lora.a", "lora.b"))
         layers = weight.shape[0]
         a_LIR, b_LRO = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
@@ -93,19 +93,17 @@ def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
     return merged
 
 
-def _dotted(path: Iterable[object]) -> str:
+def _join_path(path: Iterable[object]) -> str:
     return ".".join(map(str, path))
 
 
-def _experts(model: nnx.Module) -> list[str]:
+def _find_expert_params(model: nnx.Module) -> list[str]:
     """Lists the parameters of routed experts."""
-    variables = {_dotted(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
+    variables = {_join_path(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
     return [name for name, variable in variables.items() if "experts" in variable.get_metadata(LOGICAL_AXES)]
 
 
-def _selected_layers(
-    config: LoraConfig, layers: Sequence[str], experts: Sequence[str], aliases: ModuleNames
-) -> set[str]:
+def _select_layers(config: LoraConfig, layers: Sequence[str], experts: Sequence[str], aliases: ModuleNames) -> set[str]:
     if config.patterns is None:
         return set(layers)
     selected: set[str] = set()

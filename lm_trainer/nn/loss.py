@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
-from lm_trainer.parallel.collectives import batch_parts, gather_on_first_device, group_sum
+from lm_trainer.parallel.collectives import gather_on_first_device, group_sum, num_batch_parts
 
 Carry = TypeVar("Carry")
 Out = TypeVar("Out")
@@ -71,7 +71,7 @@ def token_loss(
             (`block_size` x V logits at a time); from about 512 on they cost no time.
         terms: additional terms computed from the logits; `z_loss` and `entropy` are then among the other sums.
     """
-    h_BSD, stats = model.hidden_of(batch, dtype=dtype, key=key)
+    h_BSD, stats = model.batch_hidden_and_stats(batch, dtype=dtype, key=key)
     return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
 
 
@@ -88,7 +88,7 @@ def hidden_loss(
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
-    settings = _Settings(block_size, model.spec.head.softcap, terms, batch_parts())
+    settings = _Settings(block_size, model.spec.head.softcap, terms, num_batch_parts())
     sums_of_terms: TokenSums = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
     loss, *other_terms = sums_of_terms
     weight = jnp.sum(weights_N)
@@ -113,7 +113,7 @@ def token_nll(
     `top_nll`, [B, S, top], are the most likely tokens. If devices share a microbatch, one of them has the values of all
     positions in these arrays, and the others have zeros.
     """
-    h_BSD, _ = model.hidden_of(batch, dtype=dtype)
+    h_BSD, _ = model.batch_hidden_and_stats(batch, dtype=dtype)
     return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
 
 
@@ -121,14 +121,14 @@ def hidden_nll(
     model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Same as `token_nll`, from the result of `Decoder.hidden`."""
-    settings = _Settings(block_size, model.spec.head.softcap, parts=batch_parts())
+    settings = _Settings(block_size, model.spec.head.softcap, parts=num_batch_parts())
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
     blocks, w_VD = _split_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
 
     def body(carry: tuple[()], block: _Block) -> tuple[tuple[()], dict[str, jax.Array]]:
         h_CD, targets_C, _ = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
-        values = {"nll": softmax.of_tokens(CROSS_ENTROPY).nll}
+        values = {"nll": softmax.token_terms(CROSS_ENTROPY).nll}
         return carry, values | (softmax.top_tokens(targets_C, top) if top else {})
 
     stacked = _scan_blocks(body, (), blocks)[1]
@@ -177,7 +177,7 @@ def _token_sums(
     def body(totals: TokenSums, block: _Block) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
-        return _add_weighted(totals, softmax.of_tokens(settings.terms), weights_C), None
+        return _add_weighted(totals, softmax.token_terms(settings.terms), weights_C), None
 
     return _scan_blocks(body, _zero_sums(settings.terms), blocks, w_VD)[0]
 
@@ -193,15 +193,15 @@ class _Softmax(NamedTuple):
     """Row sums of e."""
     log_z_C1: jax.Array
     """Logarithms of the row sums of exp(logits)."""
-    right_C1: jax.Array
+    target_logits_C1: jax.Array
     """Logits of the targets."""
     slopes_CV: jax.Array | None
     """Derivatives of the softcapped logits by the logits."""
 
-    def of_tokens(self, terms: LossTerms) -> TokenSums:
+    def token_terms(self, terms: LossTerms) -> TokenSums:
         """Computes the summands of each token, float32 [C]."""
         z_loss_C = entropy_C = None
-        nll_C = (self.log_z_C1 - self.right_C1)[:, 0]
+        nll_C = (self.log_z_C1 - self.target_logits_C1)[:, 0]
         if terms.z_loss_weight:
             z_loss_C = terms.z_loss_weight * jnp.square(self.log_z_C1[:, 0])
         if terms.entropy:
@@ -218,7 +218,7 @@ class _Softmax(NamedTuple):
         top_nll_CK = jnp.log(self.sums_C1) - top_CK
         return {"rank": rank_C.astype(jnp.float32), "top_ids": ids_CK.astype(jnp.float32), "top_nll": top_nll_CK}
 
-    def scale(self, terms: LossTerms) -> jax.Array:
+    def gradient_scale(self, terms: LossTerms) -> jax.Array:
         """[C, 1]: times e, the derivative of nll + z_loss by the logits, except for the 1 of the target."""
         reciprocal_C1 = 1.0 / self.sums_C1
         if not terms.z_loss_weight:
@@ -238,8 +238,8 @@ def _softmax(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array, softcap: fl
     e_CV = jnp.exp(shifted_CV)
     sums_C1 = jnp.sum(e_CV, axis=-1, keepdims=True)
     # A target past the vocabulary makes the loss NaN, which is noticed, instead of the loss of another token.
-    right_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
-    return _Softmax(shifted_CV, e_CV, sums_C1, highest_C1 + jnp.log(sums_C1), right_C1, slopes_CV)
+    target_logits_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
+    return _Softmax(shifted_CV, e_CV, sums_C1, highest_C1 + jnp.log(sums_C1), target_logits_C1, slopes_CV)
 
 
 def _zero_sums(terms: LossTerms) -> TokenSums:
@@ -266,9 +266,9 @@ def _forward(
         totals, dw = carry
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, cast_VD, targets_C, settings.softcap)
-        tokens = softmax.of_tokens(terms)
+        tokens = softmax.token_terms(terms)
         loss_C = tokens.nll if tokens.z_loss is None else tokens.nll + tokens.z_loss
-        scale_C1 = softmax.scale(terms)
+        scale_C1 = softmax.gradient_scale(terms)
         # A comparison fuses into the subtraction; a scatter would be a separate operation.
         hot_CV = targets_C[:, None] == jnp.arange(w_VD.shape[0])[None, :]
         d_CV = weights_C[:, None] * (softmax.e_CV * scale_C1 - hot_CV)

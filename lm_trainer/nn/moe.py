@@ -84,15 +84,15 @@ class Moe(nnx.Module):
         sums of its local tokens. Tokens are never dropped, and only tokens are communicated.
         """
         x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
-        if _use_dense(self.spec):
-            return reduce_scatter(self._dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
+        if _uses_dense(self.spec):
+            return reduce_scatter(self._compute_dense_experts(x_MD, experts_MK, weights_MK), "expert", 0)
         # Sorted among the rows of all devices, every token would be sent to all of them.
         weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
         y_MKD = map_local_rows(self._grouped_experts, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 
-    def _dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+    def _compute_dense_experts(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """Computes the experts of this device as one wide MLP, with weights of 0 for unselected experts."""
         dtype, count = x_MD.dtype, self.gate[...].shape[0]
         first = axis_index("expert") * count if axis_size("expert") > 1 else 0
@@ -138,13 +138,13 @@ class Moe(nnx.Module):
 
 
 @functools.cache
-def _announce(platform: str) -> None:
+def _log_dense_experts(platform: str) -> None:
     logger.info(
         "every expert is computed for every token: a %s takes fewer operations for that than for groups", platform
     )
 
 
-def _use_dense(spec: MoeSpec) -> bool:
+def _uses_dense(spec: MoeSpec) -> bool:
     """`spec.dense` with its default resolved.
 
     XLA has a grouped product only for TPUs. On other platforms its product computes every expert for every assignment,
@@ -152,7 +152,7 @@ def _use_dense(spec: MoeSpec) -> bool:
     """
     platform = target_platform()
     if spec.dense is None and platform != "tpu":
-        _announce(platform)
+        _log_dense_experts(platform)
         return True
     return bool(spec.dense)
 

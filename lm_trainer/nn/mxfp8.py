@@ -61,7 +61,7 @@ def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
     return Mxfp8(codes_RB32.reshape(len(x_RK), -1), scales_RB)
 
 
-def product(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
+def matmul_transposed(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
     """Multiplies all rows of x with all rows of y, [R, N] in the dtype of x, from operands in MXFP8.
 
     NVIDIA GPUs from Blackwell on have instructions for it. Other platforms multiply the same numbers in bfloat16 or
@@ -126,7 +126,7 @@ _Operands = tuple[jax.Array, jax.Array]
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _matmul(x_MI: jax.Array, w_IO: jax.Array, backward: bool) -> jax.Array:
     del backward
-    return product(x_MI, w_IO.T)
+    return matmul_transposed(x_MI, w_IO.T)
 
 
 def _forward(x_MI: jax.Array, w_IO: jax.Array, backward: bool) -> tuple[jax.Array, _Operands]:
@@ -136,7 +136,7 @@ def _forward(x_MI: jax.Array, w_IO: jax.Array, backward: bool) -> tuple[jax.Arra
 def _backward(backward: bool, operands: _Operands, g_MO: jax.Array) -> _Operands:
     x_MI, w_IO = operands
     if backward:
-        return product(g_MO, w_IO), product(x_MI.T, g_MO.T)
+        return matmul_transposed(g_MO, w_IO), matmul_transposed(x_MI.T, g_MO.T)
     return jnp.matmul(g_MO, w_IO.T), jnp.matmul(x_MI.T, g_MO)
 
 

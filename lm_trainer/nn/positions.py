@@ -28,15 +28,15 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
         case LinearScaling():
             scaled_F, magnitude = plain_F / scaling.factor, 1.0
         case WavelengthScaling():
-            scaled_F, magnitude = _by_wavelength(scaling, plain_F), 1.0
+            scaled_F, magnitude = _scale_by_wavelength(scaling, plain_F), 1.0
         case YarnScaling():
-            scaled_F, magnitude = _yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
+            scaled_F, magnitude = _scale_by_yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
         case LongRopeScaling():
             scaled_F, magnitude = plain_F / np.array(scaling.factors), scaling.magnitude
     return scaled_F.astype(np.float32), magnitude
 
 
-def _by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:
+def _scale_by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:
     # Rotations over the original positions: their number divided by the wavelength, which is 2 pi / frequency.
     rotations_F = scaling.original_positions * plain_F / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -44,7 +44,7 @@ def _by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarra
     return plain_F * (unscaled_F + (1.0 - unscaled_F) / scaling.factor)
 
 
-def _yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) -> np.ndarray:
+def _scale_by_yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) -> np.ndarray:
     def dimension_of(rotations: float) -> float:
         """Dimension, unrounded, of this many rotations over the original positions (Peng et al. 2023, section 3.2)."""
         return dims * math.log(scaling.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -96,14 +96,14 @@ def _rotate_by_product(x_BSNH: jax.Array, cos_BS1F: jax.Array, sin_BS1F: jax.Arr
     swap_HH[pairs + np.arange(pairs), np.arange(pairs)] = -1.0
     swap_HH[np.arange(pairs), pairs + np.arange(pairs)] = 1.0
 
-    def over_head(x_BS1F: jax.Array, fill: float) -> jax.Array:
+    def tile_over_head(x_BS1F: jax.Array, fill: float) -> jax.Array:
         unrotated = jnp.full((*x_BS1F.shape[:-1], size - 2 * pairs), fill, x_BS1F.dtype)
         return jnp.concatenate([x_BS1F, x_BS1F, unrotated], axis=-1)
 
     # One term of each sum is non-zero, so the product is exact in every dtype, for float32 at the highest precision.
     swapped_BSNH = jnp.matmul(x_BSNH, jnp.asarray(swap_HH, x_BSNH.dtype), precision="highest")
     x, rotated = x_BSNH.astype(jnp.float32), swapped_BSNH.astype(jnp.float32)
-    return (x * over_head(cos_BS1F, 1.0) + rotated * over_head(sin_BS1F, 0.0)).astype(x_BSNH.dtype)
+    return (x * tile_over_head(cos_BS1F, 1.0) + rotated * tile_over_head(sin_BS1F, 0.0)).astype(x_BSNH.dtype)
 
 
 def alibi_slopes(spec: AlibiSpec, num_heads: int) -> np.ndarray:

@@ -49,7 +49,7 @@ class QuantizationConfig(Config):
     """Quantize the incoming gradients as well, so the products of the backward pass are in 8 bits too."""
 
     @abstractmethod
-    def matmul(self) -> MatmulFn:
+    def make_matmul(self) -> MatmulFn:
         """Returns the product to use in the linear maps."""
 
     def unsupported_reason(self, inputs: int, outputs: int) -> str | None:
@@ -83,8 +83,8 @@ class ChannelwiseConfig(QuantizationConfig):
     def dtypes(self) -> tuple[DTypeLike, DTypeLike | None]:
         """Dtypes of operands and of incoming gradients (None: not quantized)."""
 
-    def matmul(self) -> MatmulFn:
-        return quantized_matmul(*self.dtypes())
+    def make_matmul(self) -> MatmulFn:
+        return make_quantized_matmul(*self.dtypes())
 
 
 class Int8Config(ChannelwiseConfig):
@@ -116,7 +116,7 @@ class Mxfp8Config(QuantizationConfig):
     backward: bool = True
     """Quantize the incoming gradients as well, so the products of the backward pass are in 8 bits too."""
 
-    def matmul(self) -> MatmulFn:
+    def make_matmul(self) -> MatmulFn:
         from lm_trainer.nn.mxfp8 import Mxfp8Matmul
 
         return Mxfp8Matmul(self.backward)
@@ -148,7 +148,7 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
             f"{', '.join(sorted(linears))}"
         )
     # One object for all layers: programs are retraced for each matmul that differs from the previous one.
-    matmul = config.matmul()
+    matmul = config.make_matmul()
     for path in selected:
         linear = linears[path]
         if reason := config.unsupported_reason(math.prod(linear.in_shape), math.prod(linear.out_shape)):
@@ -156,7 +156,7 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
         linear.set_matmul(matmul)
 
 
-def quantized_matmul(dtype: DTypeLike, gradient_dtype: DTypeLike | None) -> MatmulFn:
+def make_quantized_matmul(dtype: DTypeLike, gradient_dtype: DTypeLike | None) -> MatmulFn:
     """`matmul(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
 
     Each row of x and each column of w is divided by its largest absolute value. The gradient ignores the rounding

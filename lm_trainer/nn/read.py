@@ -37,7 +37,7 @@ def parameter_reader(reader: Reader) -> Iterator[None]:
         _reader.reset(token)
 
 
-def gathers() -> bool:
+def is_gathering() -> bool:
     """Returns true while a computation is traced whose parameters are gathered where they are read."""
     return _reader.get() is not None
 

@@ -60,22 +60,22 @@ def ring_attention(
     The order of every sum depends only on the number of devices along `context`.
 
     Args:
-        spec: the attention; its layout is `RingLayout.of`.
+        spec: the attention; its layout is `RingLayout.for_rows`.
         q_BSNH: this device's queries, already scaled, with positions in the order of `to_zigzag`.
         k_BSKH: this device's keys.
         v_BSKH: this device's values.
         row: segments and positions of these queries and keys.
         key: for dropout of the probabilities; None disables it.
     """
-    layout = RingLayout.of(spec, q_BSNH.shape[1], axis_size("context"))
+    layout = RingLayout.for_rows(spec, q_BSNH.shape[1], axis_size("context"))
     key_data = None if key is None or spec.scores.dropout == 0.0 else jax.random.key_data(key)
-    q_LBKGQH = _blocks(layout, q_BSNH, k_BSKH.shape[2])
-    k_LBKCH, v_LBKCH = (_blocks(layout, x, x.shape[2])[:, :, :, 0] for x in (k_BSKH, v_BSKH))
+    q_LBKGQH = _split_blocks(layout, q_BSNH, k_BSKH.shape[2])
+    k_LBKCH, v_LBKCH = (_split_blocks(layout, x, x.shape[2])[:, :, :, 0] for x in (k_BSKH, v_BSKH))
     o_LBKGQH: Any = _attend(_Ring(spec, layout), q_LBKGQH, k_LBKCH, v_LBKCH, row, key_data)
     return jnp.transpose(o_LBKGQH, (1, 0, 4, 2, 3, 5)).reshape(*q_BSNH.shape[:3], v_BSKH.shape[3])
 
 
-def _blocks(layout: RingLayout, x_BSNH: jax.Array, groups: int) -> jax.Array:
+def _split_blocks(layout: RingLayout, x_BSNH: jax.Array, groups: int) -> jax.Array:
     """Reshapes to [L, B, K, G, Q, H]."""
     rows, _, heads, size = x_BSNH.shape
     parts = x_BSNH.reshape(rows, -1, layout.size, groups, heads // groups, size)
@@ -101,20 +101,20 @@ class _Ring:
         if isinstance(self.spec.positions, AlibiSpec):
             slopes_N = jnp.asarray(alibi_slopes(self.spec.positions, self.spec.num_heads))
             slopes_1KG11 = slopes_N.reshape(1, self.spec.kv_heads, -1, 1, 1)
-            distances_BQC = pair.of_queries(row.positions_BS) - pair.of_keys(row.positions_BT)
+            distances_BQC = pair.slice_queries(row.positions_BS) - pair.slice_keys(row.positions_BT)
             biased_BKGQC = biased_BKGQC - slopes_1KG11 * distances_BQC[:, None, None].astype(jnp.float32)
-        same_BQC = pair.of_queries(row.segments_BS) == pair.of_keys(row.segments_BT)
-        visible_B11QC = (same_BQC & pair.visible(self.spec.window))[:, None, None]
+        same_BQC = pair.slice_queries(row.segments_BS) == pair.slice_keys(row.segments_BT)
+        visible_B11QC = (same_BQC & pair.visibility_mask(self.spec.window))[:, None, None]
         return plain_BKGQC, jnp.where(visible_B11QC, biased_BKGQC, MASK_VALUE)
 
-    def drop(self, x_BKGQC: jax.Array, key_data: jax.Array | None, pair: _Pair) -> jax.Array:
+    def drop_scores(self, x_BKGQC: jax.Array, key_data: jax.Array | None, pair: _Pair) -> jax.Array:
         """Dropout with a key per pair of blocks, so the backward pass draws the same numbers."""
         if key_data is None:
             return x_BKGQC
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), pair.query_block)
         return dropout(x_BKGQC, self.spec.scores.dropout, jax.random.fold_in(key, pair.key_block))
 
-    def over_pairs(
+    def fold_pairs(
         self,
         owner: Index,
         per_query: Entries,
@@ -133,10 +133,10 @@ class _Ring:
 
         def queries(local: jax.Array, state: tuple[Entries, Shared]) -> tuple[Entries, Shared]:
             per_query, shared = state
-            query_block = layout.block(device, local)
-            state = jax.tree.map(lambda x: _block_at(x, local), per_query), shared
+            query_block = layout.block_index(device, local)
+            state = jax.tree.map(lambda x: _take_block(x, local), per_query), shared
             for half in (0, 1):
-                first = layout.chunk(owner, half) * layout.blocks
+                first = layout.chunk_index(owner, half) * layout.blocks
 
                 def keys(
                     block: jax.Array, state: tuple[Entries, Shared], half: int = half, first: Index = first
@@ -170,15 +170,15 @@ class _Pair(NamedTuple):
     """Index on the device whose keys these are."""
     key_block: jax.Array
 
-    def of_queries(self, x_BS: jax.Array) -> jax.Array:
+    def slice_queries(self, x_BS: jax.Array) -> jax.Array:
         """Slices [B, Q, 1]."""
         return lax.dynamic_slice_in_dim(x_BS, self.local_query * self.size, self.size, 1)[:, :, None]
 
-    def of_keys(self, x_BT: jax.Array) -> jax.Array:
+    def slice_keys(self, x_BT: jax.Array) -> jax.Array:
         """Slices [B, 1, C]."""
         return lax.dynamic_slice_in_dim(x_BT, self.gathered_key * self.size, self.size, 1)[:, None, :]
 
-    def visible(self, window: int | None) -> jax.Array:
+    def visibility_mask(self, window: int | None) -> jax.Array:
         """True where the key is at or before the query, inside its window; [1, Q, C]."""
         inside = jnp.arange(self.size)
         distances_1QC = ((self.query_block - self.key_block) * self.size + inside[:, None] - inside[None, :])[None]
@@ -214,18 +214,18 @@ def _forward(
     def visit(state: _Softmax, kv: KeysAndValues, owner: Index) -> _Softmax:
         def attend_pair(entries: _Softmax, shared: tuple[()], pair: _Pair) -> tuple[_Softmax, tuple[()]]:
             o_BKGQH, highest_BKGQ, sum_BKGQ = entries
-            k_BKCH, v_BKCH = (_block_at(x, pair.local_key) for x in kv)
-            _, scores_BKGQC = ring.scores(_block_at(q_LBKGQH, pair.local_query), k_BKCH, row, pair)
+            k_BKCH, v_BKCH = (_take_block(x, pair.local_key) for x in kv)
+            _, scores_BKGQC = ring.scores(_take_block(q_LBKGQH, pair.local_query), k_BKCH, row, pair)
             higher_BKGQ = jnp.maximum(highest_BKGQ, jnp.max(scores_BKGQC, axis=-1))
             # Terms added under a lower maximum, including masked pairs, shrink by the difference of the maxima.
             shrink_BKGQ = jnp.exp(highest_BKGQ - higher_BKGQ)
             e_BKGQC = jnp.exp(scores_BKGQC - higher_BKGQ[..., None])
             sum_BKGQ = shrink_BKGQ * sum_BKGQ + jnp.sum(e_BKGQC, axis=-1)
-            e_BKGQC = ring.drop(e_BKGQC, key_data, pair).astype(v_BKCH.dtype)
+            e_BKGQC = ring.drop_scores(e_BKGQC, key_data, pair).astype(v_BKCH.dtype)
             o_BKGQH = shrink_BKGQ[..., None] * o_BKGQH + product("bkgqc,bkch->bkgqh", e_BKGQC, v_BKCH)
             return (o_BKGQH, higher_BKGQ, sum_BKGQ), shared
 
-        return ring.over_pairs(owner, state, (), attend_pair)[0]
+        return ring.fold_pairs(owner, state, (), attend_pair)[0]
 
     shape = q_LBKGQH.shape[:-1]
     o_LBKGQH = jnp.zeros((*shape, v_LBKCH.shape[-1]), jnp.float32)
@@ -248,26 +248,26 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
     def gradients(dq_LBKGQH: jax.Array, kv: KeysAndValues, owner: Index) -> tuple[jax.Array, KeysAndValues]:
         def attend_pair(dq_BKGQH: jax.Array, d_kv: KeysAndValues, pair: _Pair) -> tuple[jax.Array, KeysAndValues]:
             q_BKGQH, do_BKGQH, lse_BKGQ, mean_BKGQ = (
-                _block_at(x, pair.local_query) for x in (q_LBKGQH, do_LBKGQH, lse_LBKGQ, mean_LBKGQ)
+                _take_block(x, pair.local_query) for x in (q_LBKGQH, do_LBKGQH, lse_LBKGQ, mean_LBKGQ)
             )
-            k_BKCH, v_BKCH = (_block_at(x, pair.local_key) for x in kv)
+            k_BKCH, v_BKCH = (_take_block(x, pair.local_key) for x in kv)
             plain_BKGQC, scores_BKGQC = ring.scores(q_BKGQH, k_BKCH, row, pair)
             p_BKGQC = jnp.exp(scores_BKGQC - lse_BKGQ[..., None])
-            dropped_BKGQC = ring.drop(p_BKGQC, key_data, pair).astype(do_BKGQH.dtype)
+            dropped_BKGQC = ring.drop_scores(p_BKGQC, key_data, pair).astype(do_BKGQH.dtype)
             dv_BKCH = product("bkgqc,bkgqh->bkch", dropped_BKGQC, do_BKGQH)
-            dp_BKGQC = ring.drop(product("bkgqh,bkch->bkgqc", do_BKGQH, v_BKCH), key_data, pair)
+            dp_BKGQC = ring.drop_scores(product("bkgqh,bkch->bkgqc", do_BKGQH, v_BKCH), key_data, pair)
             ds_BKGQC = p_BKGQC * (dp_BKGQC - mean_BKGQ[..., None])
             if (cap := ring.spec.scores.softcap) is not None:
                 ds_BKGQC = ds_BKGQC * (1.0 - jnp.square(plain_BKGQC * (1.0 / cap)))
             ds_BKGQC = ds_BKGQC.astype(q_BKGQH.dtype)
             dk_BKCH = product("bkgqc,bkgqh->bkch", ds_BKGQC, q_BKGQH)
             d_kv = tuple(
-                _update_block(x, _block_at(x, pair.local_key) + new, pair.local_key)
+                _update_block(x, _take_block(x, pair.local_key) + new, pair.local_key)
                 for x, new in zip(d_kv, (dk_BKCH, dv_BKCH), strict=True)
             )
             return dq_BKGQH + product("bkgqc,bkch->bkgqh", ds_BKGQC, k_BKCH), d_kv
 
-        return ring.over_pairs(owner, dq_LBKGQH, _zeros(kv), attend_pair)
+        return ring.fold_pairs(owner, dq_LBKGQH, _zeros_like(kv), attend_pair)
 
     def visit(
         state: tuple[jax.Array, KeysAndValues], kv: KeysAndValues, owner: Index, hop: int
@@ -279,10 +279,10 @@ def _backward(ring: _Ring, residuals: Any, do_LBKGQH: jax.Array) -> Any:
         return dq_LBKGQH, jax.tree.map(jnp.add, arrived, terms)
 
     local_kv = (k_LBKCH, v_LBKCH)
-    dq_LBKGQH, d_kv = jnp.zeros(q_LBKGQH.shape, jnp.float32), _zeros(local_kv)
+    dq_LBKGQH, d_kv = jnp.zeros(q_LBKGQH.shape, jnp.float32), _zeros_like(local_kv)
     for hop, first, last in ring.layout.routes():
         visit_hop = functools.partial(visit, hop=hop)
-        dq_LBKGQH, sums = _run_route(visit_hop, (dq_LBKGQH, _zeros(local_kv)), local_kv, (hop, first, last))
+        dq_LBKGQH, sums = _run_route(visit_hop, (dq_LBKGQH, _zeros_like(local_kv)), local_kv, (hop, first, last))
         d_kv = jax.tree.map(jnp.add, d_kv, rotate(sums, "context", -hop * last))
     dk_LBKCH, dv_LBKCH = d_kv
     gradients_qkv = dq_LBKGQH.astype(q_LBKGQH.dtype), dk_LBKCH.astype(k_LBKCH.dtype), dv_LBKCH.astype(v_LBKCH.dtype)
@@ -306,24 +306,24 @@ def _run_route(
         state, kv = carry
         # Receives the next block while this one is used.
         arriving = rotate(kv, "context", hop)
-        return (visit(state, kv, _owner(hops, hop)), arriving), None
+        return (visit(state, kv, _owner_after_hops(hops, hop)), arriving), None
 
     start = (state, rotate(local_kv, "context", hop * first))
     (state, kv), _ = lax.scan(step, start, jnp.arange(first, last, dtype=jnp.int32))
-    return visit(state, kv, _owner(last, hop))
+    return visit(state, kv, _owner_after_hops(last, hop))
 
 
-def _owner(hops: Index, hop: int) -> Index:
+def _owner_after_hops(hops: Index, hop: int) -> Index:
     """Device whose keys are local after `hops` hops of `hop` devices each."""
     devices = axis_size("context")
     return 0 if devices == 1 else (axis_index("context") - hops * hop) % devices
 
 
-def _zeros(kv: KeysAndValues) -> KeysAndValues:
+def _zeros_like(kv: KeysAndValues) -> KeysAndValues:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), kv)
 
 
-def _block_at(x_L: jax.Array, index: Index) -> jax.Array:
+def _take_block(x_L: jax.Array, index: Index) -> jax.Array:
     return lax.dynamic_index_in_dim(x_L, index, keepdims=False)
 
 

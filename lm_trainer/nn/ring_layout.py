@@ -57,20 +57,20 @@ class RingLayout(NamedTuple):
     """Number of previous blocks that a query's window reaches into; None: all."""
 
     @classmethod
-    def of(cls, spec: AttentionSpec, queries: int, devices: int) -> RingLayout:
+    def for_rows(cls, spec: AttentionSpec, queries: int, devices: int) -> RingLayout:
         """Layout of rows of `queries` positions on each of `devices`; `unsupported_reason` must be None for them."""
         chunk = queries // 2
         size = _block_size(chunk, spec.scores.block_size)
         return cls(devices, chunk // size, size, None if spec.window is None else -(-(spec.window - 1) // size))
 
-    def chunk(self, device: Index, half: Index) -> Index:
+    def chunk_index(self, device: Index, half: Index) -> Index:
         """Index of the first (0) or second (1) chunk of a device."""
         return device + half * (2 * self.devices - 1 - 2 * device)
 
-    def block(self, device: Index, local: Index) -> Index:
+    def block_index(self, device: Index, local: Index) -> Index:
         """Index in the row of a device's local block."""
         half = local // self.blocks
-        return self.chunk(device, half) * self.blocks + local % self.blocks
+        return self.chunk_index(device, half) * self.blocks + local % self.blocks
 
     def visible_blocks(self, query_block: Index, first: Index) -> tuple[Index, Index]:
         """Range [low, high) of blocks, in the chunk that begins with block `first`, visible to a block of queries."""
@@ -89,15 +89,15 @@ class RingLayout(NamedTuple):
             return [(1, 0, self.devices - 1)]
         return [(1, 0, neighbours), (-1, 1, neighbours)] if neighbours else [(1, 0, 0)]
 
-    def computed_blocks(self, device: int) -> int:
+    def num_computed_blocks(self, device: int) -> int:
         """Number of blocks of scores, with `size` queries and keys each, computed by a device for one head of a row."""
-        query_blocks = np.array([self.block(device, local) for local in range(2 * self.blocks)])
+        query_blocks = np.array([self.block_index(device, local) for local in range(2 * self.blocks)])
         return int((1 + (query_blocks if self.reach is None else np.minimum(query_blocks, self.reach))).sum())
 
 
 def to_zigzag(x_BS: jax.Array) -> jax.Array:
     """Reorders consecutive positions on each device into its chunks of a ring; any dimensions may follow."""
-    routes = _routes_of_halves()
+    routes = _half_routes()
     if not routes:
         return x_BS
     return _join_chunks(
@@ -107,7 +107,7 @@ def to_zigzag(x_BS: jax.Array) -> jax.Array:
 
 def from_zigzag(x_BS: jax.Array) -> jax.Array:
     """The inverse of `to_zigzag`."""
-    routes = [[(target, source) for source, target in route] for route in _routes_of_halves()]
+    routes = [[(target, source) for source, target in route] for route in _half_routes()]
     if not routes:
         return x_BS
     halves = jnp.split(_join_chunks(*jnp.split(x_BS, 2, 1)), 2, 1)
@@ -120,7 +120,7 @@ def _join_chunks(even: jax.Array, odd: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.where(swap, odd, even), jnp.where(swap, even, odd)], 1)
 
 
-def _routes_of_halves() -> list[list[tuple[int, int]]]:
+def _half_routes() -> list[list[tuple[int, int]]]:
     """(From, to) devices of the chunks with even indices, and of the chunks with odd indices; empty for one device."""
     devices = axis_size("context")
     owners = [*range(devices), *reversed(range(devices))]

@@ -88,7 +88,7 @@ class SenseDecoder(Decoder):
         h_BSD = super().head_input(x_BSD, tokens_BS, segments_BS, key=None)
         q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)
         c_BSND = self.senses(self.embed.lookup(tokens_BS).astype(h_BSD.dtype), key=senses_key)
-        return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key)
+        return self._weigh_senses(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> SenseCache:
         """Same as for `Decoder`."""
@@ -106,7 +106,7 @@ class SenseDecoder(Decoder):
         c_BTND = self.senses(self.embed.lookup(tokens_BT).astype(h_BTD.dtype))
         senses, k_BCNH, c_BCND = cache.senses.write(0, positions_BT, k_BTNH, c_BTND)
         bias = cache_bias(positions_BT, cache.senses.k.shape[2])
-        return self._weighted(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(backbone, senses)
+        return self._weigh_senses(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(backbone, senses)
 
     def _queries_and_keys(self, h_BSD: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         adapters = None if key is None else jax.random.fold_in(key, 0)
@@ -115,7 +115,7 @@ class SenseDecoder(Decoder):
             q_BSNH, k_BSNH = q_BSNH.astype(jnp.float32), k_BSNH.astype(jnp.float32)
         return q_BSNH * jnp.asarray(self.weights.head_dim**-0.5, q_BSNH.dtype), k_BSNH
 
-    def _weighted(
+    def _weigh_senses(
         self,
         q_BSNH: jax.Array,
         k_BTNH: jax.Array,

@@ -101,12 +101,12 @@ def _run(
 ) -> jax.Array:
     # With `upcast`, queries and keys are float32 and values are not, but the kernel has one dtype.
     q_BNSH, k_BKSH, v_BKSH = (x.swapaxes(1, 2).astype(q_BSNH.dtype) for x in (q_BSNH, k_BSKH, v_BSKH))
-    kernel = _kernel(spec, q_BNSH, interpret=interpret)
+    kernel = _make_kernel(spec, q_BNSH, interpret=interpret)
     o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
     return o_BNSH.swapaxes(1, 2).astype(v_BSKH.dtype)
 
 
-def _kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Callable[..., jax.Array]:
+def _make_kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Callable[..., jax.Array]:
     """Makes a function of the inputs of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -114,8 +114,8 @@ def _kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Calla
     heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
     mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
-    size = _block(length, spec.scores.block_size)
-    fused_block = _fused_backward_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
+    size = _choose_block_size(length, spec.scores.block_size)
+    fused_block = _choose_fused_block(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
     # A single kernel for all gradients computes five products per block; two separate kernels, seven.
     separate: dict[str, Any] = {} if fused_block else {"block_q_dq": size, "block_kv_dq": size}
     sizes = splash.BlockSizes(
@@ -137,14 +137,14 @@ def _kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Calla
     return lambda q, k, v, segments: kernel(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
 
 
-def _block(length: int, size: int | None) -> int:
+def _choose_block_size(length: int, size: int | None) -> int:
     """Positions of a block: `size`, or the largest multiple of the lanes up to 512 that divides `length`."""
     if size is not None:
         return min(size, length)
     return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
 
 
-def _fused_backward_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
+def _choose_fused_block(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
     """Positions of a block of keys if one kernel computes all gradients; None if two kernels do.
 
     The single kernel writes a part of the gradient of all queries for each such block, so their number is limited, and

@@ -22,7 +22,7 @@ from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer, build_stacked
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
-from lm_trainer.nn.read import gathers, saves_all_but_gathered
+from lm_trainer.nn.read import is_gathering, saves_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
 # These kernels contain products as well; without their names, all of them would run twice.
@@ -71,7 +71,7 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     Returns the stream, the cache, and the sums of router statistics over layers, None without routers.
     """
     slots = [blocks[str(j)] for j in range(len(blocks))]
-    apply = _apply if cache is not None else _with_remat(spec.remat, in_loop=spec.scan)
+    apply = _apply if cache is not None else _apply_with_remat(spec.remat, in_loop=spec.scan)
 
     def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
         layer = layer if first is None else first + layer
@@ -107,7 +107,7 @@ def run_layer(  # noqa: PLR0913 - as for `run_blocks`
         key: key of all layers; None disables dropout.
         remat: values that a derivative of this call recomputes, without an optimization barrier.
     """
-    apply = _with_remat(remat, in_loop=True)
+    apply = _apply_with_remat(remat, in_loop=True)
     layer_key = None if key is None else jax.random.fold_in(key, layer)
     x_BSD, _, stats = apply(block, (x_BSD, None, stats), context, layer, layer_key)
     return x_BSD, stats
@@ -160,11 +160,11 @@ def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Arra
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
-def _with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
-    if remat == "none" and not gathers():
+def _apply_with_remat(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
+    if remat == "none" and not is_gathering():
         return _apply
     # A separate function if parameters are gathered: JAX would reuse a trace of `_apply` without gathering.
-    apply = functools.partial(_apply) if gathers() else _apply
+    apply = functools.partial(_apply) if is_gathering() else _apply
     match remat:
         case "none":
             policy = saves_all_but_gathered

@@ -27,18 +27,18 @@ def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array |
     scores, queries = spec.scores, q_BSNH.shape[1]
     attention_fn = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
     if scores.block_size is not None and scores.block_size < queries:
-        return _in_query_blocks(attention_fn, scores.block_size, inputs, key)
+        return _attend_query_blocks(attention_fn, scores.block_size, inputs, key)
     attends_to_itself = segments_BS is not None and queries == k_BTKH.shape[1]
     if not attends_to_itself or queries <= _MIN_BLOCK_QUERIES:
         return attention_fn(q_BSNH, k_BTKH, v_BTKH, bias_BNST, key=key)
-    return _causal_blocks(attention_fn, spec.window, inputs, key)
+    return _attend_causal_blocks(attention_fn, spec.window, inputs, key)
 
 
 AttentionFn = Callable[..., jax.Array]
 """`dot_product_attention` with its options."""
 
 
-def _causal_blocks(
+def _attend_causal_blocks(
     attention_fn: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None
 ) -> jax.Array:
     """Processes blocks of queries, each with only the keys visible to at least one of its queries; the bias masks the
@@ -48,17 +48,19 @@ def _causal_blocks(
     length = q_BSNH.shape[1]
     size = max(_MIN_BLOCK_QUERIES, -(-length // _MAX_BLOCKS))
 
-    def blocks() -> Iterator[jax.Array]:
+    def attend_blocks() -> Iterator[jax.Array]:
         for index, first in enumerate(range(0, length, size)):
             queries = slice(first, min(first + size, length))
             keys = slice(max(0, first - window + 1) if window else 0, queries.stop)
             arrays = q_BSNH[:, queries], k_BTKH[:, keys], v_BTKH[:, keys], bias_BNST[:, :, queries, keys]
             yield attention_fn(*arrays, key=None if key is None else jax.random.fold_in(key, index))
 
-    return jnp.concatenate(list(blocks()), axis=1)
+    return jnp.concatenate(list(attend_blocks()), axis=1)
 
 
-def _in_query_blocks(attention_fn: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
+def _attend_query_blocks(
+    attention_fn: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None
+) -> jax.Array:
     """Computes the scores of `size` queries at a time, recomputed for gradients; results equal the unblocked ones."""
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
@@ -94,7 +96,7 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     """Computes softmax(softcap(q k^T) + bias) v; scores in the dtype of q, softmax in float32. Differentiable in q, k
     and v.
     """
-    scores_BNST = _grouped_product("bkch,bkth->bkct", _heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
+    scores_BNST = _multiply_groups("bkch,bkth->bkct", _swap_heads_first(q_BSNH), k_BTKH).astype(jnp.float32)
     if softcap is not None:
         scores_BNST = softcap * jnp.tanh(scores_BNST * (1.0 / softcap))
     scores_BNST = scores_BNST + bias_BNST
@@ -106,17 +108,17 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     r_BNS1 = 1.0 / jnp.sum(e_BNST, axis=-1, keepdims=True)
     # After the sum, which dropout of the probabilities would not change either.
     e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTKH.dtype)
-    o_BNSH = _grouped_product("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
-    return _heads_first(o_BNSH)
+    o_BNSH = _multiply_groups("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
+    return _swap_heads_first(o_BNSH)
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
+def _swap_heads_first(x: jax.Array) -> jax.Array:
     """Swaps positions and heads. With heads first, neither scores nor their gradients are transposed."""
     return x.swapaxes(1, 2)
 
 
-def _grouped_product(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
+def _multiply_groups(product: str, x_BNSX: jax.Array, y_BTKH: jax.Array) -> jax.Array:
     """Multiplies each head with the matrix of its group, [B, N, S, ...]: one product for all heads of a group."""
     rows, heads, queries, size = x_BNSX.shape
     x_BKCX = x_BNSX.reshape(rows, y_BTKH.shape[2], -1, size)
-    return jnp.einsum(product, x_BKCX, _heads_first(y_BTKH)).reshape(rows, heads, queries, -1)
+    return jnp.einsum(product, x_BKCX, _swap_heads_first(y_BTKH)).reshape(rows, heads, queries, -1)

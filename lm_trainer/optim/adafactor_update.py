@@ -20,7 +20,7 @@ from lm_trainer.optim.params import Arrays, Params
 
 def scale_by_adafactor(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
     """Returns the gradient over the root of its factored second moment, clipped and scaled to the weight."""
-    parts: list[optax.GradientTransformation] = [_normalise(config, params)]
+    parts: list[optax.GradientTransformation] = [_divide_by_second_moment(config, params)]
     if config.clipping_threshold is not None:
         parts.append(clip_update_rms(config.clipping_threshold, params))
     if config.multiply_by_parameter_scale:
@@ -30,7 +30,7 @@ def scale_by_adafactor(config: AdafactorConfig, params: Params) -> optax.Gradien
     return optax.chain(*parts)
 
 
-def _normalise(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
+def _divide_by_second_moment(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
     min_size = config.min_dim_size_to_factor
     factored = {
         name: param
@@ -47,7 +47,7 @@ def _normalise(config: AdafactorConfig, params: Params) -> optax.GradientTransfo
     )
 
 
-def _decay(count: jax.Array, rate: float) -> jax.Array:
+def _decay_at_step(count: jax.Array, rate: float) -> jax.Array:
     """Decay at step `count`, starting from 1. It is 0 at first, so no correction for the initial 0 is needed."""
     return 1 - count.astype(jnp.float32) ** -rate
 
@@ -69,7 +69,7 @@ def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransf
 
     def update(updates: Arrays, state: SquaresState, _: Arrays | None = None) -> tuple[Arrays, SquaresState]:
         count = state.count + 1
-        decay = _decay(count, decay_rate)
+        decay = _decay_at_step(count, decay_rate)
         nu = jax.tree.map(
             lambda v, g: (decay * v + (1 - decay) * (jnp.square(g) + epsilon)).astype(v.dtype), state.nu, updates
         )
@@ -106,7 +106,7 @@ def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> opta
 
     def update(updates: Arrays, state: FactorState, _: Arrays | None = None) -> tuple[Arrays, FactorState]:
         count = state.count + 1
-        decay = _decay(count, decay_rate)
+        decay = _decay_at_step(count, decay_rate)
         rows, columns, scaled = {}, {}, dict(updates)
         for name, param in params.items():
             g_LIO = param.to_matrices(updates[name]).astype(jnp.float32)
@@ -129,12 +129,12 @@ def _scale_to_weights(params: Params) -> optax.GradientTransformation:
     """
 
     def update(updates: Arrays, state: optax.OptState, weights: PyTree = None) -> tuple[Arrays, optax.OptState]:
-        def scaled(name: str, u: jax.Array) -> jax.Array:
+        def scale_update(name: str, u: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, u.ndim))
             squares = jnp.square(weights[name].astype(jnp.float32))
             rms = jnp.sqrt(jnp.mean(squares, axis=axes, keepdims=True))
             return u * jnp.maximum(rms, 1e-3).astype(u.dtype)
 
-        return {name: scaled(name, u) for name, u in updates.items()}, state
+        return {name: scale_update(name, u) for name, u in updates.items()}, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

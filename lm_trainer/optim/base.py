@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, StrictBool, field_v
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
+from lm_trainer.optim.decay import decay_weights, decays_by_default, match_names
 from lm_trainer.optim.learning_rate import LearningRateConfig
 from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Arrays, Params
@@ -78,7 +78,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     @model_validator(mode="after")
     def _state_bears_8_bits(self) -> Self:
         if self.state_dtype == "float8" and self.squares_in_state is None:
-            able = ", ".join(sorted(_bearing_8_bits(OptimizerConfig)))
+            able = ", ".join(sorted(_types_with_8_bit_state(OptimizerConfig)))
             raise ValueError(
                 f"its state cannot be kept in 8 bits: write state_dtype: bfloat16, or take one of {able} for float8"
             )
@@ -177,7 +177,7 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         Raises:
             UserError: `weight_decay_modules` matches no parameter.
         """
-        named = matched_names(self.weight_decay_modules, params) if self.weight_decay_modules else frozenset()
+        named = match_names(self.weight_decay_modules, params) if self.weight_decay_modules else frozenset()
         default = self.default_weight_decay_mask
         if not self.weight_decay_modules and default is False:
             return dict.fromkeys(params, True)
@@ -192,12 +192,12 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         return {f"optim/{name}": value for name, value in fields.items() if value is not None}
 
 
-def _bearing_8_bits(kind: type[OptimizerConfig]) -> Iterator[str]:
+def _types_with_8_bit_state(kind: type[OptimizerConfig]) -> Iterator[str]:
     """The types of the optimizers below `kind` that support `state_dtype: float8`."""
     for subclass in kind.__subclasses__():
         if subclass.squares_in_state is not None and "type" in subclass.model_fields:
             yield subclass.model_fields["type"].default
-        yield from _bearing_8_bits(subclass)
+        yield from _types_with_8_bit_state(subclass)
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:

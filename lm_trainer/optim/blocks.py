@@ -32,7 +32,7 @@ class Blocks:
     """The same for the outputs."""
 
     @classmethod
-    def of(cls, param: Param, max_size: int | None, *, inputs: bool, outputs: bool) -> Blocks:
+    def for_param(cls, param: Param, max_size: int | None, *, inputs: bool, outputs: bool) -> Blocks:
         """Splits a parameter into blocks of at most `max_size`, along its inputs and outputs as requested."""
         stacked, i, o = matrix_sizes(param)
         input_blocks = fit_blocks(i, max_size) if inputs else (1, i)

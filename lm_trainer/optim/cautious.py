@@ -41,15 +41,15 @@ class CautiousConfig(OptimizerConfig):
         """Returns Adam's update where it agrees with the gradient, divided by the fraction of agreeing elements."""
         import optax
 
-        return _cautious(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
+        return _mask_disagreeing_updates(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
 
 
-def _cautious(inner: optax.GradientTransformation, weights: Params) -> optax.GradientTransformation:
+def _mask_disagreeing_updates(inner: optax.GradientTransformation, weights: Params) -> optax.GradientTransformation:
     """Masks the updates of `inner`; each weight, and each layer of a stack, is scaled by its own fraction."""
     import jax.numpy as jnp
     import optax
 
-    def masked(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
+    def mask_update(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
         axes = tuple(range(weights[name].lead, u.ndim))
         agree = u * g > 0
         # Integers: the bits of a float sum over a shard would depend on the mesh.
@@ -60,6 +60,6 @@ def _cautious(inner: optax.GradientTransformation, weights: Params) -> optax.Gra
     def update(updates: Arrays, state: optax.OptState, params: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
         inner_updates: PyTree
         inner_updates, state = inner.update(updates, state, params)
-        return {name: masked(name, u, updates[name]) for name, u in inner_updates.items()}, state
+        return {name: mask_update(name, u, updates[name]) for name, u in inner_updates.items()}, state
 
     return optax.GradientTransformation(inner.init, update)  # pyright: ignore[reportArgumentType]

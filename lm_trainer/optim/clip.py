@@ -49,13 +49,13 @@ def clip_update_rms(threshold: float, params: Params) -> optax.GradientTransform
     """Scales the update of each weight, and of each layer of a stack, down to this root mean square."""
 
     def update(updates: Arrays, state: optax.OptState, _: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
-        def clipped(name: str, u: jax.Array) -> jax.Array:
+        def clip_update(name: str, u: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, u.ndim))
             rms = jnp.sqrt(jnp.mean(jnp.square(u.astype(jnp.float32)), axis=axes, keepdims=True))
             # max(1, ...) only scales down: an update below the threshold is not changed.
             return u / jnp.maximum(1.0, rms / threshold).astype(u.dtype)
 
-        return {name: clipped(name, u) for name, u in updates.items()}, state
+        return {name: clip_update(name, u) for name, u in updates.items()}, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 

@@ -29,7 +29,7 @@ class Cycle(NamedTuple):
         return self.decay_start + self.decay
 
 
-class Lengths(NamedTuple):
+class PhaseLengths(NamedTuple):
     """Lengths of phases as in a configuration: fractions of their cycle (floats up to 1.0) or numbers of steps."""
 
     warmup: float = 0
@@ -59,12 +59,12 @@ def cycle_ends(
     if cycles is not None and cycle_length is not None:
         raise ValueError("set cycles (how many, or where they end) or cycle_length (how long they are), not both")
     if cycles is not None:
-        ends = _evenly(total, cycles) if isinstance(cycles, int) else list(cycles)
-        key = f"cycles: {_shown(cycles)}"
+        ends = _divide_evenly(total, cycles) if isinstance(cycles, int) else list(cycles)
+        key = f"cycles: {_format_value(cycles)}"
     elif isinstance(cycle_length, Sequence):
-        ends, key = list(itertools.accumulate(cycle_length)), f"cycle_length: {_shown(cycle_length)}"
+        ends, key = list(itertools.accumulate(cycle_length)), f"cycle_length: {_format_value(cycle_length)}"
     elif cycle_length is not None:
-        ends, key = _by_length(total, cycle_length), f"cycle_length: {cycle_length}"
+        ends, key = _ends_from_length(total, cycle_length), f"cycle_length: {cycle_length}"
     else:
         return (total,)
     if not ends or ends[-1] > total:
@@ -76,13 +76,13 @@ def cycle_ends(
     return tuple(ends)
 
 
-def _evenly(total: int, count: int) -> list[int]:
+def _divide_evenly(total: int, count: int) -> list[int]:
     return [total * index // count for index in range(1, count + 1)]
 
 
-def _by_length(total: int, length: float) -> list[int]:
+def _ends_from_length(total: int, length: float) -> list[int]:
     if isinstance(length, float) and 0 < length <= 1.0 and abs(1 / length - round(1 / length)) < _EVEN:
-        return _evenly(total, round(1 / length))
+        return _divide_evenly(total, round(1 / length))
     steps = resolve_steps(length, total)
     if steps == 0:
         raise ValueError(f"cycle_length: {length} is less than a step of a run of {total} steps")
@@ -101,21 +101,23 @@ def _check_lengths(ends: Sequence[int], key: str) -> None:
             )
 
 
-def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
+def plan_cycles(ends: Sequence[int], lengths: PhaseLengths) -> tuple[Cycle, ...]:
     """Splits each cycle into its phases.
 
     Raises:
         ValueError: the phases do not fit into their cycle, or the number of listed decays differs from the cycles.
     """
     if isinstance(lengths.decay, Sequence) and len(lengths.decay) != len(ends):
-        raise ValueError(f"decay: {_shown(lengths.decay)} lists {len(lengths.decay)} decays for {len(ends)} cycles")
+        raise ValueError(
+            f"decay: {_format_value(lengths.decay)} lists {len(lengths.decay)} decays for {len(ends)} cycles"
+        )
     return tuple(
         _plan_cycle(number, start, end - start, lengths, several=len(ends) > 1)
         for number, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1)
     )
 
 
-def _plan_cycle(number: int, start: int, steps: int, lengths: Lengths, *, several: bool) -> Cycle:
+def _plan_cycle(number: int, start: int, steps: int, lengths: PhaseLengths, *, several: bool) -> Cycle:
     key, length = ("warmup", lengths.warmup) if number == 1 else ("rewarmup", lengths.rewarmup)
     warmup = resolve_steps(length, steps)
     decay_length = lengths.decay[number - 1] if isinstance(lengths.decay, Sequence) else lengths.decay
@@ -129,5 +131,5 @@ def _plan_cycle(number: int, start: int, steps: int, lengths: Lengths, *, severa
     return Cycle(start, warmup, stable, decay)
 
 
-def _shown(value: int | Sequence[int]) -> str:
+def _format_value(value: int | Sequence[int]) -> str:
     return str(value if isinstance(value, int) else list(value))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.optim.module_names import module_spellings
+from lm_trainer.optim.module_names import levanter_names
 from lm_trainer.optim.params import Arrays, Param, Params
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def decays_by_default(param: Param) -> bool:
     return param.role in ("matrix", "head")
 
 
-def spellings(name: str) -> tuple[str, ...]:
+def matchable_names(name: str) -> tuple[str, ...]:
     """The names under which patterns find a parameter.
 
     These are its own name, and the name with every part replaced by its alias and with `.weight` added if the name does
@@ -46,26 +46,28 @@ def spellings(name: str) -> tuple[str, ...]:
     return (name,) if alias == name else (name, alias)
 
 
-def matched_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
+def match_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
     """The parameters whose name matches a regular expression from its start, or contains one of several parts.
 
-    Names are `spellings` and, for modules that the pattern names, `module_spellings`.
+    Names are `matchable_names` and, for modules that the pattern names, `levanter_names`.
 
     Raises:
         UserError: a pattern matches no parameter.
     """
     if isinstance(patterns, str):
-        return _matching(patterns, re.compile(patterns).match, params)
-    return frozenset().union(*(_matching(part, lambda name, part=part: part in name, params) for part in patterns))
+        return _match_pattern(patterns, re.compile(patterns).match, params)
+    return frozenset().union(*(_match_pattern(part, lambda name, part=part: part in name, params) for part in patterns))
 
 
-def _matching(pattern: str, matches: Callable[[str], object], params: Params) -> frozenset[str]:
-    every = {name: (*spellings(name), *module_spellings(param, pattern)) for name, param in params.items()}
+def _match_pattern(pattern: str, matches: Callable[[str], object], params: Params) -> frozenset[str]:
+    every = {name: (*matchable_names(name), *levanter_names(param, pattern)) for name, param in params.items()}
     names = [name for name, spelt in every.items() if any(map(matches, spelt))]
     if names:
         return frozenset(names)
     words = re.findall(r"\w{3,}", pattern)
-    parts = {part: name for name in reversed(list(params)) for s in spellings(name) for part in (s, *s.split("."))}
+    parts = {
+        part: name for name in reversed(list(params)) for s in matchable_names(name) for part in (s, *s.split("."))
+    }
     near = [parts[part] for word in words for part in difflib.get_close_matches(word, parts, n=1, cutoff=0.6)]
     named = "near it are" if near else "some are"
     raise UserError(
@@ -97,9 +99,9 @@ def decay_weights(
         del extra_args
         factor = strength if peak is None else strength * (learning_rate / peak)
 
-        def decayed(name: str, u: jax.Array) -> jax.Array:
+        def decay_update(name: str, u: jax.Array) -> jax.Array:
             return u + params[name] * jnp.asarray(factor, u.dtype) if mask[name] else u
 
-        return {name: decayed(name, u) for name, u in updates.items()}, state
+        return {name: decay_update(name, u) for name, u in updates.items()}, state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

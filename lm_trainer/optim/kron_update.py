@@ -49,13 +49,15 @@ class KronState(NamedTuple):
 
 def scale_by_kron(config: KronConfig, params: Params) -> optax.GradientTransformation:
     """Returns the preconditioned momentum, with a root mean square of at most 1.1 for each weight."""
-    triangles = {name: _triangles(config, param) for name, param in params.items()}
+    triangles = {name: _triangular_sides(config, param) for name, param in params.items()}
     max_size = config.block_size if config.partition_grads_into_blocks else None
     # Blocks are useless for a diagonal: it has as many elements as the dimension anyway.
-    blocks = {n: Blocks.of(p, max_size, inputs=triangles[n][0], outputs=triangles[n][1]) for n, p in params.items()}
+    blocks = {
+        n: Blocks.for_param(p, max_size, inputs=triangles[n][0], outputs=triangles[n][1]) for n, p in params.items()
+    }
     normalize = _normalize(params) if config.normalize_grads else optax.identity()
 
-    def factors(side: int) -> dict[str, jax.Array]:
+    def initial_factors(side: int) -> dict[str, jax.Array]:
         by_name = {}
         for name, block in blocks.items():
             if params[name].role == "vector" and side == 1:
@@ -69,7 +71,7 @@ def scale_by_kron(config: KronConfig, params: Params) -> optax.GradientTransform
 
     def init(like: Arrays) -> KronState:
         zero = jnp.zeros((), jnp.int32)
-        return KronState(zero, zero, optax.tree.zeros_like(like), factors(0), factors(1))
+        return KronState(zero, zero, optax.tree.zeros_like(like), initial_factors(0), initial_factors(1))
 
     def update(grads: Arrays, state: KronState, _: Arrays | None = None) -> tuple[Arrays, KronState]:
         count, since = state.count + 1, state.since_update + 1
@@ -77,7 +79,7 @@ def scale_by_kron(config: KronConfig, params: Params) -> optax.GradientTransform
         momentum = optax.tree.bias_correction(mu, config.beta1, count)
         split = {name: blocks[name].split(m) for name, m in momentum.items()}
         # By a count, not a random draw with this probability: this distributes the work as evenly as possible.
-        due = since >= 1 / _frequency(config, count)
+        due = since >= 1 / _update_frequency(config, count)
         # A branch, not a select: between updates the solves and products below are not computed.
         inputs, outputs = jax.lax.cond(
             due,
@@ -96,12 +98,12 @@ def scale_by_kron(config: KronConfig, params: Params) -> optax.GradientTransform
     return optax.chain(normalize, rule, clip_update_rms(_HIGHEST_RMS, params))
 
 
-def _frequency(config: KronConfig, count: jax.Array) -> jax.Array:
+def _update_frequency(config: KronConfig, count: jax.Array) -> jax.Array:
     falling = jnp.exp(-0.001 * (count - config.update_prob_flat_start))
     return jnp.clip(falling, config.preconditioner_update_probability, 1.0)
 
 
-def _triangles(config: KronConfig, param: Param) -> tuple[bool, bool]:
+def _triangular_sides(config: KronConfig, param: Param) -> tuple[bool, bool]:
     """True for inputs and for outputs if their factor is triangular."""
     if param.role == "vector" or config.memory_save_mode == "all_diag":
         return False, False
@@ -140,11 +142,11 @@ def _normalize(params: Params) -> optax.GradientTransformation:
     """Divides the gradient of each weight, and of each layer of a stack, by its norm."""
 
     def update(updates: Arrays, state: optax.OptState, _: Arrays | None = None) -> tuple[Arrays, optax.OptState]:
-        def one(name: str, g: jax.Array) -> jax.Array:
+        def normalize_update(name: str, g: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, g.ndim))
             return g / (jnp.sqrt(jnp.sum(jnp.square(g), axis=axes, keepdims=True)) + 1e-12)
 
-        return {name: one(name, g) for name, g in updates.items()}, state
+        return {name: normalize_update(name, g) for name, g in updates.items()}, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
@@ -153,14 +155,14 @@ def _normalize(params: Params) -> optax.GradientTransformation:
 # inverse of a factor would magnify that error by its condition number.
 
 
-def _product(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
+def _multiply_factor(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
     """Q X for a factor of the inputs, [K, I, O]; None means the identity."""
     if q is None:
         return x_KIO
     return q[..., None] * x_KIO if q.ndim == 2 else jnp.matmul(q, x_KIO, precision="highest")
 
 
-def _transposed(x: jax.Array) -> jax.Array:
+def _transpose(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
@@ -168,13 +170,13 @@ def _precondition(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Ar
     """Q_in^T Q_in G Q_out^T Q_out, [K, I, O]."""
     # Each round multiplies from the left and transposes: two rounds restore the order of inputs and outputs.
     for q in (q_in, q_out):
-        half = _product(q, g_KIO)
-        back = q if q is None or q.ndim == 2 else _transposed(q)
-        g_KIO = _transposed(_product(back, half))
+        half = _multiply_factor(q, g_KIO)
+        back = q if q is None or q.ndim == 2 else _transpose(q)
+        g_KIO = _transpose(_multiply_factor(back, half))
     return g_KIO
 
 
-def _inverse_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
+def _solve_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
     """Q^-T X for a factor of the inputs, [K, I, O], by substitution, without forming an inverse."""
     if q is None:
         return x_KIO
@@ -187,12 +189,12 @@ def _step_factors(
     q_in: jax.Array, q_out: jax.Array | None, g_KIO: jax.Array, v_KIO: jax.Array, rate: float
 ) -> tuple[jax.Array, jax.Array | None]:
     """One step on E[tr(P G G^T + P^-1 V V^T)] for both factors, within their group (Li 2018, arXiv 1809.10232)."""
-    a_KIO = _transposed(_product(q_out, _transposed(_product(q_in, g_KIO))))
-    b_KIO = _transposed(_inverse_transposed(q_out, _transposed(_inverse_transposed(q_in, v_KIO))))
+    a_KIO = _transpose(_multiply_factor(q_out, _transpose(_multiply_factor(q_in, g_KIO))))
+    b_KIO = _transpose(_solve_transposed(q_out, _transpose(_solve_transposed(q_in, v_KIO))))
     new_in = _step_factor(q_in, a_KIO, b_KIO, rate)
     if q_out is None:
         return new_in, None
-    new_out = _step_factor(q_out, _transposed(a_KIO), _transposed(b_KIO), rate)
+    new_out = _step_factor(q_out, _transpose(a_KIO), _transpose(b_KIO), rate)
     # Only the product of the two matters: with equal sizes, neither of them overflows.
     sizes = [jnp.max(jnp.abs(q), axis=tuple(range(1, q.ndim)), keepdims=True) for q in (new_in, new_out)]
     ratio_K = jnp.sqrt(sizes[1].reshape(-1) / sizes[0].reshape(-1))
@@ -212,8 +214,8 @@ def _step_factor(q: jax.Array, a_KNM: jax.Array, b_KNM: jax.Array, rate: float) 
         aa_KN, bb_KN = jnp.sum(a_KNM * a_KNM, axis=-1), jnp.sum(b_KNM * b_KNM, axis=-1)
         size_K1 = jnp.max(jnp.abs(aa_KN + bb_KN), axis=-1, keepdims=True) + tiny
         return q - rate / size_K1 * (aa_KN - bb_KN) * q
-    aa_KNN = jnp.matmul(a_KNM, _transposed(a_KNM), precision="highest")
-    bb_KNN = jnp.matmul(b_KNM, _transposed(b_KNM), precision="highest")
+    aa_KNN = jnp.matmul(a_KNM, _transpose(a_KNM), precision="highest")
+    bb_KNN = jnp.matmul(b_KNM, _transpose(b_KNM), precision="highest")
     size_K11 = jax.vmap(_spectral_norm)(aa_KNN + bb_KNN)[:, None, None] + tiny
     return q - rate / size_K11 * jnp.matmul(jnp.triu(aa_KNN - bb_KNN), q, precision="highest")
 

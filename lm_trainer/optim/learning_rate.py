@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 
 from lm_trainer.core.config import Config, FractionOrSteps, resolve_steps
 from lm_trainer.core.piecewise import TokenSchedule
-from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
+from lm_trainer.optim.cycles import PhaseLengths, cycle_ends, plan_cycles
 from lm_trainer.optim.decay_shape import DecayShape
 from lm_trainer.optim.schedule import Constants, Schedule
 
@@ -54,7 +54,7 @@ class LearningRateConfig(Config):
             ValueError: cycles or phases do not fit into the run.
         """
         ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
-        cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
+        cycles = plan_cycles(ends, PhaseLengths(self.warmup, self.rewarmup, self.decay))
         peaks = self.cycle_peaks or ()
         shape = self.lr_schedule
         name, constants = (shape, Constants()) if isinstance(shape, str) else (shape.type, shape.constants)

@@ -50,10 +50,10 @@ def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.Gradi
     ) -> tuple[PyTree, LowPrecisionState]:
         widened = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state.inner)
         new_updates, inner = rule.update(updates, widened, params, **extra_args)
-        key = _key(state.count)
+        key = _rounding_key(state.count)
         old, structure = jax.tree.flatten(state.inner)
         new = [
-            round_by_chance(x, jax.random.fold_in(key, i)) if previous.dtype == jnp.bfloat16 else x
+            round_stochastically(x, jax.random.fold_in(key, i)) if previous.dtype == jnp.bfloat16 else x
             for i, (previous, x) in enumerate(zip(old, structure.flatten_up_to(inner), strict=True))
         ]
         return new_updates, LowPrecisionState(state.count + 1, structure.unflatten(new))
@@ -74,9 +74,9 @@ def keep_in_float8(
         squares: names of the fields that hold averages of squares. They have no sign and need the exponents of a
             square; nonzero ones stay nonzero, because an update is divided by their root.
     """
-    blocks = {name: _blocks(param) for name, param in params.items()}
+    blocks = {name: _state_blocks(param) for name, param in params.items()}
 
-    def coding_of(path: jax.tree_util.KeyPath, x: jax.Array) -> tuple[Format, Blocks] | None:
+    def find_coding(path: jax.tree_util.KeyPath, x: jax.Array) -> tuple[Format, Blocks] | None:
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in params]
         fields = [part.name for part in path if isinstance(part, jax.tree_util.GetAttrKey)]
         if not names or not fields or x.shape != params[names[-1]].shape:
@@ -85,42 +85,42 @@ def keep_in_float8(
         return None if layout is None else (UNSIGNED if fields[-1] in squares else SIGNED, layout)
 
     def init(weights: Arrays) -> LowPrecisionState:
-        def stored(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array | BlockFloats:
-            coding = coding_of(path, x)
+        def encode_leaf(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array | BlockFloats:
+            coding = find_coding(path, x)
             if coding is None:
                 return x
             return encode(x, block_exponents(x, *coding), *coding, jnp.zeros(x.shape, jnp.uint16))
 
         inner = rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), weights))
-        return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(stored, inner))
+        return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(encode_leaf, inner))
 
     def update(
         updates: Arrays, state: LowPrecisionState, weights: Arrays | None = None, /, **extra_args: PyTree
     ) -> tuple[PyTree, LowPrecisionState]:
         old, structure = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=_is_coded)
-        codings = [coding_of(path, x.codes) if _is_coded(x) else None for path, x in old]
+        codings = [find_coding(path, x.codes) if _is_coded(x) else None for path, x in old]
 
-        def computed(leaves: list[PyTree]) -> tuple[PyTree, list[jax.Array]]:
+        def run_rule(leaves: list[PyTree]) -> tuple[PyTree, list[jax.Array]]:
             widened = [x if coding is None else decode(x, *coding) for x, coding in zip(leaves, codings, strict=True)]
             done, inner = rule.update(updates, structure.unflatten(widened), weights, **extra_args)
             return done, structure.flatten_up_to(inner)
 
         # Computed twice: rounding needs the largest number of each block, and keeping all results until then would hold
         # everything in float32 at once. The barrier prevents compilers from merging the two computations.
-        _, first = computed([x for _, x in old])
+        _, first = run_rule([x for _, x in old])
         shared = [
             None if coding is None else block_exponents(x, *coding) for x, coding in zip(first, codings, strict=True)
         ]
-        done, second = computed(jax.lax.optimization_barrier([x for _, x in old]))
-        key = _key(state.count)
+        done, second = run_rule(jax.lax.optimization_barrier([x for _, x in old]))
+        key = _rounding_key(state.count)
 
-        def stored(i: int, x: jax.Array) -> jax.Array | BlockFloats:
+        def encode_leaf(i: int, x: jax.Array) -> jax.Array | BlockFloats:
             coding, exponents = codings[i], shared[i]
             if coding is None or exponents is None:
                 return x
             return encode(x, exponents, *coding, jax.random.bits(jax.random.fold_in(key, i), x.shape, jnp.uint16))
 
-        new = [stored(i, x) for i, x in enumerate(second)]
+        new = [encode_leaf(i, x) for i, x in enumerate(second)]
         return done, LowPrecisionState(state.count + 1, structure.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
@@ -130,7 +130,7 @@ def _is_coded(x: object) -> bool:
     return isinstance(x, BlockFloats)
 
 
-def _blocks(param: Param) -> Blocks | None:
+def _state_blocks(param: Param) -> Blocks | None:
     """The blocks of the state of a parameter; None for small parameters and for vectors.
 
     They are along the longest axis of a weight except the last, along which processors compute in parallel. An axis
@@ -147,7 +147,7 @@ def _blocks(param: Param) -> Blocks | None:
     return Blocks(axis, even if _SHARDS <= even < _BLOCK else _BLOCK)
 
 
-def _key(count: jax.Array) -> jax.Array:
+def _rounding_key(count: jax.Array) -> jax.Array:
     """The random key of an update, which depends only on its number (the index of an array is folded in).
 
     So a resumed run, and a run on another mesh, rounds in the same way.
@@ -155,7 +155,7 @@ def _key(count: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.key(0), count)
 
 
-def round_by_chance(x: jax.Array, key: jax.Array) -> jax.Array:
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     """Rounds float32 to one of the two neighbouring bfloat16, the nearer one more often, so that the mean is exact.
 
     Non-finite numbers are not changed.

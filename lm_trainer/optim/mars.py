@@ -57,7 +57,7 @@ class MarsConfig(OptimizerConfig):
 
         del params
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
-        return optax.chain(_correct(self.gamma * self.beta1 / (1 - self.beta1), self.max_grad_norm), adam)
+        return optax.chain(_correct_gradient(self.gamma * self.beta1 / (1 - self.beta1), self.max_grad_norm), adam)
 
 
 class CorrectionState(NamedTuple):
@@ -67,7 +67,7 @@ class CorrectionState(NamedTuple):
     """Gradient of the previous step, neither corrected nor clipped; 0 at the first step."""
 
 
-def _correct(strength: float, max_norm: float | None) -> optax.GradientTransformation:
+def _correct_gradient(strength: float, max_norm: float | None) -> optax.GradientTransformation:
     """Adds `strength` times the change of the gradient, then scales the sum down to the global norm `max_norm`."""
     import jax
     import jax.numpy as jnp

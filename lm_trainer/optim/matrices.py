@@ -28,7 +28,7 @@ def split_by_role(
     return optax.partition({"matrices": matrices, "others": remaining}, labels)
 
 
-def orthogonalised_momentum(
+def orthogonalise_momentum(
     params: Params, *, momentum: float, nesterov: bool, steps: int, epsilon: float
 ) -> optax.GradientTransformation:
     """Replaces the momentum U S V^T of each matrix by about U V^T, by Muon's Newton-Schulz iteration.
@@ -45,12 +45,12 @@ def orthogonalised_momentum(
     """
     numbers = {name: _dimension_numbers(param) for name, param in params.items() if is_matrix(param)}
 
-    def numbers_of(updates: PyTree) -> dict[str, PyTree]:
+    def dimension_numbers(updates: PyTree) -> dict[str, PyTree]:
         # A parameter that is not a matrix is an optax.MaskedNode in the tree, and is passed through.
         return {name: numbers.get(name, updates[name]) for name in updates}
 
     return optax.contrib.scale_by_muon(
-        ns_steps=steps, beta=momentum, eps=epsilon, nesterov=nesterov, weight_dimension_numbers=numbers_of
+        ns_steps=steps, beta=momentum, eps=epsilon, nesterov=nesterov, weight_dimension_numbers=dimension_numbers
     )
 
 
@@ -93,6 +93,6 @@ def rms_factors(params: Params, rms: float) -> dict[str, float]:
     return {name: rms * math.sqrt(max(inputs, outputs)) for name, (_, inputs, outputs) in shapes.items()}
 
 
-def other_rate(params: Params, ratio: float) -> optax.GradientTransformation:
+def scale_non_matrices(params: Params, ratio: float) -> optax.GradientTransformation:
     """Multiplies the updates of all parameters except matrices by `ratio`, which gives them another learning rate."""
     return scale_each({name: ratio for name, param in params.items() if not is_matrix(param)})

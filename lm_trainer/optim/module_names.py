@@ -31,22 +31,22 @@ _KINDS = {"weight": "weight", "bias": "bias", "scale": "weight"}
 _NORMS = {"LayerNorm": ("LayerNorm",), "RMSNorm": ("RMSNorm", "RmsNorm")}
 
 
-def module_spellings(param: Param, pattern: str) -> list[str]:
+def levanter_names(param: Param, pattern: str) -> list[str]:
     """Levanter's names of a parameter that contain a module name written out in `pattern`.
 
     Other names are omitted, so that they do not change the meaning of a pattern such as `.*weight`: Levanter calls
     scales of norms `weight`.
     """
-    return [name for word, name in _by_word(param) if word in pattern]
+    return [name for word, name in _names_by_word(param) if word in pattern]
 
 
-def _by_word(param: Param) -> Iterator[tuple[str, str]]:
+def _names_by_word(param: Param) -> Iterator[tuple[str, str]]:
     """(Word that a pattern must contain, Levanter's name of the parameter) for each name."""
     path, kind = param.name, "weight"
     if param.name.rsplit(".", 1)[-1] in _KINDS:
         path, _, last = param.name.rpartition(".")
         kind = _KINDS[last]
-    for word, name in _classes(param):
+    for word, name in _class_names(param):
         yield word, f"{name}.{kind}"
     for part, modules in PATHS.items():
         part_pattern = re.compile(rf"(?<![^.]){re.escape(part)}(?![^.])")
@@ -54,7 +54,7 @@ def _by_word(param: Param) -> Iterator[tuple[str, str]]:
             yield module.rsplit(".", 1)[-1], f"{part_pattern.sub(module, path)}.{kind}"
 
 
-def _classes(param: Param) -> Iterator[tuple[str, str]]:
+def _class_names(param: Param) -> Iterator[tuple[str, str]]:
     if param.norm:
         yield from (("Norm", name) for name in _NORMS.get(param.norm, (param.norm,)))
     elif param.role == "embedding":

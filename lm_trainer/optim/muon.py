@@ -57,14 +57,14 @@ class MuonConfig(OptimizerConfig):
         import optax
 
         from lm_trainer.optim.matrices import (
-            orthogonalised_momentum,
+            orthogonalise_momentum,
             rms_factors,
             scale_each,
             split_by_role,
             width_factors,
         )
 
-        momentum = orthogonalised_momentum(
+        momentum = orthogonalise_momentum(
             params,
             momentum=self.momentum,
             nesterov=self.nesterov,
@@ -81,7 +81,7 @@ class MuonConfig(OptimizerConfig):
         """Adds the weight decay, then scales the learning rate to `adam_lr` for all parameters except matrices."""
         import optax
 
-        from lm_trainer.optim.matrices import other_rate
+        from lm_trainer.optim.matrices import scale_non_matrices
 
         # After the decay, so that the decay is multiplied by the learning rate of the parameter too.
-        return optax.chain(super().decay_rule(params), other_rate(params, self.adam_lr / self.learning_rate))
+        return optax.chain(super().decay_rule(params), scale_non_matrices(params, self.adam_lr / self.learning_rate))

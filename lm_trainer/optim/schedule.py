@@ -80,15 +80,15 @@ class Schedule:
         step = min(step, cycle.end)
         since = step - cycle.start
         if since >= cycle.warmup:
-            return self.peak * self._part(number, max(0, step - cycle.decay_start))
-        low = self._part(number - 1, self.cycles[number - 1].decay) if number else 0.0
-        return self.peak * (low + (self._part(number, 0) - low) * since / cycle.warmup)
+            return self.peak * self._fraction_of_peak(number, max(0, step - cycle.decay_start))
+        low = self._fraction_of_peak(number - 1, self.cycles[number - 1].decay) if number else 0.0
+        return self.peak * (low + (self._fraction_of_peak(number, 0) - low) * since / cycle.warmup)
 
-    def _part(self, number: int, since: int) -> float:
+    def _fraction_of_peak(self, number: int, since: int) -> float:
         """The learning rate as a fraction of `peak`, `since` steps after the start of a cycle's decay."""
-        return (self.peaks[number] if self.peaks else 1.0) * self._decayed(self.cycles[number], since)
+        return (self.peaks[number] if self.peaks else 1.0) * self._decay_fraction(self.cycles[number], since)
 
-    def _decayed(self, cycle: Cycle, since: int) -> float:
+    def _decay_fraction(self, cycle: Cycle, since: int) -> float:
         """The decay as a fraction of the peak, `since` steps after its start."""
         # For a cycle without decay only the start is evaluated, 0 of 0 steps.
         done, slope = since / max(1, cycle.decay), 1 - self.min_ratio
@@ -108,9 +108,9 @@ class Schedule:
             case "inv":
                 return 1 / (1 + (1 / self.min_ratio - 1) * done)
             case "power":
-                return min(1.0, max(self.min_ratio, self._power(cycle, cycle.decay_start + since) / self.peak))
+                return min(1.0, max(self.min_ratio, self._power_law_rate(cycle, cycle.decay_start + since) / self.peak))
 
-    def _power(self, cycle: Cycle, step: int) -> float:
+    def _power_law_rate(self, cycle: Cycle, step: int) -> float:
         assert self.tokens is not None
         count = self.tokens.tokens_before(step) - self.tokens.tokens_before(cycle.start)
         scale, exponent = self.constants.power_scale, self.constants.power_exponent

@@ -50,10 +50,10 @@ class ScionConfig(OptimizerConfig):
         """
         import optax
 
-        from lm_trainer.optim.matrices import orthogonalised_momentum, scale_each, split_by_role, width_factors
+        from lm_trainer.optim.matrices import orthogonalise_momentum, scale_each, split_by_role, width_factors
 
         # Both are the point of a norm's unit ball that is farthest along the gradient, U V^T for the spectral norm.
-        spectral = orthogonalised_momentum(
+        spectral = orthogonalise_momentum(
             params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon
         )
         sign = optax.chain(optax.ema(self.beta1, debias=False), optax.scale_by_sign())
@@ -63,6 +63,6 @@ class ScionConfig(OptimizerConfig):
         """Adds the weight decay, then scales the learning rate by `scion_to_signum_lr` except for matrices."""
         import optax
 
-        from lm_trainer.optim.matrices import other_rate
+        from lm_trainer.optim.matrices import scale_non_matrices
 
-        return optax.chain(super().decay_rule(params), other_rate(params, self.scion_to_signum_lr))
+        return optax.chain(super().decay_rule(params), scale_non_matrices(params, self.scion_to_signum_lr))

@@ -53,21 +53,21 @@ class SoapState(NamedTuple):
 
 def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransformation:
     """Returns Adam's update in the bases, rotated back."""
-    sides = {name: _sides(config, param) for name, param in params.items()}
+    sides = {name: _sides_with_basis(config, param) for name, param in params.items()}
     max_size = config.block_size if config.partition_grads_into_blocks else None
     # Blocks are useless for a side without a basis.
-    blocks = {n: Blocks.of(p, max_size, inputs=sides[n][0], outputs=sides[n][1]) for n, p in params.items()}
+    blocks = {n: Blocks.for_param(p, max_size, inputs=sides[n][0], outputs=sides[n][1]) for n, p in params.items()}
 
-    def bases(side: int) -> dict[str, Basis]:
+    def initial_bases(side: int) -> dict[str, Basis]:
         sizes = {n: (b.count, (b.inputs, b.outputs)[side][1]) for n, b in blocks.items() if sides[n][side]}
         return {n: Basis(jnp.zeros((k, d, d)), jnp.tile(jnp.eye(d), (k, 1, 1))) for n, (k, d) in sizes.items()}
 
     def init(like: Arrays) -> SoapState:
         zeros = optax.tree.zeros_like(like)
-        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, bases(0), bases(1))
+        return SoapState(jnp.zeros((), jnp.int32), zeros, zeros, initial_bases(0), initial_bases(1))
 
     def first(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
-        state = _observe(config, grads, state, blocks)
+        state = _update_averages(config, grads, state, blocks)
         # Without a basis the update cannot be preconditioned: as in the authors' code, the first gradient only
         # initialises the bases. `eigh` sorts by increasing eigenvalue, hence the reversal.
         spectral = lambda basis: basis._replace(vectors=jnp.linalg.eigh(basis.gram)[1][..., ::-1])  # noqa: E731
@@ -76,8 +76,8 @@ def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransform
 
     def later(grads: Arrays, state: SoapState) -> tuple[Arrays, SoapState]:
         # Adam comes first: a gradient is rotated by bases that do not include it yet (algorithm 3).
-        updates, state = _adam(config, grads, state, blocks)
-        state = _observe(config, grads, state, blocks)
+        updates, state = _adam_update(config, grads, state, blocks)
+        state = _update_averages(config, grads, state, blocks)
         due = state.count % config.precondition_frequency == 0
         state = jax.lax.cond(due, lambda s: _renew_bases(s, blocks), lambda s: s, state)
         return updates, state._replace(count=state.count + 1)
@@ -88,7 +88,7 @@ def scale_by_soap(config: SoapConfig, params: Params) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _sides(config: SoapConfig, param: Param) -> tuple[bool, bool]:
+def _sides_with_basis(config: SoapConfig, param: Param) -> tuple[bool, bool]:
     """True for inputs and for outputs if they have a basis."""
     if param.role == "vector":
         return False, False
@@ -99,21 +99,21 @@ def _sides(config: SoapConfig, param: Param) -> tuple[bool, bool]:
     return fits
 
 
-def _observe(config: SoapConfig, grads: Arrays, state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
+def _update_averages(config: SoapConfig, grads: Arrays, state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
     """Adds a gradient to the averages of G G^T and G^T G."""
 
-    def averaged(name: str, basis: Basis, product: str) -> Basis:
+    def average_product(name: str, basis: Basis, product: str) -> Basis:
         g_KIO = blocks[name].split(grads[name]).astype(basis.gram.dtype)
         gram = jnp.einsum(product, g_KIO, g_KIO, precision="highest")
         return basis._replace(gram=config.shampoo_beta * basis.gram + (1 - config.shampoo_beta) * gram)
 
     return state._replace(
-        inputs={name: averaged(name, basis, "kio,kjo->kij") for name, basis in state.inputs.items()},
-        outputs={name: averaged(name, basis, "kio,kip->kop") for name, basis in state.outputs.items()},
+        inputs={name: average_product(name, basis, "kio,kjo->kij") for name, basis in state.inputs.items()},
+        outputs={name: average_product(name, basis, "kio,kip->kop") for name, basis in state.outputs.items()},
     )
 
 
-def _adam(
+def _adam_update(
     config: SoapConfig, grads: Arrays, state: SoapState, blocks: Mapping[str, Blocks]
 ) -> tuple[Arrays, SoapState]:
     # The average gradient is not rotated into the bases, so that it stays valid when they are updated.
@@ -152,17 +152,17 @@ def _renew_bases(state: SoapState, blocks: Mapping[str, Blocks]) -> SoapState:
     nu, inputs, outputs = dict(state.nu), {}, {}
     # A second moment belongs to an eigenvector: if their order changes, it must follow.
     for name, basis in state.inputs.items():
-        inputs[name], order_KI = _iterate(basis)
+        inputs[name], order_KI = _orthogonal_iteration(basis)
         v_KIO = jnp.take_along_axis(blocks[name].split(nu[name]), order_KI[:, :, None], axis=1)
         nu[name] = blocks[name].join(v_KIO)
     for name, basis in state.outputs.items():
-        outputs[name], order_KO = _iterate(basis)
+        outputs[name], order_KO = _orthogonal_iteration(basis)
         v_KIO = jnp.take_along_axis(blocks[name].split(nu[name]), order_KO[:, None, :], axis=2)
         nu[name] = blocks[name].join(v_KIO)
     return state._replace(nu=nu, inputs=inputs, outputs=outputs)
 
 
-def _iterate(basis: Basis) -> tuple[Basis, jax.Array]:
+def _orthogonal_iteration(basis: Basis) -> tuple[Basis, jax.Array]:
     """The basis after one orthogonal iteration, and the old index [K, N] of each of its vectors.
 
     A QR decomposition of the average times the old vectors costs far less than `eigh`, and the averages change so

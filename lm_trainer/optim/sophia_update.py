@@ -59,15 +59,17 @@ def scale_by_sophia(config: SophiaConfig, params: Params) -> optax.GradientTrans
         h = state.curvature
         # Decided while tracing: steps with and without an estimate are two programs.
         if curvature is not None:
-            h = jax.tree.map(functools.partial(_average, config), h, _diagonal(config, curvature, weight))
+            h = jax.tree.map(
+                functools.partial(_update_average, config), h, _hessian_diagonal(config, curvature, weight)
+            )
         return jax.tree.map(
-            functools.partial(_step, config), optax.tree.bias_correction(mu, config.beta1, count), h
+            functools.partial(_compute_update, config), optax.tree.bias_correction(mu, config.beta1, count), h
         ), SophiaState(count, mu, h)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _diagonal(config: SophiaConfig, sums: Arrays, weight: jax.Array) -> Arrays:
+def _hessian_diagonal(config: SophiaConfig, sums: Arrays, weight: jax.Array) -> Arrays:
     """The estimate of the diagonal of the Hessian of the mean loss, from sums over the batch."""
     if config.curvature == "hutchinson":
         return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
@@ -75,13 +77,13 @@ def _diagonal(config: SophiaConfig, sums: Arrays, weight: jax.Array) -> Arrays:
     return jax.tree.map(lambda g: jnp.square(g) / weight.astype(g.dtype), sums)
 
 
-def _average(config: SophiaConfig, h: jax.Array, estimate: jax.Array) -> jax.Array:
+def _update_average(config: SophiaConfig, h: jax.Array, estimate: jax.Array) -> jax.Array:
     # The check of loss and gradient does not cover this estimate: a non-finite estimate must not enter the average. It
     # occurs also as a division by 0 if all weights of a batch are 0.
     return jnp.where(jnp.isfinite(estimate), config.beta2 * h + (1 - config.beta2) * estimate, h)
 
 
-def _step(config: SophiaConfig, m: jax.Array, h: jax.Array) -> jax.Array:
+def _compute_update(config: SophiaConfig, m: jax.Array, h: jax.Array) -> jax.Array:
     # If the curvature is small or negative, the quotient is huge and is clipped to a sign: such an element moves by a
     # fixed size, as in sign descent.
     u = m / jnp.maximum(config.gamma * h, config.epsilon)

@@ -35,7 +35,7 @@ def batch_in_parts(count: int) -> Iterator[None]:
         _batch_parts.reset(token)
 
 
-def batch_parts() -> int:
+def num_batch_parts() -> int:
     """Number of equal parts of the rows of the traced computation that are on different devices; 1 if on one device."""
     return _batch_parts.get()
 
@@ -113,7 +113,7 @@ def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
         return x
     if dim is None:
         return tree_sum(lax.all_gather(x, axes))
-    return lax.all_gather(_reduced_shard(x, axes, dim), axes, axis=dim, tiled=True)
+    return lax.all_gather(_reduce_to_shard(x, axes, dim), axes, axis=dim, tiled=True)
 
 
 def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -145,7 +145,7 @@ def _gather_forward(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, None]
 
 def _gather_backward(axis: str, dim: int, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residuals
-    return (_reduced_shard(cotangent, (axis,), dim),)
+    return (_reduce_to_shard(cotangent, (axis,), dim),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -153,7 +153,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    return _reduced_shard(x, (axis,), dim)
+    return _reduce_to_shard(x, (axis,), dim)
 
 
 def _scatter_forward(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, None]:
@@ -168,7 +168,7 @@ def _scatter_backward(axis: str, dim: int, residuals: None, cotangent: jax.Array
 _scatter_sum.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _reduced_shard(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def _reduce_to_shard(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """This device's shard of the sum: each device sends a shard to every other one, and adds the shards it receives."""
     count = math.prod(map(axis_size, axes))
     x = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])

@@ -51,8 +51,8 @@ def compile_on_each(
     if remaining and platform == "cpu":
         with _without_cache():
             first = compile_on(0)
-        return [first, *_load_on(first, device_sets[0], [device_sets[i] for i in remaining])]
-    if platform == "tpu" and not all(map(_at_origin, device_sets)):
+        return [first, *_load_on_device_sets(first, device_sets[0], [device_sets[i] for i in remaining])]
+    if platform == "tpu" and not all(map(_includes_first_chip, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
             return [*pool.map(compile_in_thread, range(len(device_sets)))]
     # A GPU compiler chooses kernels by timing them, and may choose differently each time. So the first program of the
@@ -78,17 +78,17 @@ def _after_the_first_process(device_sets: Sequence[Sequence[Device]]) -> Iterato
         wait_for_all("the first process has compiled")
 
 
-def close_cache_for(device_sets: Sequence[Sequence[Device]]) -> None:
+def disable_cache_for(device_sets: Sequence[Sequence[Device]]) -> None:
     """Disables the persistent cache permanently if programs of any of these sets must not be read from it.
 
     For programs that run on these sets but are not compiled by `compile_on_each`, such as sums.
     """
-    if jax.default_backend() == "tpu" and not all(map(_at_origin, device_sets)):
+    if jax.default_backend() == "tpu" and not all(map(_includes_first_chip, device_sets)):
         logger.info("programs are compiled at every start: those of single TPU chips cannot be kept for the next one")
-        _set_cache(None)
+        _set_cache_directory(None)
 
 
-def _at_origin(devices: Sequence[Device]) -> bool:
+def _includes_first_chip(devices: Sequence[Device]) -> bool:
     """True if programs of these TPU chips can be cached: if they include the first chip of their slice.
 
     Programs of other chips check where they run, by coordinates (`scheckge: Invalid physical row` in libtpu's output).
@@ -103,20 +103,20 @@ def _at_origin(devices: Sequence[Device]) -> bool:
 def _without_cache() -> Iterator[None]:
     """Neither reads nor writes the persistent cache; CPU programs read from it lack functions when serialized."""
     directory = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    _set_cache(None)
+    _set_cache_directory(None)
     try:
         yield
     finally:
-        _set_cache(directory)
+        _set_cache_directory(directory)
 
 
-def _set_cache(directory: str | None) -> None:
+def _set_cache_directory(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", directory)
     # JAX opens the cache once and then ignores the setting; a reset makes it read the setting.
     compilation_cache.reset_cache()
 
 
-def _load_on(
+def _load_on_device_sets(
     compiled: jax.stages.Compiled, devices: Sequence[Device], device_sets: Sequence[Sequence[Device]]
 ) -> Iterator[jax.stages.Compiled]:
     """Loads machine code made for `devices` on other sets of devices, in a fraction of the compilation time."""

@@ -44,15 +44,17 @@ def connect_processes(arguments: Mapping[str, object], waiting: Callable[[str], 
     thread.start()
     thread.join(NOTICE_AFTER)
     if thread.is_alive():
-        waiting(f"waiting up to {CONNECT_TIMEOUT:.0f} s for the other processes of the run{_unreachable(arguments)}")
+        waiting(
+            f"waiting up to {CONNECT_TIMEOUT:.0f} s for the other processes of the run{_unreachable_reason(arguments)}"
+        )
         thread.join(CONNECT_TIMEOUT - NOTICE_AFTER)
     if thread.is_alive():
-        raise TimeoutError(f"not all of them were there after {CONNECT_TIMEOUT:.0f} s{_unreachable(arguments)}")
+        raise TimeoutError(f"not all of them were there after {CONNECT_TIMEOUT:.0f} s{_unreachable_reason(arguments)}")
     if failed:
         raise failed[0]
 
 
-def _unreachable(arguments: Mapping[str, object]) -> str:
+def _unreachable_reason(arguments: Mapping[str, object]) -> str:
     """Reason why the address of process 0 is unreachable; "" if it is reachable or unknown in this process."""
     host, _, port = str(arguments.get("coordinator_address") or "").rpartition(":")
     if not host or not port.isdecimal() or arguments.get("process_id") == 0:

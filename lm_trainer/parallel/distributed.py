@@ -125,25 +125,25 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
         UserError: the processes of a node cannot share its GPUs equally.
     """
     if int(environ.get("SLURM_NTASKS") or 1) > 1:
-        return _slurm(environ)
+        return _slurm_cluster(environ)
     if all(name in environ for name in _OPEN_MPI) and int(environ["OMPI_COMM_WORLD_SIZE"]) > 1:
         return Cluster("Open MPI", True)
     hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", ""))
     if "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environ:
         return Cluster("the TPU pod", True)
-    if not hosts and _asks_metadata(environ):
+    if not hosts and _needs_metadata_server(environ):
         return Cluster("the TPU's metadata server", True, uncertain=True)
     return None
 
 
-def _asks_metadata(environ: Mapping[str, str]) -> bool:
+def _needs_metadata_server(environ: Mapping[str, str]) -> bool:
     """True if this is a TPU machine whose neighbours are only known to Google Cloud's metadata server."""
     if "TPU_SKIP_MDS_QUERY" in environ or environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
         return False
     return importlib.util.find_spec("libtpu") is not None and any(Path(file).exists() for file in _TPU_FILES)
 
 
-def _slurm(environ: Mapping[str, str]) -> Cluster:
+def _slurm_cluster(environ: Mapping[str, str]) -> Cluster:
     job = f"SLURM job {environ.get('SLURM_JOB_ID', '?')}"
     # A batch script sees the number of its tasks too, but is not one of them.
     if not all(name in environ for name in _SLURM_STEP):

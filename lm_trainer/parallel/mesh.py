@@ -109,7 +109,7 @@ def parse_rules(
             if axis in MESH_AXES and axis not in options:
                 raise ValueError(f"{key}: {axis}_axis_size alone says what the mesh axis {axis!r} cuts; remove it")
             if axis not in options:
-                raise ValueError(f"{key}: unknown mesh axis {axis!r}{_near(axis, options)}")
+                raise ValueError(f"{key}: unknown mesh axis {axis!r}{_suggest_similar(axis, options)}")
         rules[logical] = axes
     return rules
 
@@ -117,10 +117,10 @@ def parse_rules(
 def check_logical_axis(name: str, *, key: str) -> None:
     """Raises ValueError if `name`, given under `key`, is not a logical axis of any model."""
     if name not in LOGICAL_AXES and name not in OTHER_AXES:
-        raise ValueError(f"{key}: unknown logical axis {name!r}{_near(name, LOGICAL_AXES)}")
+        raise ValueError(f"{key}: unknown logical axis {name!r}{_suggest_similar(name, LOGICAL_AXES)}")
 
 
-def _near(word: str, options: Sequence[str]) -> str:
+def _suggest_similar(word: str, options: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, options, 1)
     return f"; did you mean {near[0]!r}?" if near else f" (one of: {', '.join(options)})"
 

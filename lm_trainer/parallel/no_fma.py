@@ -32,13 +32,15 @@ def without_fma(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
     def rounded(zero: jax.Array, *args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        results = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), zero)
+        results = _evaluate_jaxpr(closed.jaxpr, closed.consts, jax.tree.leaves(args), zero)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return rounded
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array], zero: jax.Array) -> list[jax.Array]:
+def _evaluate_jaxpr(
+    jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array], zero: jax.Array
+) -> list[jax.Array]:
     """Interprets a jaxpr equation by equation, as `jax.core.eval_jaxpr`, and rounds products."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -51,17 +53,17 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array],
         if name in _CALLS and inner is not None:
             # Calls are inlined, since a product inside one may be added outside. This drops custom gradients, which is
             # harmless: updates are not differentiated.
-            results = _evaluate(inner.jaxpr, inner.consts, inputs, zero)
+            results = _evaluate_jaxpr(inner.jaxpr, inner.consts, inputs, zero)
         else:
             outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
             results = outputs if equation.primitive.multiple_results else [outputs]
         if name in _PRODUCTS:
-            results = [_opaque(x, zero) for x in results]
+            results = [_make_opaque(x, zero) for x in results]
         values.update(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _opaque(x: jax.Array, zero: jax.Array) -> jax.Array:
+def _make_opaque(x: jax.Array, zero: jax.Array) -> jax.Array:
     """Returns the same bits in a form that no compiler contracts with another operation."""
     # Integer products are exact, contracted or not.
     if not jnp.issubdtype(x.dtype, jnp.floating):

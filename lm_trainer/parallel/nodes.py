@@ -10,7 +10,7 @@ from lm_trainer.core.jax_types import Device
 from lm_trainer.parallel.mesh import batch_shards
 
 
-def node_of(device: Device) -> int:
+def node_index(device: Device) -> int:
     """Index of the node of a device.
 
     JAX names the fast domain of a device `slice_index`: the slice of a TPU, the NVLink domain of a GPU. Devices without
@@ -20,7 +20,7 @@ def node_of(device: Device) -> int:
     return device.process_index if index is None else index
 
 
-def nodes_of_batch(mesh: Mesh) -> int:
+def num_batch_nodes(mesh: Mesh) -> int:
     """Number of nodes over which the batch shards of a mesh divide, as aligned subtrees of the sum over all shards.
 
     Returns:
@@ -28,7 +28,7 @@ def nodes_of_batch(mesh: Mesh) -> int:
         or if each node holds only one shard: then an exchange in two levels would save nothing or change the sum.
     """
     shards = batch_shards(mesh)
-    nodes_of_shards = [{node_of(device) for device in devices} for devices in mesh.devices.reshape(shards, -1)]
+    nodes_of_shards = [{node_index(device) for device in devices} for devices in mesh.devices.reshape(shards, -1)]
     if any(len(nodes) > 1 for nodes in nodes_of_shards):
         return 1
     sizes = [len(list(run)) for _, run in groupby(min(nodes) for nodes in nodes_of_shards)]

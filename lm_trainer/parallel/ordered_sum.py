@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards, spec_axes
-from lm_trainer.parallel.nodes import nodes_of_batch
+from lm_trainer.parallel.nodes import num_batch_nodes
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares, TreeSum, sum_slices, tree_sum
 
@@ -57,13 +57,13 @@ def sum_over_shards(
     dtypes = {name: x.dtype for name, x in stacked.items()} if dtypes is None else dtypes
     if shards == 1:
         return {name: x[0].astype(dtypes[name]) for name, x in stacked.items()}
-    nodes = nodes_of_batch(mesh)
+    nodes = num_batch_nodes(mesh)
 
     def reduce(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: _sum_leaf(x[0], param_shardings[name], mesh, nodes, dtypes[name]) for name, x in local.items()}
 
     in_specs = {name: PartitionSpec(BATCH_AXES, *param_shardings[name].compute) for name in stacked}
-    out_specs = {name: _summed_spec(param_shardings[name], mesh) for name in stacked}
+    out_specs = {name: _sum_spec(param_shardings[name], mesh) for name in stacked}
     # `check_vma` is off, because it cannot infer that a sum of gathered terms is the same on all devices.
     return jax.shard_map(reduce, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(dict(stacked))
 
@@ -107,21 +107,21 @@ def _sum_parts(parts: Sequence[jax.Array], shares: Shares, dtype: DTypeLike) -> 
 
 def add_parts(parts: jax.Array, shares: Shares) -> jax.Array:
     """The sum of [shards, partial sums, ...]."""
-    return shares.add([list(of_shard) for of_shard in parts], operator.add)
+    return shares.add_partial_sums([list(of_shard) for of_shard in parts], operator.add)
 
 
-def _scatters(sharding: ParamSharding, mesh: Mesh) -> bool:
+def _can_scatter(sharding: ParamSharding, mesh: Mesh) -> bool:
     """True if each batch shard of this mesh can add its own slice."""
     return sharding.scatter_dim is not None and sharding.scatter_chunks % batch_shards(mesh) == 0
 
 
-def _stored_over_data(sharding: ParamSharding) -> bool:
+def _is_stored_over_data(sharding: ParamSharding) -> bool:
     return sharding.scatter_dim is not None and "data" in spec_axes(sharding.storage[sharding.scatter_dim])
 
 
-def _summed_spec(sharding: ParamSharding, mesh: Mesh) -> PartitionSpec:
+def _sum_spec(sharding: ParamSharding, mesh: Mesh) -> PartitionSpec:
     dim = sharding.scatter_dim
-    if dim is None or not (_scatters(sharding, mesh) and _stored_over_data(sharding)):
+    if dim is None or not (_can_scatter(sharding, mesh) and _is_stored_over_data(sharding)):
         return sharding.compute
     entries = list(sharding.compute)
     entries[dim] = "data"
@@ -136,7 +136,7 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, nodes: int, dty
         [8, ...] -> [data 2, replicas 2, 2, ...] -> [replicas 2, data 2, 2, ...] -> [4, 2, ...]
     """
     dim = sharding.scatter_dim
-    if dim is None or not _scatters(sharding, mesh):
+    if dim is None or not _can_scatter(sharding, mesh):
         return _sum_vector(x, batch_shards(mesh), nodes, dtype)
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
@@ -150,7 +150,7 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, nodes: int, dty
     if replicas > 1:
         # The replicas of a data shard hold neighbouring slices of the shard that all of them store.
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
-    return x if _stored_over_data(sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
+    return x if _is_stored_over_data(sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
 
 
 def _sum_own_slice(slices: jax.Array, nodes: int, dtype: DTypeLike) -> jax.Array:
@@ -163,7 +163,7 @@ def _sum_own_slice(slices: jax.Array, nodes: int, dtype: DTypeLike) -> jax.Array
 
     Args:
         slices: [shards, ...], by receiver.
-        nodes: as returned by `nodes_of_batch`.
+        nodes: as returned by `num_batch_nodes`.
         dtype: dtype of the sum.
     """
     # Slices that arrive are stacked by sender, in the order of the batch: the order of the tree.

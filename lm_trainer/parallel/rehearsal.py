@@ -41,7 +41,7 @@ class Memory:
         """Sum over all purposes."""
         return sum(self.held.values())
 
-    def change(self, purpose: str, size: int) -> None:
+    def add_bytes(self, purpose: str, size: int) -> None:
         """Adds `size` bytes, which may be negative."""
         self.held[purpose] = self.held.get(purpose, 0) + size
 
@@ -53,7 +53,7 @@ class Memory:
             self._queued.append(pending)
         buffer.free()
 
-    def wait(self, call: int) -> None:
+    def free_finished(self, call: int) -> None:
         """Called when the host has waited for this call of a program, so all earlier calls are done."""
         self._queued = [buffer for buffer in self._queued if buffer.last_call > call]
 
@@ -73,11 +73,11 @@ class Buffer:
     def __init__(self, memory: Memory, purpose: str, size: int, *, queued: bool = False):
         self.memory, self.purpose, self.size, self.queued = memory, purpose, size, queued
         self.last_call = memory.calls
-        memory.change(purpose, size)
+        memory.add_bytes(purpose, size)
 
     def free(self) -> None:
         """Frees the memory, as when a program consumes the array."""
-        self.memory.change(self.purpose, -self.size)
+        self.memory.add_bytes(self.purpose, -self.size)
         self.size = 0
 
     def __del__(self) -> None:
@@ -115,31 +115,31 @@ class AbstractArray:
     """An array on devices, without values.
 
     Args:
-        about: shape, dtype and sharding.
+        description: shape, dtype and sharding.
         buffer: its part on the device whose memory is counted; None if it has none on that device.
         call: number of the program call that returned it.
     """
 
-    __slots__ = ("about", "buffer", "call")
+    __slots__ = ("buffer", "call", "description")
 
-    def __init__(self, about: Description, buffer: Buffer | None, call: int = 0):
-        self.about, self.buffer, self.call = about, buffer, call
+    def __init__(self, description: Description, buffer: Buffer | None, call: int = 0):
+        self.description, self.buffer, self.call = description, buffer, call
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.about.shape
+        return self.description.shape
 
     @property
     def dtype(self) -> DTypeLike:
-        return self.about.dtype
+        return self.description.dtype
 
     @property
     def sharding(self) -> Sharding:
-        return self.about.sharding
+        return self.description.sharding
 
     @property
     def ndim(self) -> int:
-        return len(self.about.shape)
+        return len(self.description.shape)
 
     @property
     def addressable_shards(self) -> list[Shard]:
@@ -164,7 +164,7 @@ class AbstractArray:
         """Waits, as the host, for the program that returned this array."""
         rehearsal = current_rehearsal()
         assert rehearsal is not None, "an abstract array outlived its rehearsal"
-        rehearsal.memory.wait(self.call)
+        rehearsal.memory.free_finished(self.call)
         return self
 
 
@@ -219,25 +219,25 @@ def local_devices(mesh: Mesh) -> list[Device]:
     return devices[: mesh.size // batch_shards(mesh)] if _ONE_SHARD.get() else devices
 
 
-def put_on(values: PyTree, sharding: Sharding, purpose: str) -> PyTree:
+def put_abstract(values: PyTree, sharding: Sharding, purpose: str) -> PyTree:
     """Abstract arrays for these host arrays; None outside of a rehearsal."""
     rehearsal = current_rehearsal()
     if rehearsal is None:
         return None
 
-    def one(x: np.ndarray) -> AbstractArray:
-        about = Description(np.shape(x), x.dtype, sharding)
-        return abstract(about, rehearsal.memory, purpose)
+    def create_array(x: np.ndarray) -> AbstractArray:
+        description = Description(np.shape(x), x.dtype, sharding)
+        return create_abstract_array(description, rehearsal.memory, purpose)
 
-    return jax.tree.map(one, values)
+    return jax.tree.map(create_array, values)
 
 
-def abstract(
-    about: Description, memory: Memory, purpose: str, *, queued: bool = False, size: int | None = None
+def create_abstract_array(
+    description: Description, memory: Memory, purpose: str, *, queued: bool = False, size: int | None = None
 ) -> AbstractArray:
     """Creates an array; `size` is its number of bytes on the device, computed if None."""
-    size = about.bytes_on(memory.device) if size is None else size
-    return AbstractArray(about, Buffer(memory, purpose, size, queued=queued) if size else None, memory.calls)
+    size = description.bytes_on(memory.device) if size is None else size
+    return AbstractArray(description, Buffer(memory, purpose, size, queued=queued) if size else None, memory.calls)
 
 
 def join_parts(shape: tuple[int, ...], sharding: Sharding, parts: Sequence[PyTree]) -> PyTree:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from lm_trainer.core.jax_types import Device, PyTree
-from lm_trainer.parallel.rehearsal import put_on
+from lm_trainer.parallel.rehearsal import put_abstract
 
 HOST_BYTES = 64 * 2**20
 """Maximum size of a block that is assembled on the host: a few copies of it are affordable, and one large transfer is
@@ -32,18 +32,18 @@ def replicate(value: np.generic, mesh: Mesh) -> jax.Array:
     `jax.device_put` would make the processes compare their values, and so wait for one another.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
-    if (rehearsed := put_on(value, sharding, "batch")) is not None:
+    if (rehearsed := put_abstract(value, sharding, "batch")) is not None:
         return rehearsed
     devices = mesh.local_devices
     return jax.make_array_from_single_device_arrays((), sharding, jax.device_put([value] * len(devices), devices))
 
 
-def by_device(array: jax.Array) -> dict[Device, jax.Array]:
+def shards_by_device(array: jax.Array) -> dict[Device, jax.Array]:
     """The parts of an array on the devices of this process; does not copy data."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
-def host_part(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarray:
+def index_on_host(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarray:
     """`array[index]` in host memory, assembled from the shards, without a gather on a device.
 
     Args:
@@ -108,11 +108,11 @@ def make_sharded_array(
         block = tuple(slice(start, stop) for start, stop in bounds)
         size = tuple(stop - start for start, stop in bounds)
         small = int(np.prod(size)) * np.dtype(dtype).itemsize <= host_bytes
-        arrays += (_on_host if small else _on_devices)(size, np.dtype(dtype), devices, parts(block))
+        arrays += (_assemble_on_host if small else _assemble_on_devices)(size, np.dtype(dtype), devices, parts(block))
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _on_host(shape: tuple[int, ...], dtype: np.dtype, devices: list[Device], parts: Parts) -> list[jax.Array]:
+def _assemble_on_host(shape: tuple[int, ...], dtype: np.dtype, devices: list[Device], parts: Parts) -> list[jax.Array]:
     block = np.empty(shape, dtype)
     for offset, part in parts:
         region = tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))
@@ -120,7 +120,9 @@ def _on_host(shape: tuple[int, ...], dtype: np.dtype, devices: list[Device], par
     return [jax.device_put(block, device) for device in devices]
 
 
-def _on_devices(shape: tuple[int, ...], dtype: np.dtype, devices: list[Device], parts: Parts) -> list[jax.Array]:
+def _assemble_on_devices(
+    shape: tuple[int, ...], dtype: np.dtype, devices: list[Device], parts: Parts
+) -> list[jax.Array]:
     blocks = [jnp.zeros(shape, dtype, device=device) for device in devices]
     for offset, part in parts:
         # Offsets are arguments, not constants: one compiled program writes all parts of a shape.

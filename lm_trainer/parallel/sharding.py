@@ -62,14 +62,14 @@ def plan_shardings(
     shardings, replicated = {}, []
     for name, (shape, axes) in leaves.items():
         requested = partition_spec(name, axes, param_rules)
-        compute = _without_batch_axes(partition_spec(name, axes, compute_rules))
+        compute = _remove_batch_axes(partition_spec(name, axes, compute_rules))
         _check_even(name, shape, axes, requested, mesh)
         storage = _drop_uneven(shape, requested, mesh)
         if storage != requested:
             replicated.append(name)
         # `requested`, not `storage`: another mesh may shard what this mesh cannot, and both must add in the same order.
         dim = _scatter_dim(shape, requested, compute)
-        chunks = 1 if dim is None else _power_of_two(shape[dim], max_shards)
+        chunks = 1 if dim is None else _common_power_of_two(shape[dim], max_shards)
         grid = _norm_grid(shape, requested, mesh, max_shards)
         shardings[name] = ParamSharding(storage, compute, dim if chunks > 1 else None, chunks, grid)
     # An abstract mesh is not used for training, so no warning is needed.
@@ -78,7 +78,7 @@ def plan_shardings(
     return shardings
 
 
-def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
+def _remove_batch_axes(spec: PartitionSpec) -> PartitionSpec:
     entries = [tuple(a for a in spec_axes(entry) if a not in BATCH_AXES) for entry in spec]
     return PartitionSpec(*(e if len(e) > 1 else (e[0] if e else None) for e in entries))
 
@@ -125,10 +125,12 @@ def _norm_grid(shape: tuple[int, ...], storage: PartitionSpec, mesh: Mesh, max_s
     either. The shards of the other axes are split separately: a block across two of them would be on two devices.
     """
     fixed = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in storage]
-    return tuple(shards * _power_of_two(size // shards, max_shards) for size, shards in zip(shape, fixed, strict=True))
+    return tuple(
+        shards * _common_power_of_two(size // shards, max_shards) for size, shards in zip(shape, fixed, strict=True)
+    )
 
 
-def _power_of_two(size: int, max_shards: int) -> int:
+def _common_power_of_two(size: int, max_shards: int) -> int:
     """The largest power of two that divides `size` and `max_shards`."""
     common = math.gcd(size, max_shards)
     return common & -common

@@ -48,22 +48,22 @@ class TreeSum(Generic[Item]):
         self._parts: list[tuple[range, Item]] = []
 
     def push(self, item: Item, length: int = 1) -> None:
-        """Adds the next item, or the sum of the next `length` items (one of the `parts` of another sum)."""
+        """Adds the next item, or the sum of the next `length` items (one of the `partial_sums` of another sum)."""
         self._parts.append((range(self._next, self._next + length), item))
         self._next += length
-        while len(self._parts) > 1 and self._adjoin(self._parts[-2][0], self._parts[-1][0]):
+        while len(self._parts) > 1 and self._can_add(self._parts[-2][0], self._parts[-1][0]):
             joined = range(self._parts[-2][0].start, self._next)
             right = self._parts.pop()[1]
             self._parts.append((joined, self._add(self._parts.pop()[1], right)))
 
-    def _adjoin(self, left: range, right: range) -> bool:
+    def _can_add(self, left: range, right: range) -> bool:
         """True if the tree has a node whose operands are the sums of these neighbours."""
         if len(left) < self._run:
             return left.start % self._run == 0 and len(right) == 1
         # Complete runs: the left one of two subtrees of the same height has an even index.
         return len(left) == len(right) and left.start // len(left) % 2 == 0
 
-    def parts(self) -> list[tuple[range, Item]]:
+    def partial_sums(self) -> list[tuple[range, Item]]:
         """The sums that cannot be added without further items, each with the range of its items, in order."""
         return self._parts
 
@@ -89,19 +89,19 @@ class Shares:
         return range(first, first + least + (shard < more))
 
     @property
-    def most(self) -> int:
+    def max_terms(self) -> int:
         """Maximum number of terms of a shard."""
         return len(self.terms(0))
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """True if each shard computes one subtree of the same size: `tree_sum` over the shards is then the sum."""
         return self.shards & (self.shards - 1) == 0 and self.count % self.shards == 0
 
     @property
     def parts(self) -> list[list[range]]:
         """The partial sums of each shard: the terms of each."""
-        return _parts(self)
+        return _partial_sums(self)
 
     @property
     def max_parts(self) -> int:
@@ -111,9 +111,9 @@ class Shares:
     @property
     def max_held(self) -> int:
         """Maximum number of items a shard holds while it adds its terms: partial sums and the new item."""
-        return _most_held(self)
+        return _max_held(self)
 
-    def trees(self, shard: int) -> Iterator[TreeSum[None]]:
+    def iterate_tree_sums(self, shard: int) -> Iterator[TreeSum[None]]:
         """Yields the `TreeSum` of a shard (always the same object) before each of its terms and at the end."""
         terms = self.terms(shard)
         tree = TreeSum[None](self.count, lambda _, __: None, terms.start)
@@ -122,7 +122,7 @@ class Shares:
             tree.push(None)
             yield tree
 
-    def add(self, sums: Sequence[Sequence[Item]], add: Callable[[Item, Item], Item]) -> Item:
+    def add_partial_sums(self, sums: Sequence[Sequence[Item]], add: Callable[[Item, Item], Item]) -> Item:
         """The sum of all terms.
 
         Args:
@@ -138,16 +138,18 @@ class Shares:
 
 # Called in every step, with a new object.
 @cache
-def _parts(shares: Shares) -> list[list[range]]:
-    ended = [deque(shares.trees(shard), maxlen=1).pop() for shard in range(shares.shards)]
-    return [[terms for terms, _ in tree.parts()] for tree in ended]
+def _partial_sums(shares: Shares) -> list[list[range]]:
+    ended = [deque(shares.iterate_tree_sums(shard), maxlen=1).pop() for shard in range(shares.shards)]
+    return [[terms for terms, _ in tree.partial_sums()] for tree in ended]
 
 
 # A plan calls it repeatedly, and there may be a hundred thousand terms.
 @cache
-def _most_held(shares: Shares) -> int:
-    before_terms = (zip(shares.terms(shard), shares.trees(shard), strict=False) for shard in range(shares.shards))
-    return max(len(tree.parts()) + 1 for of_shard in before_terms for _, tree in of_shard)
+def _max_held(shares: Shares) -> int:
+    before_terms = (
+        zip(shares.terms(shard), shares.iterate_tree_sums(shard), strict=False) for shard in range(shares.shards)
+    )
+    return max(len(tree.partial_sums()) + 1 for of_shard in before_terms for _, tree in of_shard)
 
 
 def tree_sum(x: jax.Array) -> jax.Array:

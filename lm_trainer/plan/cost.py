@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from lm_trainer.plan.devices import DeviceGroup
-from lm_trainer.profile.peaks import Peak, datasheet_peak, tf32_allowed
+from lm_trainer.profile.peaks import Peak, datasheet_peak, is_tf32_allowed
 from lm_trainer.run.config.trainer_config import TrainerConfig
 
 MFU = 0.4
@@ -84,4 +84,4 @@ def training_peak(kind: str, trainer: TrainerConfig) -> Peak | None:
     # JAX may not be configured in this process as it will be in the run.
     name = "jax_default_matmul_precision"
     precision = trainer.jax_config.get(name, jax.config.values[name])
-    return datasheet_peak(kind, trainer.mp.compute, allow_tf32=tf32_allowed(precision))  # pyright: ignore[reportArgumentType]
+    return datasheet_peak(kind, trainer.mp.compute, allow_tf32=is_tf32_allowed(precision))  # pyright: ignore[reportArgumentType]

@@ -24,9 +24,9 @@ from lm_trainer.run.build.setup import build_setup, setup_from_config, shard_sta
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, memory_order, state_bytes
+from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measured, measure_traced
+from lm_trainer.step.dispatch.recorder import Key, MeasuredProgram, measure_traced
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import abstract_state
@@ -60,7 +60,7 @@ class Traces:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._models = dict[str, ModelDef]()
-        self._programs = dict[Any, Measured]()
+        self._programs = dict[Any, MeasuredProgram]()
 
     def trace_model_once(self, config: RunConfig) -> ModelDef:
         """The model of a configuration."""
@@ -69,7 +69,9 @@ class Traces:
             self._models[key] = trace_model(config, self.vocab_size)
         return self._models[key]
 
-    def measure_program(self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+    def measure_program(
+        self, config: RunConfig, program: StepProgram, key: Key, args: tuple[Any, ...]
+    ) -> MeasuredProgram:
         """A program of a step, without its temporary memory."""
         # Everything else that changes a program is reflected in the shapes and shardings of its arguments.
         kind = (config.model.model_dump_json(), config.trainer.gather, config.trainer.determinism)
@@ -117,7 +119,7 @@ def estimate_step(
     with on_one_shard():
         setup = setup_from_config(config, config.trainer, model, devices=devices)
 
-    def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+    def measure(program: StepProgram, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
         trace = traces.measure_program(config, program, key, args)
         return replace(trace, bytes=replace(trace.bytes, temporary=temporary.get(program.computation, 0)))
 
@@ -135,8 +137,8 @@ def _bytes_inside_step(config: RunConfig, model: ModelDef, sharding: StateShardi
     unlayered = bytes_per_device([x for name, x in gathered.items() if name not in layered])
     stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
     # Parameters are gathered in the compute dtype. Gradients: of one microbatch, and their sum if there are several.
-    plan = max(config.trainer.step_plan.microbatches.values, key=memory_order)
-    sums = 1 + (plan.shares(sharding.mesh).most > 1)
+    plan = max(config.trainer.step_plan.microbatches.values, key=memory_sort_key)
+    sums = 1 + (plan.divide_microbatches(sharding.mesh).max_terms > 1)
     in_parts = (_LAYERS_AT_ONCE * layers + unlayered) * itemsize // _FLOAT32
     return in_parts + sums * bytes_per_device([stored[n] for n in model.trainable])
 
@@ -192,7 +194,9 @@ def estimate_temporary(
     # Scores of the current layer before and after the softmax, in float32, and also in the dtype of products if it
     # differs; a ring holds the scores of one block of keys.
     ring = attention.scores.backend == "ring"
-    keys = RingLayout.of(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
+    keys = (
+        RingLayout.for_rows(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
+    )
     pairs = 0 if fused else attention.num_heads // tensor * min(keys, model.seq_len)
     narrow = itemsize < _FLOAT32
     scores = pairs * (2 * _FLOAT32 + narrow * itemsize)
@@ -227,4 +231,4 @@ def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
     setup = build_setup(config, vocab_size, jax.local_devices()[:1])
     compiled = setup.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name
-    return {name: ProgramBytes.of(executable).temporary for name, executable in by_name.items()}
+    return {name: ProgramBytes.from_executable(executable).temporary for name, executable in by_name.items()}

@@ -74,7 +74,9 @@ def find_fitting_microbatch(memory: StepMemory, limit: int, rows: int) -> Microb
         return find_largest_microbatch(memory, limit)
     trainer, mesh = memory.config.trainer, memory.setup.sharding.mesh
     layerwise = memory.setup.gathers_layers
-    for together in memory.largest_step().smaller_groups(mesh, trainer.microbatches_per_gather) if layerwise else ():
+    for together in (
+        memory.largest_step().smaller_group_sizes(mesh, trainer.microbatches_per_gather) if layerwise else ()
+    ):
         peak = memory.with_gather(together).plan().peak.bytes
         if peak <= limit:
             return MicrobatchFit(rows, peak, rows, memory.largest_step().count, None, None, together)

@@ -166,10 +166,10 @@ def _gather_settings(
     if not trainer.gathers_layers:
         yield {}
         return
-    max_group = plan.shares(mesh).most
+    max_group = plan.divide_microbatches(mesh).max_terms
     configured = config.trainer.microbatches_per_gather
-    for group in sorted({plan.shares(mesh, n).most for n in range(1, max_group + 1)}):
-        is_configured = configured is not None and plan.shares(mesh, configured).most == group
+    for group in sorted({plan.divide_microbatches(mesh, n).max_terms for n in range(1, max_group + 1)}):
+        is_configured = configured is not None and plan.divide_microbatches(mesh, configured).max_terms == group
         yield {
             "trainer.microbatches_per_gather": configured if is_configured else None if group == max_group else group
         }

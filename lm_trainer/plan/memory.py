@@ -18,11 +18,11 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.device_groups import compute_shardings
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
-from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_order, state_bytes
+from lm_trainer.step.dispatch.memory import PhaseBytes, bytes_per_device, memory_sort_key, state_bytes
 from lm_trainer.step.dispatch.mesh_group import dispatching_for
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.program import Program as StepProgram
-from lm_trainer.step.dispatch.recorder import Key, Measure, Measured
+from lm_trainer.step.dispatch.recorder import Key, Measure, MeasuredProgram
 from lm_trainer.step.rehearse import StepRecord
 from lm_trainer.step.state.train_state import abstract_state
 
@@ -90,7 +90,7 @@ class StepMemory:
         self.rows = plan.rows
         """Rows a device computes at a time in the largest step."""
         if not config.trainer.bitwise and config.trainer.per_device_parallelism == -1:
-            self.rows *= plan.per_shard(setup.sharding.mesh)
+            self.rows *= plan.microbatches_per_shard(setup.sharding.mesh)
         self._built = {self.rows: setup}
         state = abstract_state(setup.model.shapes, setup.tx, setup.sharding, averaged=setup.averages)
         self.state = state_bytes(state)
@@ -131,7 +131,7 @@ class StepMemory:
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The run's batch with the highest memory; `rows` as for `step_record`."""
-        return max(self._trainer_with_rows(rows).step_plan.microbatches.values, key=memory_order)
+        return max(self._trainer_with_rows(rows).step_plan.microbatches.values, key=memory_sort_key)
 
     def step_record(self, rows: int | None = None) -> StepRecord:
         """The compiled programs of the step with the highest memory.
@@ -141,7 +141,7 @@ class StepMemory:
         """
         rows = self.rows if rows is None else rows
         if rows not in self._records:
-            with self.programs.of_rows(rows) as measure:
+            with self.programs.measure_for_rows(rows) as measure:
                 self._records[rows] = self._rehearse(rows, measure)
         return self._records[rows]
 
@@ -153,7 +153,7 @@ class StepMemory:
         """As `plan`, but interpolates programs that are not compiled for this number of rows."""
         if rows in self._records:
             return self.plan(rows)
-        return MemoryPlan(self.state, self._rehearse(rows, self.programs.between(rows)).phases)
+        return MemoryPlan(self.state, self._rehearse(rows, self.programs.interpolate(rows)).phases)
 
     def is_planned(self, rows: int) -> bool:
         """True if the step with microbatches of `rows` rows has been planned."""
@@ -170,7 +170,7 @@ class StepMemory:
             return measure
         compiled_for_cpu = self._devices[0].platform == "cpu"
 
-        def measure_scaled(program: StepProgram, key: Key, args: tuple[Any, ...]) -> Measured:
+        def measure_scaled(program: StepProgram, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
             measured = measure(program, key, args)
             temporary = measured.bytes.temporary
             if compiled_for_cpu:

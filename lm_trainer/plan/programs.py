@@ -10,7 +10,7 @@ from typing import Any
 
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import Bandwidths
-from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT, Operation, operations
+from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT, Operation, list_operations
 
 _KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{re.escape(BLOCK_SCALED_PRODUCT)})"')
 
@@ -32,7 +32,7 @@ class ProgramWork:
     @classmethod
     def from_hlo(cls, name: str, runs: int, hlo: str) -> ProgramWork:
         """Analyses the text of a compiled program."""
-        return cls(name, runs, tuple(operations(hlo, ())), bytes_sent(hlo), Counter(_KERNEL.findall(hlo)))
+        return cls(name, runs, tuple(list_operations(hlo, ())), bytes_sent(hlo), Counter(_KERNEL.findall(hlo)))
 
     @property
     def flops(self) -> float:

@@ -23,7 +23,7 @@ from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
 from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
-from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_share
+from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.weights.adapters import training_flops
@@ -239,7 +239,7 @@ def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
 def _plan_ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:
     length, devices, dtype = config.model.seq_len, config.trainer.context_axis_size, config.trainer.mp.compute_dtype
     spec = config.model.spec(vocab_size)
-    share, count = ring_share(spec, length, devices), flops_per_token(spec, length)
+    share, count = ring_score_fraction(spec, length, devices), flops_per_token(spec, length)
     hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
     keys = rows * length // devices * max(b.attention.kv_heads * b.attention.head_dim for b in spec.blocks)
     # Three times: forward, and the gradients of queries and keys, or of probabilities and values.

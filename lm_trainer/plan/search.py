@@ -214,7 +214,8 @@ class _Pricing:
         config = layout.config
         trainer, spec, length = config.trainer, config.model.spec(self._vocab_size), config.model.seq_len
         mesh = self._mesh(config)
-        microbatches = layout.plan.shares(mesh).most
+        microbatches = layout.plan.divide_microbatches(mesh).max_terms
+        group = layout.plan.divide_microbatches(mesh, trainer.microbatches_per_gather)
         work = LayoutWork(
             spec=spec,
             trainer=trainer,
@@ -222,7 +223,7 @@ class _Pricing:
             plan=layout.plan,
             sizes=dict(mesh.shape),
             shards=batch_shards(mesh),
-            gathers=-(-microbatches // layout.plan.shares(mesh, trainer.microbatches_per_gather).most),
+            gathers=-(-microbatches // group.max_terms),
             params=self._count_device_params(config, mesh),
             backend=self._backend(config),
             training_flops=training_flops(flops_per_token(spec, length), self._model),

@@ -13,7 +13,7 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.devices import NODE, Bandwidths, device_platform
-from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token, ring_share
+from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token, ring_score_fraction
 from lm_trainer.run.build.model import recomputes_layers
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
@@ -107,7 +107,7 @@ class LayoutWork:
     @property
     def microbatches(self) -> int:
         """Microbatches of the busiest device."""
-        return Shares(self.plan.count, self.shards).most
+        return Shares(self.plan.count, self.shards).max_terms
 
     @property
     def tokens(self) -> float:
@@ -132,7 +132,7 @@ def step_cost(work: LayoutWork, machine: Machine) -> StepCost:
     count = flops_per_token(work.spec, work.seq_len)
     hidden = 0.0
     if work.backend == "ring":
-        share = ring_share(work.spec, work.seq_len, work.sizes["context"])
+        share = ring_score_fraction(work.spec, work.seq_len, work.sizes["context"])
         hidden = 3 * (1 - share) * (count.attention_product + count.attention_softmax)
     # Tensor parallelism replicates the output head.
     divided = (count.forward - count.head) / work.tensor + count.head
@@ -160,7 +160,7 @@ def _memory_traffic_bytes(work: LayoutWork) -> float:
     passes = (4 if work.recomputes else 3) * work.itemsize + 4 * _FLOAT32
     scores = 0.0
     if work.backend in ("xla", "ring"):
-        share = ring_share(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
+        share = ring_score_fraction(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
         heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
         scores = _SCORE_PASSES * _FLOAT32 * share * work.tokens * work.seq_len * heads
     # A pipeline processes rows one by one, and each of its steps reads the stage's weights and gradients.

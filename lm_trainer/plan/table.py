@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from lm_trainer.plan.compiler_flags import all_gather_advice
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
-from lm_trainer.profile.timing import aligned
+from lm_trainer.profile.timing import align_rows
 from lm_trainer.trackers.console import duration
 
 DOES_NOT_FIT = "DOES NOT FIT"
@@ -17,7 +17,7 @@ _NOT_COUNTED = "Evaluation, the start of a run and what the driver takes are not
 
 def plan_lines(plan: RunPlan) -> Iterator[str]:
     """Lines of a plan: the devices, the memory of one device by phase, and the cost of the run."""
-    yield from aligned(list(_plan_rows(plan)))
+    yield from align_rows(list(_plan_rows(plan)))
     yield f"note: {_NOT_COUNTED if plan.compiled else _CAVEAT + ' ' + _NOT_COUNTED}"
     if plan.assumed is not None:
         yield f"note: {plan.assumed}; --vocab-size says otherwise."

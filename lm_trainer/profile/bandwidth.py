@@ -42,6 +42,6 @@ class CopyProbe:
         self._y_N = jax.block_until_ready(self._copy(self._x_N, self._y_N, 0.0))
         return time.perf_counter() - started
 
-    def compiled(self) -> Any:
+    def compile(self) -> Any:
         """The program of one `run`: `jax.stages.Compiled`."""
         return self._copy.lower(self._x_N, self._y_N, 0.0).compile()

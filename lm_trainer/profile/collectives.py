@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from lm_trainer.profile.hlo import ARRAY, Instruction, Program, array_bytes, fused, parse, walk
+from lm_trainer.profile.hlo import (
+    ARRAY,
+    Instruction,
+    Program,
+    array_bytes,
+    parse_program,
+    walk_fusion,
+    walk_instructions,
+)
 from lm_trainer.profile.replica_groups import replica_groups
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -27,22 +35,22 @@ def bytes_sent(hlo: str) -> dict[str, float]:
         ValueError: if a collective's devices cannot be parsed from its line.
     """
     sent: dict[str, float] = {}
-    for op, times in _collectives(parse(hlo)):
+    for op, times in _find_collectives(parse_program(hlo)):
         kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
         devices = 2 if kind == "collective-permute" else len(replica_groups(op.attributes)[0])
-        sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_size(op.shape, kind, start), devices)
+        sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_collective_bytes(op.shape, kind, start), devices)
     return sent
 
 
-def _collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
+def _find_collectives(program: Program) -> Iterator[tuple[Instruction, float]]:
     """The collectives of a program, including inside fusions, each with its number of runs."""
-    for op, _, times in walk(program):
+    for op, _, times in walk_instructions(program):
         if _is_continued(op):
             continue
         # An all-reduce the TPU compiler fused with the slice of its result takes the time of a reduce-scatter
         # (Austin et al. 2025, "How to Scale Your Model", part 9).
-        scatters = any(name.startswith("all-reduce-scatter") for name in op.called("calls"))
-        for one in (op, *(inner for inner, _ in fused(program, op))):
+        scatters = any(name.startswith("all-reduce-scatter") for name in op.called_computations("calls"))
+        for one in (op, *(inner for inner, _ in walk_fusion(program, op))):
             if _KIND.fullmatch(one.opcode):
                 yield one._replace(opcode="reduce-scatter", shape=op.shape) if scatters else one, times
 
@@ -52,11 +60,11 @@ def _is_continued(op: Instruction) -> bool:
 
     A TPU program passes a collective through the fusions it overlaps with, up to the one that waits for it.
     """
-    carries = any(name.startswith("async_collective_fusion") for name in op.called("calls"))
+    carries = any(name.startswith("async_collective_fusion") for name in op.called_computations("calls"))
     return carries or op.name.startswith("async-collective-done")
 
 
-def _size(shape: str, kind: str, start: str | None) -> float:
+def _collective_bytes(shape: str, kind: str, start: str | None) -> float:
     """The bytes of a collective's results."""
     arrays = [(dtype, dims) for dtype, dims in ARRAY.findall(shape)]
     if start and kind != "all-reduce":

@@ -62,7 +62,7 @@ class FlopsCount(NamedTuple):
         # For each product, the backward pass computes two: the gradients of its input and of its weight.
         return 3 * self.forward
 
-    def adapted(self, adapters: int) -> int:
+    def training_with_adapters(self, adapters: int) -> int:
         """FLOPs of forward and backward pass, per token, if all weights except adapters are frozen.
 
         A product with a frozen weight has only the gradient of its input, so it costs twice its forward pass; scores,
@@ -88,15 +88,15 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
         attention_out=2 * spec.hidden_dim * width,
         attention_product=4 * seq_len * width,
         attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions + weighing),
-        mlp=sum(2 * _active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
+        mlp=sum(2 * _num_active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
-        cross=sum(_cross_flops(block, spec, seq_len) for block in spec.blocks),
+        cross=sum(_cross_attention_flops(block, spec, seq_len) for block in spec.blocks),
         encoder=_encoder_flops(spec) // seq_len,
     )
 
 
-def _cross_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
+def _cross_attention_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
     if block.cross is None or spec.encoder is None:
         return 0
     length, width = spec.encoder.num_positions, block.cross.num_heads * block.cross.head_dim
@@ -115,7 +115,7 @@ def _encoder_flops(spec: DecoderSpec) -> int:
     return convolutions + length * layers
 
 
-def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
+def ring_score_fraction(spec: DecoderSpec, seq_len: int, devices: int) -> float:
     """The fraction of query-key pairs whose scores a ring of devices computes, averaged over heads and layers.
 
     About half with a causal mask, which hides whole blocks; less with windows. `flops_per_token` counts all pairs.
@@ -129,8 +129,8 @@ def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
 
     computed, heads = 0, sum(block.attention.num_heads for block in spec.blocks)
     for block in spec.blocks:
-        layout = RingLayout.of(block.attention, seq_len // devices, devices)
-        blocks = sum(layout.computed_blocks(device) for device in range(devices))
+        layout = RingLayout.for_rows(block.attention, seq_len // devices, devices)
+        blocks = sum(layout.num_computed_blocks(device) for device in range(devices))
         computed += block.attention.num_heads * blocks * layout.size**2
     return computed / (heads * seq_len**2)
 
@@ -146,27 +146,27 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel is not
     counted.
     """
-    in_encoder = _recomputed_in_encoder(spec, seq_len)
+    in_encoder = _recomputed_encoder_flops(spec, seq_len)
     if every_layer:
-        return in_encoder + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks)
-    recomputed = in_encoder + sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
+        return in_encoder + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks)
+    recomputed = in_encoder + sum(_recomputed_block_flops(block, spec, seq_len) for block in spec.blocks)
     if not spec.remat_groups:
         return recomputed
     # Each layer of a group runs once more, to recompute the inputs of the layers.
     periods = len(spec.blocks) // spec.period
     grouped = periods // spec.remat_groups * spec.remat_groups * spec.period
-    return recomputed + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks[:grouped])
+    return recomputed + sum(_count_block_flops(block, spec, seq_len).forward for block in spec.blocks[:grouped])
 
 
-def _recomputed_in_encoder(spec: DecoderSpec, seq_len: int) -> int:
+def _recomputed_encoder_flops(spec: DecoderSpec, seq_len: int) -> int:
     if spec.encoder is None:
         return 0
     length = spec.encoder.num_positions
     return length * recomputed_flops_per_token(spec.encoder_stack, length) // seq_len
 
 
-def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
-    count = _of_block(block, spec, seq_len)
+def _recomputed_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
+    count = _count_block_flops(block, spec, seq_len)
     match spec.remat:
         case "none":
             return 0
@@ -174,27 +174,27 @@ def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
             return count.forward
         case "dots" | "dots_no_batch" as policy:
             scores = count.attention_product if policy == "dots_no_batch" else 0
-            return scores + count.attention_softmax + _grouped_products(block.mlp, spec.hidden_dim)
+            return scores + count.attention_softmax + _grouped_product_flops(block.mlp, spec.hidden_dim)
         case OffloadPolicy() as policy:
             named = {*policy.host, *policy.device}
         case named:
             pass
     # A saved array is the result of its sublayer's last product, so only that product is not recomputed.
     crossing = 0 if block.cross is None else 2 * spec.hidden_dim * block.cross.num_heads * block.cross.head_dim
-    last = {"attention": count.attention_out + crossing, "mlp": 2 * _last_weights(block.mlp, spec.hidden_dim)}
+    last = {"attention": count.attention_out + crossing, "mlp": 2 * _num_last_weights(block.mlp, spec.hidden_dim)}
     return count.forward - sum(last.get(name, 0) for name in named)
 
 
-def _of_block(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> FlopsCount:
+def _count_block_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> FlopsCount:
     return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0, encoder=0)
 
 
-def _grouped_products(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+def _grouped_product_flops(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
     """FLOPs of experts in grouped products, whose results JAX's remat policies for products do not store."""
     return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim if isinstance(mlp, MoeSpec) and not mlp.dense else 0
 
 
-def _last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+def _num_last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
     return hidden * mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
 
 
@@ -263,7 +263,7 @@ def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     return weights + ((1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0)
 
 
-def _active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
+def _num_active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     """Number of weights used per token: of experts, the selected ones and the router."""
     if isinstance(spec, MoeSpec):
         return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim

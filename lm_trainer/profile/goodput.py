@@ -51,7 +51,7 @@ class Goodput:
                 break
         return cls(productive, spent, started)
 
-    def step(self, seconds: float) -> dict[str, float]:
+    def record_step(self, seconds: float) -> dict[str, float]:
         """Records a finished step.
 
         Args:
@@ -78,12 +78,12 @@ def _lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
             lines = (file.read(size) + head).split(b"\n")
             # The first line may start in the preceding chunk.
             head = lines[0]
-            yield from filter(None, map(_record, reversed(lines[1:])))
-        if (first := _record(head)) is not None:
+            yield from filter(None, map(_parse_record, reversed(lines[1:])))
+        if (first := _parse_record(head)) is not None:
             yield first
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def _parse_record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:

@@ -25,7 +25,7 @@ def array_bytes(dtype: str, dims: str) -> float:
     return math.prod(int(d) for d in dims.split(",") if d) * bits / 8
 
 
-def dimensions(shape: str) -> list[int]:
+def array_dimensions(shape: str) -> list[int]:
     """The dimensions of the first array in a shape; [] without an array."""
     match = ARRAY.search(shape)
     return [int(d) for d in match[2].split(",") if d] if match else []
@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
         """Bytes of the result in device memory, without results in a TPU's on-chip memory."""
         return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(_ON_CHIP.sub("", self.shape)))
 
-    def called(self, *keys: str) -> list[str]:
+    def called_computations(self, *keys: str) -> list[str]:
         """The computations referenced by the attributes `keys`."""
         return re.findall(rf"(?:{'|'.join(keys)})=\{{?%?([\w.\-]+)", self.attributes)
 
@@ -69,7 +69,7 @@ class Program(NamedTuple):
     """All computations, by name."""
 
 
-def parse(hlo: str) -> Program:
+def parse_program(hlo: str) -> Program:
     """Parses the text of one program."""
     computations: dict[str, Computation] = {}
     current, entry = {}, {}
@@ -80,7 +80,9 @@ def parse(hlo: str) -> Program:
         elif match := _INSTRUCTION.match(line):
             root, name, shape, opcode, tail = match.groups()
             inside, attributes = split_at_closing(tail)
-            operands = [part.split()[-1].lstrip("%") for part in _split(_COMMENT.sub("", inside)) if part.strip()]
+            operands = [
+                part.split()[-1].lstrip("%") for part in _split_at_commas(_COMMENT.sub("", inside)) if part.strip()
+            ]
             current[name] = Instruction(name, shape, opcode, operands, attributes, inside, root is not None)
     return Program(entry, computations)
 
@@ -101,7 +103,7 @@ def split_at_closing(text: str, opening: str = "(", closing: str = ")") -> tuple
     return text, ""
 
 
-def _split(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
     """Splits at commas outside brackets."""
     parts, depth = [""], 0
     for character in text:
@@ -113,33 +115,35 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def walk(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
+def walk_instructions(program: Program) -> Iterator[tuple[Instruction, Computation, float]]:
     """Yields the instructions a program runs, each with its computation and number of runs.
 
     A fusion is one instruction; its contents are not yielded.
     """
-    yield from _walk(program.entry, 1.0, program.computations)
+    yield from _walk_computation(program.entry, 1.0, program.computations)
 
 
-def fused(program: Program, op: Instruction) -> Iterator[tuple[Instruction, Computation]]:
+def walk_fusion(program: Program, op: Instruction) -> Iterator[tuple[Instruction, Computation]]:
     """Yields the instructions inside a fusion or an asynchronous call, nested ones too, with their computations."""
-    for name in op.called("calls"):
+    for name in op.called_computations("calls"):
         for inner in program.computations[name].values():
             yield inner, program.computations[name]
-            yield from fused(program, inner)
+            yield from walk_fusion(program, inner)
 
 
-def _walk(
+def _walk_computation(
     computation: Computation, times: float, computations: Mapping[str, Computation]
 ) -> Iterator[tuple[Instruction, Computation, float]]:
     for op in computation.values():
         if op.opcode == "while":
-            for body in op.called("body"):
-                yield from _walk(computations[body], times * _trip_count(op, computations), computations)
+            for body in op.called_computations("body"):
+                yield from _walk_computation(computations[body], times * _trip_count(op, computations), computations)
         # call-start runs a computation on another unit, such as a TPU's SparseCores.
         elif op.opcode in ("call", "call-start", "conditional"):
-            for called in op.called("to_apply", "branch_computations", "true_computation", "false_computation"):
-                yield from _walk(computations[called], times, computations)
+            for called in op.called_computations(
+                "to_apply", "branch_computations", "true_computation", "false_computation"
+            ):
+                yield from _walk_computation(computations[called], times, computations)
         else:
             yield op, computation, times
 
@@ -149,23 +153,23 @@ def _trip_count(loop: Instruction, computations: Mapping[str, Computation]) -> i
     if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(match[1])
     # TPU programs lack it. Loops over layers, microbatches and the like count up from 0 to a constant.
-    for name in loop.called("condition"):
+    for name in loop.called_computations("condition"):
         condition = computations[name]
         last = [*condition.values()][-1]
         if last.opcode == "compare" and "direction=LT" in last.attributes:
             counter, bound = (condition[operand] for operand in last.operands)
             if bound.opcode != "constant":
                 return 1
-            return -(-int(bound.operands[0]) // _step(loop, counter, computations))
+            return -(-int(bound.operands[0]) // _loop_increment(loop, counter, computations))
     return 1
 
 
-def _step(loop: Instruction, counter: Instruction, computations: Mapping[str, Computation]) -> int:
+def _loop_increment(loop: Instruction, counter: Instruction, computations: Mapping[str, Computation]) -> int:
     """The increment of a loop's counter; 1 if it cannot be parsed.
 
     It is 2 if XLA unrolled a loop once, for example a loop that overlaps a product with the exchange of its pieces.
     """
-    (name,), index_match = loop.called("body"), re.search(r"index=(\d+)", counter.attributes)
+    (name,), index_match = loop.called_computations("body"), re.search(r"index=(\d+)", counter.attributes)
     body = computations[name]
     result = [*body.values()][-1]
     if index_match is None or result.opcode != "tuple":

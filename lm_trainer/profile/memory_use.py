@@ -22,10 +22,10 @@ def memory_meter() -> Callable[[], dict[str, float]]:
 
     def measure() -> dict[str, float]:
         metrics = {}
-        if (host := _resident()) is not None:
+        if (host := _resident_bytes()) is not None:
             metrics["memory/host"] = host / 2**30
         if counting:
-            metrics["memory/device_peak"] = max(map(_peak, counting)) / 2**30
+            metrics["memory/device_peak"] = max(map(_peak_bytes, counting)) / 2**30
         return metrics
 
     return measure
@@ -39,12 +39,12 @@ def host_memory() -> int | None:
         return None
 
 
-def _resident() -> int | None:
+def _resident_bytes() -> int | None:
     try:
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _peak(device: Any) -> int:
+def _peak_bytes(device: Any) -> int:
     return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)

@@ -39,7 +39,7 @@ class Meter:
         self._goodput, self._clock = goodput, clock
         self._last: float | None = None
 
-    def step(self, tokens: float, *, loading: float = 0.0, done: float | None = None) -> dict[str, float]:
+    def record_step(self, tokens: float, *, loading: float = 0.0, done: float | None = None) -> dict[str, float]:
         """Records a step; call it when the step's result is available.
 
         Args:
@@ -72,7 +72,7 @@ class Meter:
                 if self._recomputed is not None:
                     metrics["throughput/hfu"] = 100 * speed * (self._flops_per_token + self._recomputed) / self._peak
         if self._goodput is not None:
-            metrics |= self._goodput.step(max(metrics.get("throughput/step_time", 0.0) - loading, 0.0))
+            metrics |= self._goodput.record_step(max(metrics.get("throughput/step_time", 0.0) - loading, 0.0))
         return metrics
 
     def pause(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lm_trainer.profile.peaks import Peak, datasheet_peak
-from lm_trainer.profile.timing import Spread, si
+from lm_trainer.profile.timing import Spread, format_si
 
 
 class Workload(Protocol):
@@ -146,7 +146,7 @@ class MfuReport:
         }
 
 
-def measure(
+def measure_mfu(
     workload: Workload,
     probe: Probe,
     *,
@@ -169,21 +169,21 @@ def measure(
     if samples < 1 or warmup < 1:
         raise ValueError(f"expected at least one sample and one warm-up step, got {samples} and {warmup}")
     # The last warm-up step does not compile, so its time determines the steps per sample.
-    last = [_time(workload.run_step, 1) for _ in range(warmup)][-1]
+    last = [_time_per_step(workload.run_step, 1) for _ in range(warmup)][-1]
     # Single steps of a millisecond would be dominated by noise of clock and scheduler.
     steps = max(1, round(sample_seconds / max(last, 1e-9)))
     seconds, matmul = [], []
     # An untimed run warms up caches and clock rates.
     probe.run()
     for _ in range(samples):
-        seconds.append(_time(workload.run_step, steps))
+        seconds.append(_time_per_step(workload.run_step, steps))
         matmul.append(probe.flops / probe.run())
     flops_per_step = workload.flops_per_token * workload.tokens_per_step
     return MfuReport(
         workload=workload,
-        step_seconds=Spread.of(seconds),
-        matmul_flops=Spread.of(matmul),
-        matmul_fractions=Spread.of([flops_per_step / s / m for s, m in zip(seconds, matmul, strict=True)]),
+        step_seconds=Spread.from_values(seconds),
+        matmul_flops=Spread.from_values(matmul),
+        matmul_fractions=Spread.from_values([flops_per_step / s / m for s, m in zip(seconds, matmul, strict=True)]),
         matmul_size=probe.size,
         samples=samples,
         steps_per_sample=steps,
@@ -192,7 +192,7 @@ def measure(
     )
 
 
-def table(report: MfuReport) -> list[tuple[str, str]]:
+def report_rows(report: MfuReport) -> list[tuple[str, str]]:
     """The report as names and values for display."""
     work, step, matmul, paired = report.workload, report.step_seconds, report.matmul_flops, report.matmul_fractions
     grouped = f", each of {report.steps_per_sample} steps" if report.steps_per_sample > 1 else ""
@@ -200,7 +200,7 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
         datasheet = hardware = f"n/a: no datasheet figure for {work.dtype} on {work.device_kind!r}"
     else:
         total = report.peak.flops * work.device_count
-        datasheet = f"{report.datasheet_fraction:.1%} of {si(total)}FLOP/s in {report.peak.format}"
+        datasheet = f"{report.datasheet_fraction:.1%} of {format_si(total)}FLOP/s in {report.peak.format}"
         hardware = f"{report.hardware_fraction:.1%}"
     model = f"{work.num_params:,} parameters with a vocabulary of {work.vocab_size:,}"
     note = f"on a CPU XLA computes a model's products in float32: {work.dtype} gains nothing there"
@@ -208,20 +208,20 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
         *([("note", note)] if work.device_kind == "cpu" and work.dtype != "float32" else []),
         ("device", f"{work.device_count} x {work.device_kind}, computing in {work.dtype}"),
         ("model", f"{model}, {work.flops_per_token:,.0f} FLOPs/token"),
-        ("step", f"{work.tokens_per_step:,.0f} tokens, {si(work.flops_per_token * work.tokens_per_step)}FLOPs"),
+        ("step", f"{work.tokens_per_step:,.0f} tokens, {format_si(work.flops_per_token * work.tokens_per_step)}FLOPs"),
         ("timed", f"{report.samples} samples{grouped}, each beside a matrix product; {report.warmup} steps before"),
-        ("step time", step.milliseconds()),
-        ("throughput", f"{report.tokens_per_second:,.0f} tokens/s, {si(report.achieved_flops)}FLOP/s"),
+        ("step time", step.format_milliseconds()),
+        ("throughput", f"{report.tokens_per_second:,.0f} tokens/s, {format_si(report.achieved_flops)}FLOP/s"),
         ("of datasheet peak (MFU)", datasheet),
         ("with recomputation (HFU)", hardware),
-        ("of measured matmul peak", f"{report.matmul_fraction:.1%} of {si(matmul.median)}FLOP/s "
-                                    f"(best {si(matmul.maximum)}FLOP/s; {report.matmul_size} squared)"),
+        ("of measured matmul peak", f"{report.matmul_fraction:.1%} of {format_si(matmul.median)}FLOP/s "
+                                    f"(best {format_si(matmul.maximum)}FLOP/s; {report.matmul_size} squared)"),
         ("same, sample by sample", f"median {paired.median:.1%}, quartiles {paired.lower_quartile:.1%}-"
                                    f"{paired.upper_quartile:.1%}"),
     ]  # fmt: skip
 
 
-def _time(run_step: Callable[[], None], steps: int) -> float:
+def _time_per_step(run_step: Callable[[], None], steps: int) -> float:
     started = time.perf_counter()
     for _ in range(steps):
         run_step()

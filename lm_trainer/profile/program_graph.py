@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from lm_trainer.profile.hlo import Computation, Instruction, Program, parse, split_at_closing
+from lm_trainer.profile.hlo import Computation, Instruction, Program, parse_program, split_at_closing
 
 Value = str | tuple["Value", ...]
 """A hash of how a value is computed; for a tuple, one for each element."""
@@ -76,10 +76,10 @@ def output_hashes(hlo: str) -> list[str]:
     Returns:
         One hash for each result, in order. Programs with equal hashes compute equal bits.
     """
-    program = parse(hlo)
+    program = parse_program(hlo)
     root = next(op for op in program.entry.values() if op.is_root)
-    result = _Hasher(program).entry()[root.name]
-    return [_flat(value) for value in result] if isinstance(result, tuple) else [result]
+    result = _Hasher(program).hash_entry()[root.name]
+    return [_flatten_value(value) for value in result] if isinstance(result, tuple) else [result]
 
 
 class _Hasher:
@@ -88,34 +88,36 @@ class _Hasher:
         self._functions: dict[str, str] = {}
         self._accumulating: dict[str, bool] = {}
 
-    def entry(self) -> dict[str, Value]:
+    def hash_entry(self) -> dict[str, Value]:
         """The values of the entry computation, by name."""
         entry = self._program.entry
         parameters = [op for op in entry.values() if op.opcode == "parameter"]
-        return self._values(
-            entry, {op.name: _digest("argument", op.operand_text, _dims(op.shape)) for op in parameters}
+        return self._hash_instructions(
+            entry, {op.name: _digest("argument", op.operand_text, _normalize_shape(op.shape)) for op in parameters}
         )
 
-    def _values(self, computation: Computation, parameters: Mapping[str, Value]) -> dict[str, Value]:
+    def _hash_instructions(self, computation: Computation, parameters: Mapping[str, Value]) -> dict[str, Value]:
         # Instructions are printed after their operands.
         values: dict[str, Value] = dict(parameters)
         for op in computation.values():
             if op.name not in values:
-                values[op.name] = self._value(op, computation, values)
+                values[op.name] = self._hash_instruction(op, computation, values)
         return values
 
-    def _result(self, name: str, arguments: Sequence[Value]) -> Value:
+    def _hash_call(self, name: str, arguments: Sequence[Value]) -> Value:
         """The result of calling a computation with these arguments."""
         computation = self._program.computations[name]
         parameters = [op for op in computation.values() if op.opcode == "parameter"]
         root = next(op for op in computation.values() if op.is_root)
-        return self._values(computation, {op.name: arguments[int(op.operand_text)] for op in parameters})[root.name]
+        return self._hash_instructions(computation, {op.name: arguments[int(op.operand_text)] for op in parameters})[
+            root.name
+        ]
 
-    def _value(self, op: Instruction, computation: Computation, values: Mapping[str, Value]) -> Value:
+    def _hash_instruction(self, op: Instruction, computation: Computation, values: Mapping[str, Value]) -> Value:
         operands = [values[name] for name in op.operands if name in values]
         if op.opcode in _UNCHANGED:
             return operands[0]
-        if op.opcode in _SHAPES and _dims(op.shape) == _dims(computation[op.operands[0]].shape):
+        if op.opcode in _SHAPES and _normalize_shape(op.shape) == _normalize_shape(computation[op.operands[0]].shape):
             return operands[0]
         if op.opcode == "get-tuple-element":
             index = int(re.findall(r"index=(\d+)", op.attributes)[0])
@@ -124,33 +126,38 @@ class _Hasher:
         if op.opcode == "tuple":
             return tuple(operands)
         if op.opcode in _CALLS:
-            return self._result(op.called("calls", "to_apply")[0], operands)
+            return self._hash_call(op.called_computations("calls", "to_apply")[0], operands)
         if op.opcode == "fusion":
-            return self._marked(self._result(op.called("calls")[0], operands), self._attributes(op))
+            return self._mark_as_fusion(
+                self._hash_call(op.called_computations("calls")[0], operands), self._relevant_attributes(op)
+            )
         if op.opcode == "constant":
-            return _digest("constant", _dims(op.shape), re.sub(r"[{}\s]", "", op.operand_text))
-        functions = [self._function(name) for name in op.called("to_apply", "condition", "body", "branch_computations")]
+            return _digest("constant", _normalize_shape(op.shape), re.sub(r"[{}\s]", "", op.operand_text))
+        functions = [
+            self._hash_function(name)
+            for name in op.called_computations("to_apply", "condition", "body", "branch_computations")
+        ]
         literal = op.operand_text if op.opcode == "iota" else ""
-        flat = [_flat(value) for value in operands]
-        return _digest(op.opcode, _dims(op.shape), literal, self._attributes(op), *functions, *flat)
+        flat = [_flatten_value(value) for value in operands]
+        return _digest(op.opcode, _normalize_shape(op.shape), literal, self._relevant_attributes(op), *functions, *flat)
 
-    def _marked(self, value: Value, attributes: str) -> Value:
+    def _mark_as_fusion(self, value: Value, attributes: str) -> Value:
         if isinstance(value, tuple):
-            return tuple(self._marked(element, attributes) for element in value)
+            return tuple(self._mark_as_fusion(element, attributes) for element in value)
         return _digest("fusion", attributes, value)
 
-    def _function(self, name: str) -> str:
+    def _hash_function(self, name: str) -> str:
         """A hash of a computation for any arguments."""
         if name not in self._functions:
             parameters = [op for op in self._program.computations[name].values() if op.opcode == "parameter"]
             symbols = [_digest("symbol", index) for index in range(len(parameters))]
-            self._functions[name] = _flat(self._result(name, symbols))
+            self._functions[name] = _flatten_value(self._hash_call(name, symbols))
         return self._functions[name]
 
     def _accumulates(self, op: Instruction) -> bool:
         if op.opcode in _ACCUMULATES:
             return True
-        return any(self._any_accumulates(name) for name in op.called("calls"))
+        return any(self._any_accumulates(name) for name in op.called_computations("calls"))
 
     def _any_accumulates(self, name: str) -> bool:
         if name not in self._accumulating:
@@ -158,13 +165,13 @@ class _Hasher:
             self._accumulating[name] = any(self._accumulates(op) for op in inner)
         return self._accumulating[name]
 
-    def _attributes(self, op: Instruction) -> str:
+    def _relevant_attributes(self, op: Instruction) -> str:
         """Attributes that affect the result, and the tile sizes of operations that accumulate."""
         text = _ALIASES.sub("", _CALLED.sub("", _without_irrelevant(op.attributes)))
         plain, _, config = text.partition("backend_config=")
-        return re.sub(r"[\s,]+", " ", plain).strip() + self._kernel(op, config)
+        return re.sub(r"[\s,]+", " ", plain).strip() + self._relevant_kernel_config(op, config)
 
-    def _kernel(self, op: Instruction, config: str) -> str:
+    def _relevant_kernel_config(self, op: Instruction, config: str) -> str:
         if not config or not self._accumulates(op):
             return ""
         body = "{" + _split_at_closing(config[1:])[0] + "}"
@@ -184,15 +191,15 @@ def _without_costs(fields: object) -> object:
     return {key: x for key, x in fields.items() if "estimated" not in key and key != "cost_model_type"}
 
 
-def _flat(value: Value) -> str:
-    return value if isinstance(value, str) else _digest("tuple", *map(_flat, value))
+def _flatten_value(value: Value) -> str:
+    return value if isinstance(value, str) else _digest("tuple", *map(_flatten_value, value))
 
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def _dims(shape: str) -> str:
+def _normalize_shape(shape: str) -> str:
     """A shape without its layout and its axes of size 1."""
     return re.sub(r",(?=\])", "", _UNIT.sub("", _LAYOUT.sub("", shape)))
 

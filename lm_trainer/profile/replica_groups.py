@@ -33,11 +33,11 @@ def replica_groups(attributes: str) -> list[list[int]]:
     """
     if match := _IOTA.search(attributes):
         shape = int(match[1]), int(match[2])
-        dims = _integers(match[3]) if match[3] else [math.prod(shape)]
+        dims = _parse_integers(match[3]) if match[3] else [math.prod(shape)]
         order = np.arange(math.prod(dims)).reshape(dims)
-        return (order.transpose(_integers(match[4])) if match[4] else order).reshape(shape).tolist()
+        return (order.transpose(_parse_integers(match[4])) if match[4] else order).reshape(shape).tolist()
     if match := _LISTS.search(attributes):
-        return [_integers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
+        return [_parse_integers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
     if match := _MESH.search(attributes):
         return _groups_of_mesh(match[1], match[2], match[3])
     raise ValueError(f"which devices take part cannot be read from: {attributes.strip()[:200]}")
@@ -55,9 +55,9 @@ def _groups_of_mesh(axes: str, device_ids: str | None, named: str) -> list[list[
     dims = [(axis, index, size) for axis, parts in factors.items() for index, size in enumerate(parts)]
     devices = np.arange(math.prod(sizes.values()))
     if device_ids and (match := re.search(r"\(?\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?)?", device_ids)):
-        shape = _integers(match[2]) if match[2] else [len(devices)]
+        shape = _parse_integers(match[2]) if match[2] else [len(devices)]
         devices = devices.reshape(shape)
-        devices = devices.transpose(_integers(match[3])) if match[3] else devices
+        devices = devices.transpose(_parse_integers(match[3])) if match[3] else devices
     grid = devices.reshape([size for _, _, size in dims])
     inner = [position for position, (axis, index, _) in enumerate(dims) if (axis, index) in chosen]
     outer = [position for position in range(len(dims)) if position not in inner]
@@ -65,5 +65,5 @@ def _groups_of_mesh(axes: str, device_ids: str | None, named: str) -> list[list[
     return grid.transpose([*outer, *inner]).reshape(-1, group_size).tolist()
 
 
-def _integers(text: str) -> list[int]:
+def _parse_integers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]

@@ -15,7 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_trainer.profile.hlo import ARRAY, Computation, Instruction, Program, array_bytes, dimensions, fused, parse, walk
+from lm_trainer.profile.hlo import (
+    ARRAY,
+    Computation,
+    Instruction,
+    Program,
+    array_bytes,
+    array_dimensions,
+    parse_program,
+    walk_fusion,
+    walk_instructions,
+)
 
 BLOCK_SCALED_PRODUCT = "__cudnn$blockScaledDot"
 """The custom call of a block-scaled matrix product, with a scale for each block of numbers in a row, as in MXFP8."""
@@ -64,7 +74,7 @@ class Bound:
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
 
-def bounds(
+def compute_bounds(
     operations: Iterable[Operation], *, flops_per_second: float, bytes_per_second: float, by: str
 ) -> list[Bound]:
     """Minimum times, longest first, summed over operations with equal `by`: `name` or `part`."""
@@ -79,7 +89,7 @@ def bounds(
     return sorted((Bound(name, *sums) for name, sums in sums_by_name.items()), key=lambda bound: -bound.seconds)
 
 
-def operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Operation]:
+def list_operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Operation]:
     """The operations of an optimised program; the body of a loop counts once per iteration.
 
     Args:
@@ -87,51 +97,51 @@ def operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Oper
         parts: names of `jax.named_scope` to distinguish; operations outside of them are `other`.
         times: number of runs of the program.
     """
-    program, listed = parse(hlo), []
-    for op, computation, runs in walk(program):
+    program, listed = parse_program(hlo), []
+    for op, computation, runs in walk_instructions(program):
         # An asynchronous operation counts at its start.
         if op.opcode not in _FREE and not op.opcode.endswith(("-done", "-update")):
-            one = _operation(op, computation, program, parts)
+            one = _make_operation(op, computation, program, parts)
             listed.append(one._replace(flops=times * runs * one.flops, num_bytes=times * runs * one.num_bytes))
     return listed
 
 
-def _operation(op: Instruction, computation: Computation, program: Program, parts: Collection[str]) -> Operation:
-    products = [(_flops(one, of), one) for one, of in fused(program, op)]
-    flops = _flops(op, computation) + sum(count for count, _ in products)
+def _make_operation(op: Instruction, computation: Computation, program: Program, parts: Collection[str]) -> Operation:
+    products = [(_operation_flops(one, of), one) for one, of in walk_fusion(program, op)]
+    flops = _operation_flops(op, computation) + sum(count for count, _ in products)
     # XLA names a fusion after its last operation; a fusion with a matrix product is named after the product here.
     product = max(products, key=lambda product_entry: product_entry[0], default=(0.0, op))
     named = product[1] if product[0] and "op_name=" in product[1].attributes else op
-    inside = [program.computations[name] for name in op.called("calls")]
-    moved = _fused_bytes(op, inside[0]) if inside else _bytes_of(op, computation)
+    inside = [program.computations[name] for name in op.called_computations("calls")]
+    moved = _fusion_bytes(op, inside[0]) if inside else _operation_bytes(op, computation)
     shape = re.sub(r"\{[^}]*\}", "", op.shape)
-    return Operation(f"{_kind(op.name)} {shape}", _part(named.attributes, parts), flops, moved)
+    return Operation(f"{_remove_number(op.name)} {shape}", _model_part(named.attributes, parts), flops, moved)
 
 
-def _kind(name: str) -> str:
+def _remove_number(name: str) -> str:
     return re.sub(r"(\.\d+)+$", "", name)
 
 
-def _part(attributes: str, parts: Collection[str]) -> str:
+def _model_part(attributes: str, parts: Collection[str]) -> str:
     match = re.search(r'op_name="([^"]*)"', attributes)
     path = match[1] if match else ""
     part = next((name for name in re.findall(r"\w+", path) if name in parts), _OTHER)
     return f"{part}, {'backward' if 'transpose(' in path else 'forward'}" if path else _OTHER
 
 
-def _flops(op: Instruction, computation: Computation) -> float:
+def _operation_flops(op: Instruction, computation: Computation) -> float:
     """FLOPs of a matrix product: 2 x elements of the result x contraction size; 0 for any other instruction."""
     if op.operands and op.operands[0] in computation:
         if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
-            return 2.0 * math.prod(dimensions(op.shape)) * dimensions(computation[op.operands[0]].shape)[-1]
+            return 2.0 * math.prod(array_dimensions(op.shape)) * array_dimensions(computation[op.operands[0]].shape)[-1]
         if op.opcode == "convolution":
-            return _convolution_flops(op, *(dimensions(computation[name].shape) for name in op.operands[:2]))
+            return _convolution_flops(op, *(array_dimensions(computation[name].shape) for name in op.operands[:2]))
         # The attribute's spelling depends on the XLA version.
         summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.attributes)
         if summed is not None:
-            left = dimensions(computation[op.operands[0]].shape)
+            left = array_dimensions(computation[op.operands[0]].shape)
             axes = [int(axis) for axis in summed[1].replace('"', "").split(",") if axis]
-            return 2.0 * math.prod(dimensions(op.shape)) * math.prod(left[axis] for axis in axes)
+            return 2.0 * math.prod(array_dimensions(op.shape)) * math.prod(left[axis] for axis in axes)
     return 0.0
 
 
@@ -146,17 +156,17 @@ def _convolution_flops(op: Instruction, left: list[int], right: list[int]) -> fl
         return 0.0
     inputs, kernel, result = (
         dict(zip(names, x, strict=True))
-        for names, x in zip(labels.groups(), (left, right, dimensions(op.shape)), strict=True)
+        for names, x in zip(labels.groups(), (left, right, array_dimensions(op.shape)), strict=True)
     )
     window = dict(re.findall(r"(\w+)=([\d_x\-]+)", (re.search(r"window=\{([^}]*)\}", op.attributes) or [""])[0]))
     flops = 2.0 * result["b"] * result["f"] * kernel["i"]
     for dim in (label for label in result if label.isdigit()):
         of = {key: value.split("x")[int(dim)] for key, value in window.items()}
-        flops *= _meetings(inputs[dim], kernel[dim], result[dim], of)
+        flops *= _count_overlaps(inputs[dim], kernel[dim], result[dim], of)
     return flops
 
 
-def _meetings(size: int, kernel: int, result: int, window: Mapping[str, str]) -> int:
+def _count_overlaps(size: int, kernel: int, result: int, window: Mapping[str, str]) -> int:
     """Number of pairs of a result position and a window position that fall on an element of the input."""
     stride, spread, holes = (int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate"))
     low_padding = int(window.get("pad", "0_0").split("_")[0])
@@ -164,7 +174,7 @@ def _meetings(size: int, kernel: int, result: int, window: Mapping[str, str]) ->
     return int(np.sum((positions >= 0) & (positions <= (size - 1) * spread) & (positions % spread == 0)))
 
 
-def _bytes_of(op: Instruction, computation: Computation) -> float:
+def _operation_bytes(op: Instruction, computation: Computation) -> float:
     # A slice is both read and written.
     if op.opcode in _SLICES:
         return 2 * op.size
@@ -179,11 +189,11 @@ def _bytes_of(op: Instruction, computation: Computation) -> float:
     return op.size + sum(computation[name].size for name in op.operands if name in computation)
 
 
-def _fused_bytes(op: Instruction, inside: Computation) -> float:
+def _fusion_bytes(op: Instruction, inside: Computation) -> float:
     """Bytes a fusion reads and writes; arrays it only slices or updates count only the slices."""
     # An in-place update writes only its slice.
     updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
-    into = {_origin(i.operands[0], inside) for i in updates}
+    into = {_find_origin(i.operands[0], inside) for i in updates}
     written = sum(inside[i.operands[1]].size for i in updates) if updates else op.size
     read = 0.0
     for parameter in (i for i in inside.values() if i.opcode == "parameter"):
@@ -196,7 +206,7 @@ def _fused_bytes(op: Instruction, inside: Computation) -> float:
     return written + read
 
 
-def _origin(name: str, inside: Computation) -> str:
+def _find_origin(name: str, inside: Computation) -> str:
     """The array an instruction forwards unchanged."""
     while name in inside and inside[name].opcode in _THROUGH:
         name = inside[name].operands[0]

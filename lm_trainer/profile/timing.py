@@ -20,7 +20,7 @@ class Spread:
     maximum: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def from_values(cls, values: Sequence[float]) -> Spread:
         """The spread of one or more values."""
         # Inclusive: the quartiles of few values stay within their range.
         lower, median, upper = (
@@ -31,7 +31,7 @@ class Spread:
     def as_dict(self) -> dict[str, float]:
         return dict(vars(self))
 
-    def milliseconds(self) -> str:
+    def format_milliseconds(self) -> str:
         """Formats a spread of seconds: `12.3 ms (quartiles 11.9-13.0, range 11.2-15.1)`."""
         median, low, high, minimum, maximum = (
             f"{1e3 * value:.{1 if value < 10 else 0}f}" for value in vars(self).values()
@@ -40,7 +40,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """The result of a bench command."""
 
     rows: list[tuple[str, str]]
@@ -49,20 +49,20 @@ class Measured:
     """For `--json`: plain values in SI units; names are stable."""
 
 
-def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+def align_rows(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Lines of names and values, with aligned values."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
-def timed(run: Callable[[], object]) -> float:
+def time_call(run: Callable[[], object]) -> float:
     """Seconds of one call."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
-def interleaved(
+def measure_interleaved(
     runs: Mapping[str, Callable[[], float]], repeats: int, *, on_turn: Callable[[int], object] = lambda _: None
 ) -> dict[str, list[float]]:
     """Measures each of `runs` `repeats` times, in rounds; every other round runs in reverse order.
@@ -81,7 +81,7 @@ def interleaved(
     return results
 
 
-def si(value: float) -> str:
+def format_si(value: float) -> str:
     """`1.23 T`: three digits and a prefix."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
@@ -89,6 +89,6 @@ def si(value: float) -> str:
     return f"{value:.3g} "
 
 
-def mebibytes(count: float) -> str:
+def format_mebibytes(count: float) -> str:
     """`12.3 MiB`."""
     return f"{count / 2**20:,.1f} MiB"

@@ -79,11 +79,11 @@ class Profiler:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def _traces(self) -> set[Path]:
+    def _find_traces(self) -> set[Path]:
         return {path for path in (self._directory / "plugins" / "profile").glob("*") if path.is_dir()}
 
     def _begin(self) -> None:
-        existing = self._traces()
+        existing = self._find_traces()
         try:
             jax.profiler.start_trace(str(self._directory), create_perfetto_link=self._perfetto_link)
         except (RuntimeError, OSError, ValueError) as error:
@@ -100,7 +100,7 @@ class Profiler:
         except (RuntimeError, OSError, ValueError) as error:
             self._fail(error)
             return
-        for path in sorted(self._traces() - existing):
+        for path in sorted(self._find_traces() - existing):
             logger.info("wrote a trace of the steps from %d on to %s", self._start, path)
             if self._on_trace is not None:
                 self._on_trace(path)

@@ -81,12 +81,12 @@ class _StepObserver:
         self.grads: Params = {}
         self.weight = 1.0
 
-    def before(self, state: TrainState) -> Any:
-        return self._watcher.before(state)
+    def before_step(self, state: TrainState) -> Any:
+        return self._watcher.before_step(state)
 
-    def after(self, before: Any, grads: Params, weight: jax.Array, state: TrainState) -> None:
+    def after_step(self, before: Any, grads: Params, weight: jax.Array, state: TrainState) -> None:
         self.grads, self.weight = grads, float(np.asarray(weight.addressable_data(0)))
-        self._watcher.after(before, grads, weight, state)
+        self._watcher.after_step(before, grads, weight, state)
 
     def norms(self) -> dict[str, Norms]:
         (report,) = self._watcher.report()

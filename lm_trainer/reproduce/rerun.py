@@ -68,7 +68,7 @@ class Rerun:
     def step(self, observer: Observer | None = None) -> dict[str, float]:
         """Runs one step, and returns the metrics a run records for it."""
         batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
-        if not program.step.compiled(step_index):
+        if not program.step.is_compiled(step_index):
             self.run.attempt.progress.phase("compiling the training step")
             self.program = program.step.compile(batch, step_index).fingerprint()
         self.state, metrics = program.take_step(self.state, batch, observer)

@@ -45,7 +45,7 @@ def token_losses(setup: TrainingSetup, config: RunConfig, state: TrainState, bat
 
     def losses(params: dict[str, jax.Array], rows: Batch) -> jax.Array:
         model = setup.model.merge(params)
-        h_BSD, _ = model.hidden_of(rows, dtype=config.trainer.mp.compute_dtype)
+        h_BSD, _ = model.batch_hidden_and_stats(rows, dtype=config.trainer.mp.compute_dtype)
         h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(rows.targets).reshape(-1)
         ones_N = jnp.ones(targets_N.shape, jnp.float32)
         # The loss is linear in the token weights, so its gradient with respect to them is the loss per token. This uses

@@ -254,7 +254,7 @@ class Trainer:
         # Traced definitions contain only shapes, so take the weights from the given model here.
         init = setup.init
         if model is not None:
-            weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+            weights = definition.flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             init = lambda: setup.from_weights(weights)  # noqa: E731
         fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
         state = self.attempt.start(setup, init, fingerprint)

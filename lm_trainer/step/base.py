@@ -26,15 +26,15 @@ from lm_trainer.step.updates.update import Metrics
 class Observer(Protocol):
     """Looks at the inside of a step."""
 
-    def before(self, state: TrainState) -> PyTree:
+    def before_step(self, state: TrainState) -> PyTree:
         """Copies the values it needs from the state before the step, which the step consumes."""
         ...
 
-    def after(self, before: PyTree, grads: Params, weight: jax.Array, state: TrainState) -> None:
+    def after_step(self, before: PyTree, grads: Params, weight: jax.Array, state: TrainState) -> None:
         """Receives the results of a step.
 
         Args:
-            before: values returned by `before`.
+            before: values returned by `before_step`.
             grads: gradients, summed over the batch.
             weight: the number to divide `grads` by.
             state: state after the step.
@@ -82,7 +82,7 @@ class Step(Protocol):
         """
         ...
 
-    def compiled(self, step: int) -> bool:
+    def is_compiled(self, step: int) -> bool:
         """True if this step needs no compilation."""
         ...
 

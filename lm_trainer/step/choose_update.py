@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from lm_trainer.optim import Param
 from lm_trainer.step.base import UpdateRule
 from lm_trainer.step.state.state_sharding import TrainedShardings
-from lm_trainer.step.updates.owned_update import OwnedUpdate, owned_update
+from lm_trainer.step.updates.owned_update import OwnedUpdate, make_owned_update
 from lm_trainer.step.updates.update import ReplicatedUpdate, ShardedUpdate, make_update
 
 
@@ -37,5 +37,5 @@ def choose_update(
     update = make_update(rule.optimizer, rule.tx)
     if rule.optimizer.elementwise:
         return ShardedUpdate(update, shardings, mesh)
-    owned = owned_update(rule.optimizer, params, rule.tx, shapes, shardings, mesh) if rule.owned else None
+    owned = make_owned_update(rule.optimizer, params, rule.tx, shapes, shardings, mesh) if rule.owned else None
     return owned or ReplicatedUpdate(update, shardings, mesh)

@@ -19,7 +19,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim.averaging import ema_update
-from lm_trainer.parallel.compile_per_device import close_cache_for
+from lm_trainer.parallel.compile_per_device import disable_cache_for
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
@@ -35,8 +35,8 @@ from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.loss.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.staged.staged_sum import StagedSum, StagesOf
-from lm_trainer.step.staged.stages import Ready
-from lm_trainer.step.staged.whole_model import whole_model
+from lm_trainer.step.staged.stages import PreparedParams
+from lm_trainer.step.staged.whole_model import whole_model_stages
 from lm_trainer.step.state.model_def import ModelDef, Params
 from lm_trainer.step.state.state_sharding import StateSharding
 from lm_trainer.step.state.train_state import TrainState
@@ -61,7 +61,7 @@ class ElasticStep:
         staged: the loss in stages, to compute a microbatch stage by stage; None computes it in one program.
         curvature_stages: the optimizer's curvature estimate in stages; replaces the estimate in `rule` if `staged` is
             given.
-        together: as for `DeviceGroups`.
+        microbatches_per_gather: as for `DeviceGroups`.
     """
 
     loops = True
@@ -77,13 +77,13 @@ class ElasticStep:
         key: jax.Array,
         staged: StagedLoss | None = None,
         curvature_stages: CurvatureStages | None = None,
-        together: int | None = None,
+        microbatches_per_gather: int | None = None,
     ):
         mesh, shardings = sharding.mesh, sharding.trained
-        self.plans, self.devices = plans, DeviceGroups(sharding, together)
+        self.plans, self.devices = plans, DeviceGroups(sharding, microbatches_per_gather)
         # For its errors: reject a mesh that cannot share a batch before compiling anything.
         for plan in plans.values:
-            plan.shares(mesh)
+            plan.divide_microbatches(mesh)
         trainable = shardings.params
         # Folded, so the estimate does not reuse the random numbers of dropout in the same microbatch.
         curvature_key = jax.random.fold_in(key, 1)
@@ -98,11 +98,11 @@ class ElasticStep:
                 estimate = curvature_stages(model, jax.random.key_data(curvature_key), trainable)
         else:
             gradient = loss_and_gradient(model, loss, trainable)
-            stages = whole_model("microbatch", gradient, model, trainable, self.devices, key)
+            stages = whole_model_stages("microbatch", gradient, model, trainable, self.devices, key)
             if rule.curvature is not None:
                 function = curvature_sums(model, rule.curvature, trainable)
-                estimate = whole_model("curvature", function, model, trainable, self.devices, curvature_key)
-        self._rule, self._sums = rule, partial(_staged_sums, stages, estimate, model, trainable)
+                estimate = whole_model_stages("curvature", function, model, trainable, self.devices, curvature_key)
+        self._rule, self._sums = rule, partial(_make_staged_sums, stages, estimate, model, trainable)
         wide = prefers_mesh_wide(mesh.devices.flat[0].platform) and can_be_mesh_wide(self.devices, plans.values)
         self._dispatch_to(MeshWide(self.devices) if wide else self.devices)
         param_shardings = {name: sharding.params[name] for name in trainable}
@@ -119,7 +119,7 @@ class ElasticStep:
         self._computing = devices
         self._gradient, self._curvature = self._sums(devices)
         if isinstance(devices, DeviceGroups):
-            close_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
+            disable_cache_for([list(group.mesh.devices.flat) for group in devices.groups])
 
     def prepare(self, batch: Batch, step: int = 0) -> None:
         """As `compile`, without returning programs; skipped in a rehearsal."""
@@ -145,9 +145,9 @@ class ElasticStep:
         self.prepare(batch, step)
         return self._gradient.compile(batch, self.plans.at(step))
 
-    def compiled(self, step: int) -> bool:
+    def is_compiled(self, step: int) -> bool:
         """True if this step needs no compilation."""
-        return self._gradient.compiled(self.plans.at(step))
+        return self._gradient.is_compiled(self.plans.at(step))
 
     def local_rows(self, step: int = 0) -> Sequence[int]:
         """Rows of the global batch of `step` that this process needs."""
@@ -159,10 +159,10 @@ class ElasticStep:
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """Sums of loss, weights, gradients and reported metrics over the global batch."""
-        return self._gradient(self._ready(state), batch, state.step)
+        return self._gradient(self._prepare_params(state), batch, state.step)
 
-    def _ready(self, state: TrainState) -> Ready:
-        return self._gradient.ready({**state.frozen, **state.params})
+    def _prepare_params(self, state: TrainState) -> PreparedParams:
+        return self._gradient.prepare_params({**state.frozen, **state.params})
 
     def __call__(
         self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
@@ -170,41 +170,41 @@ class ElasticStep:
         """Runs one step on a batch placed by `put`."""
         (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
         # Before the update, which consumes the state.
-        observed = None if observer is None else observer.before(state)
+        observed = None if observer is None else observer.before_step(state)
         scalars = {
             **scalars,
             "squares": wait_on_cpu(self._norm(grads)),
-            "learning_rate": self._scalar(np.float32(learning_rate)),
+            "learning_rate": self._replicate_scalar(np.float32(learning_rate)),
         }
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
-        done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
+        done = TrainState(state.step + 1, params, opt_state, self._update_average(state, params), state.frozen)
         if observer is not None:
-            observer.after(observed, grads, scalars["weight"], done)
+            observer.after_step(observed, grads, scalars["weight"], done)
         return done, metrics
 
     @cached_property
     def _zero(self) -> jax.Array:
-        return self._scalar(np.uint32(0))
+        return self._replicate_scalar(np.uint32(0))
 
-    def _scalar(self, value: np.generic) -> jax.Array:
+    def _replicate_scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self.devices.sharding.mesh)
 
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
         # Gathered parameters are freed when this function returns, before the update.
-        params = self._ready(state)
+        params = self._prepare_params(state)
         sums = self._gradient(params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
             return sums, None
         return sums, self._curvature(params, batch, state.step).tree
 
-    def _averaged(self, state: TrainState, params: Params) -> Params | None:
+    def _update_average(self, state: TrainState, params: Params) -> Params | None:
         if state.averaged is None or self._rule.averaging is None:
             return None
-        rate = self._scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
+        rate = self._replicate_scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
         return self._average(self._zero, state.averaged, params, rate)
 
 
-def _staged_sums(
+def _make_staged_sums(
     stages: StagesOf,
     estimate: StagesOf | None,
     model: ModelDef,

@@ -19,8 +19,8 @@ from lm_trainer.step.dispatch.microbatches import Microbatch, microbatch_groups
 from lm_trainer.step.loss.gradient import LossFn
 from lm_trainer.step.staged.split_loss import SplitLoss
 from lm_trainer.step.staged.staged_sum import StagesOf
-from lm_trainer.step.staged.stages import Ready, StageCall, StagedForward, Stages
-from lm_trainer.step.staged.whole_model import whole_losses
+from lm_trainer.step.staged.stages import PreparedParams, StageCall, StagedForward, Stages
+from lm_trainer.step.staged.whole_model import whole_model_losses
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 
@@ -45,8 +45,10 @@ class Evaluator:
         staged: StagedLoss | None = None,
     ):
         self._devices, self._plan = devices, plan
-        stages_of = whole_losses(model, loss, devices) if staged is None else SplitLoss(model, staged, None).stages
-        self._sums = _Sums(stages_of, model, devices)
+        stages_of = (
+            whole_model_losses(model, loss, devices) if staged is None else SplitLoss(model, staged, None).stages
+        )
+        self._sums = _MicrobatchLosses(stages_of, model, devices)
 
     @property
     def batch_size(self) -> int:
@@ -59,10 +61,10 @@ class Evaluator:
         return self._devices.local_rows(self._plan)
 
     def __call__(self, params: Params, batches: Iterable[Batch]) -> dict[str, float]:
-        """Weighted means over all tokens of all batches, as returned by `means`; arguments as for `sums`."""
-        return means(self.sums(params, batches))
+        """Weighted means over all tokens of all batches, as by `means_from_sums`; arguments as for `compute_sums`."""
+        return means_from_sums(self.compute_sums(params, batches))
 
-    def sums(
+    def compute_sums(
         self, params: Params, batches: Iterable[Batch], counts: Callable[[Batch], dict[str, float]] = lambda _: {}
     ) -> dict[str, float]:
         """Weighted sums over all tokens of all batches; empty if there are no batches.
@@ -75,13 +77,13 @@ class Evaluator:
         Returns:
             `loss` in nats, `weight`, the counts, and the metrics the loss function reports.
         """
-        ready: Ready | None = None
+        ready: PreparedParams | None = None
         parts: dict[str, list[jax.Array | float]] = {}
-        shares = self._devices.shares(self._plan)
-        max_microbatches = len(self._devices.groups) * shares.most * (self._plan.count // shares.count)
+        shares = self._devices.divide_microbatches(self._plan)
+        max_microbatches = len(self._devices.groups) * shares.max_terms * (self._plan.count // shares.count)
         for batch in batches:
             self._compile(batch)
-            ready = ready or self._sums.ready(params)
+            ready = ready or self._sums.prepare_params(params)
             for name, count in counts(batch).items():
                 parts.setdefault(name, []).append(count)
             batch_sums = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
@@ -95,7 +97,7 @@ class Evaluator:
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
         return {name: math.fsum(gather(values).ravel().tolist()) for name, values in terms.items()}
 
-    def rows(self, params: Params, batches: Iterable[Batch]) -> Iterator[dict[str, np.ndarray]]:
+    def compute_row_values(self, params: Params, batches: Iterable[Batch]) -> Iterator[dict[str, np.ndarray]]:
         """Arrays the loss function reports instead of sums, concatenated over the rows of each batch.
 
         Args:
@@ -105,38 +107,38 @@ class Evaluator:
         Yields:
             Name -> [rows, ...], the rows of the batch of this process.
         """
-        ready: Ready | None = None
+        ready: PreparedParams | None = None
         waiting: tuple[int, list[tuple[jax.Array, dict[str, jax.Array]]]] | None = None
         for batch in batches:
             self._compile(batch)
-            ready = ready or self._sums.ready(params)
+            ready = ready or self._sums.prepare_params(params)
             placed = self._devices.put(batch, self._plan)
             # The devices compute the next batch while the host processes this one.
             waiting, done = (len(batch.tokens), list(self._sums(ready, placed))), waiting
             if done is not None:
-                yield _in_order(*done)
+                yield _concatenate_in_order(*done)
         if waiting is not None:
-            yield _in_order(*waiting)
+            yield _concatenate_in_order(*waiting)
 
     def _compile(self, batch: Batch) -> None:
-        if not self._sums.compiled:
-            self._sums.compile(self._plan.rows_like(batch))
+        if not self._sums.is_compiled:
+            self._sums.compile(self._plan.microbatch_shapes(batch))
 
 
-def means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means from the sums of `Evaluator.sums`: `loss` in nats, and the other metrics; NaN if the weight is 0."""
+def means_from_sums(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means from `Evaluator.compute_sums`: `loss` in nats, and the other metrics; NaN if the weight is 0."""
     weight = sums.get("weight", 0.0)
     metrics = {name: total / weight if weight else math.nan for name, total in sums.items() if name != "weight"}
     return metrics or {"loss": math.nan}
 
 
-def _in_order(rows: int, results: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
+def _concatenate_in_order(rows: int, results: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
     ordered = [sums for _, sums in sorted(results, key=lambda result: int(result[0]))]
     names = [name for name, x in ordered[0].items() if x.ndim]
     return {name: np.concatenate([np.asarray(sums[name]) for sums in ordered])[:rows] for name in names}
 
 
-class _Sums:
+class _MicrobatchLosses:
     """The sums of each microbatch."""
 
     def __init__(self, stages_of: StagesOf, model: ModelDef, devices: DeviceGroups):
@@ -144,7 +146,7 @@ class _Sums:
         self._programs: tuple[StagedForward, MicrobatchExecutable] | None = None
 
     @property
-    def compiled(self) -> bool:
+    def is_compiled(self) -> bool:
         return self._programs is not None
 
     def compile(self, batch: Batch) -> None:
@@ -152,12 +154,12 @@ class _Sums:
         stages = Stages(self._stages_of(batch), self._shapes, (), self._devices)
         self._programs = StagedForward.compile(stages, batch), stages.compile_losses(batch)
 
-    def ready(self, params: Params) -> Ready:
+    def prepare_params(self, params: Params) -> PreparedParams:
         """Prepares the parameters for `__call__`; call it after compiling."""
         assert self._programs is not None
-        return self._programs[0].stages.ready(params)
+        return self._programs[0].stages.prepare_params(params)
 
-    def __call__(self, ready: Ready, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
+    def __call__(self, ready: PreparedParams, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
         """Yields the index of each microbatch, and the values the loss function reports for it."""
         assert self._programs is not None
         (forward, losses), stages = self._programs, self._programs[0].stages
@@ -165,10 +167,10 @@ class _Sums:
             streams, call = forward(ready, group), stages.order[-1]
             gathered = stages.gather(ready, call)
 
-            def one(
+            def compute_losses(
                 microbatch: Microbatch, stream: PyTree, params: list[Params] = gathered, call: StageCall = call
             ) -> tuple[jax.Array, dict[str, jax.Array]]:
                 i, rows, step, index = microbatch
                 return index, losses(i, params[i], stream, rows, call.numbers[i], step, index)
 
-            yield from group.microbatches.map(one, streams)
+            yield from group.microbatches.map(compute_losses, streams)

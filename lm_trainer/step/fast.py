@@ -21,7 +21,7 @@ from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.collectives import batch_in_parts
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.rehearsal import current_rehearsal, put_on
+from lm_trainer.parallel.rehearsal import current_rehearsal, put_abstract
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, pad_rows
@@ -67,7 +67,7 @@ class FastStep:
         self._model, self._rule, self._sharding = model, rule, sharding
         self._shards, self._accumulate = batch_shards(sharding.mesh), accumulate
         for plan in plans.values:
-            plan.per_shard(sharding.mesh)
+            plan.microbatches_per_shard(sharding.mesh)
         self._key_data = jax.random.key_data(key)
         trainable = sharding.trained.params
         self._gather = GatherWhereRead(model, sharding)
@@ -80,18 +80,18 @@ class FastStep:
         step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
         self._step = Program("step", step, "new state", grows=True, repeatable=False)
         # A gradient or an estimate is rarely observed, so each is a separate program.
-        self._sums = Program("gradient", self._jitted_sums(self._gradient, stream=0), "gradients", grows=True)
+        self._sums = Program("gradient", self._jit_sums(self._gradient, stream=0), "gradients", grows=True)
         self._curvature = None
         if rule.curvature is not None:
-            estimate = self._jitted_sums(curvature_sums(model, rule.curvature, trainable), stream=1)
+            estimate = self._jit_sums(curvature_sums(model, rule.curvature, trainable), stream=1)
             self._curvature = Program("curvature", estimate, "estimates", grows=True)
         average = jax.jit(ema_update, out_shardings=trainable, donate_argnums=0)
         self._average = Program("average", average, "new state", elementwise=True)
         self._programs: dict[tuple[int, bool], Program] = {}
 
-    def _jitted_sums(self, function: MicrobatchFn, *, stream: int) -> jax.stages.Wrapped:
+    def _jit_sums(self, function: MicrobatchFn, *, stream: int) -> jax.stages.Wrapped:
         def sums(params: Params, batch: Batch, step: jax.Array) -> Sums:
-            return self._over_batch(function, params, batch, step, stream)
+            return self._sum_over_batch(function, params, batch, step, stream)
 
         shardings: PyTree = (self._everywhere, dict(self._sharding.trained.params))
         return jax.jit(sums, out_shardings=Sums(*shardings))
@@ -109,8 +109,10 @@ class FastStep:
         plan, state = self.plans.at(step), self._abstract_state()
         rows = self._global_shapes(batch, plan)
         if observed:
-            self._sums.jitted.lower({**state.frozen, **state.params}, rows, self._scalar(np.int32(0))).compile()
-        program = self._program((state.params, state.opt_state, state.frozen), rows, plan, None)
+            self._sums.jitted.lower(
+                {**state.frozen, **state.params}, rows, self._replicate_scalar(np.int32(0))
+            ).compile()
+        program = self._get_program((state.params, state.opt_state, state.frozen), rows, plan, None)
         assert program.executable is not None, "nothing is compiled in a rehearsal"
         return program.executable
 
@@ -125,7 +127,7 @@ class FastStep:
             lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows), batch
         )
 
-    def _program(
+    def _get_program(
         self,
         state: tuple[Params, optax.OptState, Params],
         batch: Batch,
@@ -140,7 +142,7 @@ class FastStep:
             self._programs[kind] = replace(self._step, executable=executable)
         return self._programs[kind]
 
-    def compiled(self, step: int) -> bool:
+    def is_compiled(self, step: int) -> bool:
         """True if this step needs no compilation."""
         return (self.plans.at(step).batch_size, False) in self._programs
 
@@ -152,9 +154,9 @@ class FastStep:
         """Puts this process's rows of the global batch of `step` into arrays sharded over the devices."""
         plan, mesh = self.plans.at(step), self._sharding.mesh
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
+        local = pad_rows(batch, plan.microbatches_per_shard(mesh) * plan.rows * len(self.devices.groups))
         global_rows = plan.rows * plan.count
-        if (rehearsed := put_on(self._global_shapes(batch, plan), rows, "batch")) is not None:
+        if (rehearsed := put_abstract(self._global_shapes(batch, plan), rows, "batch")) is not None:
             return rehearsed
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x), (global_rows, *np.shape(x)[1:])),
@@ -163,7 +165,9 @@ class FastStep:
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """Sums of loss, weights, gradients and reported metrics over the global batch."""
-        return wait_on_cpu(self._sums({**state.frozen, **state.params}, batch, self._scalar(np.int32(state.step))))
+        return wait_on_cpu(
+            self._sums({**state.frozen, **state.params}, batch, self._replicate_scalar(np.int32(state.step)))
+        )
 
     def __call__(
         self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
@@ -172,24 +176,26 @@ class FastStep:
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}
-            curvature = wait_on_cpu(self._curvature(everything, batch, self._scalar(np.int32(state.step)))).tree
+            curvature = wait_on_cpu(
+                self._curvature(everything, batch, self._replicate_scalar(np.int32(state.step)))
+            ).tree
         # Before the step, which consumes the parameters.
-        observed = None if observer is None else (observer.before(state), self.gradient(state, batch))
+        observed = None if observer is None else (observer.before_step(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
-        program = self._program(arrays, batch, self.plans.at(state.step), curvature)
-        step, rate = self._scalar(np.int32(state.step)), self._scalar(np.float32(learning_rate))
+        program = self._get_program(arrays, batch, self.plans.at(state.step), curvature)
+        step, rate = self._replicate_scalar(np.int32(state.step)), self._replicate_scalar(np.float32(learning_rate))
         params, opt_state, metrics = wait_on_cpu(program(*arrays, batch, step, rate, curvature))
         averaged = state.averaged
         if averaged is not None and self._rule.averaging is not None:
-            average_rate = self._scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
+            average_rate = self._replicate_scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
             averaged = self._average(averaged, params, average_rate)
         done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
         if observer is not None and observed is not None:
             values, sums = observed
-            observer.after(values, sums.tree, sums.scalars["weight"], done)
+            observer.after_step(values, sums.tree, sums.scalars["weight"], done)
         return done, metrics
 
-    def _scalar(self, value: np.generic) -> jax.Array:
+    def _replicate_scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self._sharding.mesh)
 
     def _whole_step(  # noqa: PLR0913 - the inputs of a step
@@ -202,12 +208,12 @@ class FastStep:
         learning_rate: jax.Array,
         curvature: Params | None,
     ) -> tuple[Params, optax.OptState, Metrics]:
-        scalars, grads = self._over_batch(self._gradient, {**frozen, **params}, batch, step)
+        scalars, grads = self._sum_over_batch(self._gradient, {**frozen, **params}, batch, step)
         squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values())
         inputs = {**scalars, "squares": squares, "learning_rate": learning_rate}
         return self._apply(params, opt_state, grads, curvature, inputs)
 
-    def _over_batch(
+    def _sum_over_batch(
         self, function: MicrobatchFn, params: Params, batch: Batch, step: jax.Array, stream: int = 0
     ) -> Sums:
         """Sums of `function` over the batch; `stream` separates the random numbers of different functions."""
@@ -217,8 +223,8 @@ class FastStep:
         # Traced for all rows at once: only which parameters are read matters.
         gathered = self._gather.gather_unread(function, params, batch, key)
 
-        def one(rows: Batch, index: jax.Array | int) -> Sums:
-            with batch_in_parts(self._shards), self._gather.reading():
+        def sum_chunk(rows: Batch, index: jax.Array | int) -> Sums:
+            with batch_in_parts(self._shards), self._gather.gather_on_read():
                 scalars, tree = function(gathered, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
             # In storage sharding, so XLA may reduce-scatter gradients and no device holds them unsharded.
@@ -226,7 +232,7 @@ class FastStep:
 
         chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
         if chunks == 1:
-            return one(batch, 0)
+            return sum_chunk(batch, 0)
 
         def split(x: jax.Array) -> jax.Array:
             # Each device splits its own rows, so no row moves to another device.
@@ -235,10 +241,10 @@ class FastStep:
             return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
 
         def add(total: Sums, item: tuple[Batch, jax.Array]) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, total, one(*item)), None
+            return jax.tree.map(jnp.add, total, sum_chunk(*item)), None
 
         items = (jax.tree.map(split, batch), jnp.arange(chunks))
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, batch, 0))
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sum_chunk, batch, 0))
         return jax.lax.scan(add, zero, items)[0]
 
     def _rows_at_once(self, rows: int) -> int:

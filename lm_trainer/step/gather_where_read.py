@@ -41,19 +41,21 @@ class GatherWhereRead:
 
     def __init__(self, model: ModelDef, sharding: StateSharding):
         self._mesh, self._params = sharding.mesh, sharding.params
-        sharded = {name for name, param in self._params.items() if self._pieces(param.storage) > 1}
+        sharded = {name for name, param in self._params.items() if self._num_batch_shards(param.storage) > 1}
         layers = {name for name, axes in model.axes.items() if axes[:1] == (_LAYERS,)}
         reread = layers if self._mesh.shape["pipeline"] > 1 else set()
-        self._late = {n for n in sharded - reread if n not in layers or self._pieces(self._params[n].storage[:1]) == 1}
+        self._late = {
+            n for n in sharded - reread if n not in layers or self._num_batch_shards(self._params[n].storage[:1]) == 1
+        }
         self._read: set[str] = set()
 
-    def _pieces(self, spec: PartitionSpec) -> int:
+    def _num_batch_shards(self, spec: PartitionSpec) -> int:
         return math.prod(self._mesh.shape[axis] for entry in spec for axis in spec_axes(entry) if axis in BATCH_AXES)
 
     def gather_unread(self, function: Callable[..., PyTree], params: Params, *others: PyTree) -> Params:
-        """Gathers the parameters that `function(params, *others)`, traced under `reading`, does not gather itself."""
+        """Gathers the parameters that `function(params, *others)`, traced under `gather_on_read`, does not gather."""
         if self._late:
-            with self.reading():
+            with self.gather_on_read():
                 jax.eval_shape(function, params, *others)
         return {
             name: x
@@ -63,7 +65,7 @@ class GatherWhereRead:
         }
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def gather_on_read(self) -> Iterator[None]:
         """While a computation is traced, gathers its parameters where it reads them."""
         if not self._late:
             yield
@@ -76,9 +78,11 @@ class GatherWhereRead:
             return values.astype(dtype)
         self._read.add(name)
         param = self._params[name]
-        return _gathered(values, dtype, *(self._sharding(spec, values.ndim) for spec in (param.storage, param.compute)))
+        return _gather_with_reduce_scatter(
+            values, dtype, *(self._sharding_of_last_dims(spec, values.ndim) for spec in (param.storage, param.compute))
+        )
 
-    def _sharding(self, spec: PartitionSpec, count: int) -> NamedSharding:
+    def _sharding_of_last_dims(self, spec: PartitionSpec, count: int) -> NamedSharding:
         """Sharding of the last `count` dimensions: the slice of one layer lacks the first dimension of a stack."""
         entries = [spec_axes(entry) for entry in spec[len(spec) - count :]]
         inside = jax.sharding.get_abstract_mesh()
@@ -89,7 +93,9 @@ class GatherWhereRead:
         return NamedSharding(inside, PartitionSpec(*free))
 
 
-def _gathered(x: jax.Array, dtype: DTypeLike, storage: NamedSharding, compute: NamedSharding) -> jax.Array:
+def _gather_with_reduce_scatter(
+    x: jax.Array, dtype: DTypeLike, storage: NamedSharding, compute: NamedSharding
+) -> jax.Array:
     constrained, stored_dtype = jax.lax.with_sharding_constraint, x.dtype
 
     def gather(_: tuple[()], x: jax.Array) -> jax.Array:

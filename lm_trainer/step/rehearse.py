@@ -16,7 +16,7 @@ from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.rehearsal import local_devices, rehearsing
 from lm_trainer.step.base import Step
-from lm_trainer.step.dispatch.memory import PhaseBytes, memory_order
+from lm_trainer.step.dispatch.memory import PhaseBytes, memory_sort_key
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.recorder import Key, Measure, MemoryLimitExceeded, Recorder
 from lm_trainer.step.state.state_sharding import StateSharding
@@ -64,15 +64,19 @@ class RehearsedStep:
         plan = full_plan = self.step.plans.at(number)
         halvings = 0
         # The remaining count must be divisible by 4, for two more halvings below.
-        while self.step.loops and self.step.devices.shares(plan).most > MAX_MICROBATCHES and plan.count % 8 == 0:
-            plan, halvings = halved(plan), halvings + 1
+        while (
+            self.step.loops
+            and self.step.devices.divide_microbatches(plan).max_terms > MAX_MICROBATCHES
+            and plan.count % 8 == 0
+        ):
+            plan, halvings = halve_plan(plan), halvings + 1
         if not halvings:
             return self._record(number, plan, row, platform, measure, limit)
-        quarter = halved(halved(plan))
+        quarter = halve_plan(halve_plan(plan))
         # The first record is dropped: its step also creates the arrays that are made only once.
-        plans = [quarter, quarter, halved(plan), plan]
+        plans = [quarter, quarter, halve_plan(plan), plan]
         records = [self._record(number, fewer, row, platform, measure, None) for fewer in plans]
-        record = _extrapolated(records[1:], halvings)
+        record = _extrapolate_record(records[1:], halvings)
         if all(size >= 0 for phase in record.phases for size in phase.parts.values()):
             return record
         # If the peak moves to another point of the step with more microbatches, it cannot be extrapolated.
@@ -84,11 +88,11 @@ class RehearsedStep:
         step, mesh = self.step, self.sharding.mesh
         shards = batch_shards(mesh)
         side_by_side = programs_at_once(platform, shards, mesh.size // shards)
-        at_once = min(side_by_side, step.devices.shares(plan).most)
+        at_once = min(side_by_side, step.devices.divide_microbatches(plan).max_terms)
         recorder = Recorder(measure, local_devices(mesh)[: mesh.size // shards], at_once, limit)
         with rehearsing(recorder), _with_plan(step, plan), contextlib.suppress(MemoryLimitExceeded):
             arrays = abstract_state(self.shapes, self.tx, self.sharding, averaged=self.averaged)
-            state = recorder.hold(arrays._replace(step=None), "state")._replace(step=number)
+            state = recorder.create_abstract_arrays(arrays._replace(step=None), "state")._replace(step=number)
             step.prepare(row, number)
             rows = len(step.local_rows(number))
             batch = step.put(jax.tree.map(lambda x: np.broadcast_to(x[:1], (rows, *x.shape[1:])), row), number)
@@ -98,7 +102,7 @@ class RehearsedStep:
     def _largest_step(self) -> int:
         """Number of a step with the batch that takes the most memory, with a curvature estimate if possible."""
         plans = self.step.plans
-        largest = max(plans.values, key=memory_order)
+        largest = max(plans.values, key=memory_sort_key)
         start = plans.start_of(largest)
         estimated = -(-start // self.interval) * self.interval
         return estimated if plans.at(estimated) == largest else start
@@ -114,12 +118,12 @@ def _with_plan(step: Step, plan: MicrobatchPlan) -> Iterator[None]:
         step.plans = original
 
 
-def halved(plan: MicrobatchPlan) -> MicrobatchPlan:
+def halve_plan(plan: MicrobatchPlan) -> MicrobatchPlan:
     """A plan with half as many microbatches of the same size."""
     return replace(plan, batch_size=plan.rows * (plan.count // 2), count=plan.count // 2)
 
 
-def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
+def _extrapolate_record(records: list[StepRecord], doublings: int) -> StepRecord:
     """Extrapolates to a step with 2^doublings times the microbatches of the last record.
 
     The three records have n, 2n and 4n microbatches. Rows and activations grow linearly with the number of
@@ -135,13 +139,13 @@ def _extrapolated(records: list[StepRecord], doublings: int) -> StepRecord:
 
     first, second = ({phase.name: phase.parts for phase in record.phases} for record in records[:2])
 
-    def extrapolated(name: str, parts: Mapping[str, int]) -> PhaseBytes:
+    def extrapolate_phase(name: str, parts: Mapping[str, int]) -> PhaseBytes:
         one, two = first.get(name, parts), second.get(name, parts)
         return PhaseBytes(
             name, {part: extrapolate(one.get(part, 0), two.get(part, 0), size) for part, size in parts.items()}
         )
 
-    phases = [extrapolated(phase.name, phase.parts) for phase in records[2].phases]
+    phases = [extrapolate_phase(phase.name, phase.parts) for phase in records[2].phases]
     one, two, four = (record.runs for record in records)
     # A program specific to one number of microbatches runs equally often for any number.
     runs = {key: extrapolate(one[key], two[key], n) if key in one and key in two else n for key, n in four.items()}

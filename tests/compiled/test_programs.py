@@ -26,7 +26,7 @@ from lm_trainer.plan.programs import ProgramWork
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import device_platform
-from lm_trainer.profile.hlo import dimensions, fused, parse, walk
+from lm_trainer.profile.hlo import array_dimensions, parse_program, walk_fusion, walk_instructions
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
@@ -91,14 +91,14 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
 ):
     devices, platform = described(target), device_platform(parse_devices(target).kind)
     config = config_for(determinism, quantization=quantization and {"type": quantization})
-    found = set()
+    fingerprints = set()
     for places in (devices[:1], devices[3:], devices):
         with compiling_for(platform):
             step = build_setup(config, VOCAB, places).step
             compiled = step.compile(random_batch(1, LENGTH, VOCAB))
             program = compiled if isinstance(compiled, Executable) else compiled.by_name[name]
-            found.add(program.fingerprint())
-    assert len(found) == 1
+            fingerprints.add(program.fingerprint())
+    assert len(fingerprints) == 1
 
 
 def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs():
@@ -113,7 +113,7 @@ def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs()
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_programs_send_what_is_planned_and_no_more(target: str):
-    works, others = step_of(target, "layerwise").works, (DEVICES - 1) / DEVICES
+    works, other_share = step_of(target, "layerwise").works, (DEVICES - 1) / DEVICES
     for name, work in works.items():
         sent = sum(work.sent.values())
         if name.startswith("gather"):
@@ -121,16 +121,16 @@ def test_programs_send_what_is_planned_and_no_more(target: str):
             assert work.sent.keys() <= {"all-gather", "all-reduce"}
             # Tables of tokens travel in float32, weights of layers in bfloat16.
             size = 2 * LAYER if "layer" in name else 4 * VOCAB * WIDTH
-            assert sent == pytest.approx(others * size, rel=0.1), name
+            assert sent == pytest.approx(other_share * size, rel=0.1), name
         elif name.startswith("reduce"):
             assert work.sent.keys() <= {"all-to-all", "all-gather", "all-reduce"}
             # Two microbatches of a device are one sum, in float32.
             numbers = LAYER if "layer" in name else VOCAB * WIDTH
-            assert sent <= 1.1 * 4 * others * numbers, name
+            assert sent <= 1.1 * 4 * other_share * numbers, name
         elif " with " in name:
             # Layers that gather their neighbour, and reduce the gradients of the other one, while they compute.
-            gathered = others * 2 * LAYER
-            reduced = 4 * others * LAYER if "reduce" in name else 0
+            gathered = other_share * 2 * LAYER
+            reduced = 4 * other_share * LAYER if "reduce" in name else 0
             assert 0.9 * (gathered + 0.5 * reduced) <= sent <= 1.1 * (gathered + reduced), name
         elif name == "norm":
             assert sent <= 64 * 1024
@@ -154,26 +154,29 @@ def test_a_fast_step_sends_what_is_planned_and_no_more(target: str, count: int):
     # The gradient of the embedding's result, from the tokens of a device to its columns of the table.
     returned = (2 if gpu else 4) * tokens * WIDTH
     sent = dict(work.sent)
-    whole = sent.pop("all-reduce")
+    all_reduced = sent.pop("all-reduce")
     if gpu:
         # The loss, the count of tokens and the norm.
-        assert whole <= 64
+        assert all_reduced <= 64
     # A TPU's compiler leaves some sums whole, which is twice as much to send.
-    sent["reduce-scatter"] += whole / 2
+    sent["reduce-scatter"] += all_reduced / 2
     planned = {"all-gather": gathered, "reduce-scatter": reduced, "all-to-all": returned}
     assert sent.keys() == planned.keys()
     for kind, size in planned.items():
-        most = BATCH // (ROWS * count) * (count - 1) / count * size
+        limit = BATCH // (ROWS * count) * (count - 1) / count * size
         # A TPU's compiler gathers the head once, in bfloat16.
-        assert 0.85 * most <= sent[kind] <= 1.01 * most, kind
+        assert 0.85 * limit <= sent[kind] <= 1.01 * limit, kind
 
 
 def test_the_flags_for_a_torus_have_its_sparse_cores_gather_and_scatter():
     mesh = Mesh(np.array(described("v5p:4x4x4")), ("data",))
-    whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    replicated, sharded = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     flags: dict[str, str | bool] = {flag[2:].split("=")[0]: True for flag in SPARSE_CORES.split()}
-    rows = jax.ShapeDtypeStruct((64 * 128, WIDE), jnp.bfloat16, sharding=cut)
-    gather, scatter = jax.jit(lambda x: x + x, out_shardings=whole), jax.jit(lambda x: x.T @ x, out_shardings=cut)
+    rows = jax.ShapeDtypeStruct((64 * 128, WIDE), jnp.bfloat16, sharding=sharded)
+    gather, scatter = (
+        jax.jit(lambda x: x + x, out_shardings=replicated),
+        jax.jit(lambda x: x.T @ x, out_shardings=sharded),
+    )
     size = {"all-gather": 64 * 128 * WIDE * 2, "reduce-scatter": WIDE * WIDE * 2}
     for program, kind in ((gather, "all-gather"), (scatter, "reduce-scatter")):
         lowered = program.lower(rows)
@@ -185,17 +188,17 @@ def test_the_flags_for_a_torus_have_its_sparse_cores_gather_and_scatter():
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
 def test_products_are_in_the_precision_that_was_asked_for(target: str, determinism: str):
-    found = [each for text in step_of(target, determinism).texts.values() for each in products(text)]
+    found_products = [product for text in step_of(target, determinism).texts.values() for product in products(text)]
     # Forward and backward of four kinds of weights at least, or the text was not understood.
-    assert len(found) >= 12
-    assert [line for line, dtypes in found if dtypes == {"f32"}] == []
+    assert len(found_products) >= 12
+    assert [line for line, dtypes in found_products if dtypes == {"f32"}] == []
 
 
 def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
     """Matrix products, and the dtypes of their operands."""
-    program = parse(hlo)
-    for op, of, _ in walk(program):
-        for one, inside in ((op, of), *fused(program, op)):
+    program = parse_program(hlo)
+    for op, of, _ in walk_instructions(program):
+        for one, inside in ((op, of), *walk_fusion(program, op)):
             if one.opcode in ("dot", "convolution"):
                 dtypes = {inside[name].shape.split("[")[0] for name in one.operands[:2]}
                 yield f"{one.shape} {one.opcode} {one.attributes[:120]}", dtypes
@@ -212,11 +215,11 @@ def test_products_of_8_bits_have_operands_of_8_bits(target: str, kind: str):
     # A GPU's compiler makes one product of several of the same operand.
     forward, backward = (4, 11) if platform == "gpu" else (LINEAR_MAPS, 3 * LINEAR_MAPS - 1)
     for name, least in (("layer 0", forward), ("layer 0 gradient", backward)):
-        found = list(products(texts[name]))
+        found_products = list(products(texts[name]))
         # On a TPU rotations are products too.
-        narrow = [line for line, dtypes in found if all(dtype.startswith(("f8", "s8")) for dtype in dtypes)]
+        narrow = [line for line, dtypes in found_products if all(dtype.startswith(("f8", "s8")) for dtype in dtypes)]
         assert len(narrow) >= least, name
-        assert len(found) - len(narrow) <= (0 if platform == "gpu" else 4), name
+        assert len(found_products) - len(narrow) <= (0 if platform == "gpu" else 4), name
         # Sums of integers, in which a TPU's compiler includes the conversion that follows.
         results = {"fp8": ("f32[", "bf16["), "int8": ("s32[",) if platform == "gpu" else ("s32[", "bf16[")}[kind]
         assert [line for line in narrow if not line.startswith(results)] == [], name
@@ -231,23 +234,27 @@ def in_mxfp8(target: str, determinism: str) -> tuple[StepMemory, dict[str, str]]
 
 @pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
 def test_products_of_mxfp8_are_instructions_of_blackwell(determinism: str):
-    (memory, texts), found, wide = in_mxfp8("4xB200", determinism), Counter[tuple[str, ...]](), 0
+    (memory, texts), operand_types, wide = in_mxfp8("4xB200", determinism), Counter[tuple[str, ...]](), 0
     runs = memory.run_counts()
     for name, text in texts.items():
-        for op, of, turns in walk(parse(text)):
+        for op, of, turns in walk_instructions(parse_program(text)):
             if f'"{BLOCK_SCALED_PRODUCT}"' in op.attributes:
-                found[tuple(of[operand].shape.split("[")[0] for operand in op.operands)] += int(runs[name] * turns)
+                operand_types[tuple(of[operand].shape.split("[")[0] for operand in op.operands)] += int(
+                    runs[name] * turns
+                )
         wide += sum(1 for _ in products(text))
     # In each layer and microbatch: forward, again but for the last map, and for both operands of each.
-    each, microbatches = LINEAR_MAPS + LINEAR_MAPS - 1 + 2 * LINEAR_MAPS, BATCH // (ROWS * DEVICES)
-    assert found == {("f8e4m3fn", "f8e4m3fn", "f8e8m0fnu", "f8e8m0fnu"): each * LAYERS * microbatches}
+    products_per_layer, microbatches = LINEAR_MAPS + LINEAR_MAPS - 1 + 2 * LINEAR_MAPS, BATCH // (ROWS * DEVICES)
+    assert operand_types == {
+        ("f8e4m3fn", "f8e4m3fn", "f8e8m0fnu", "f8e8m0fnu"): products_per_layer * LAYERS * microbatches
+    }
     assert wide == HEAD_PRODUCTS
 
 
 def test_products_of_mxfp8_are_of_16_bits_before_blackwell():
     _, texts = in_mxfp8("4xH100", "layerwise")
-    found = [dtypes for _, dtypes in products(texts["layer 0"])]
-    assert found == [{"bf16"}] * LINEAR_MAPS
+    operand_types = [dtypes for _, dtypes in products(texts["layer 0"])]
+    assert operand_types == [{"bf16"}] * LINEAR_MAPS
     assert BLOCK_SCALED_PRODUCT not in texts["layer 0"]
 
 
@@ -278,18 +285,18 @@ def test_attention_is_fused(target: str):
 
 def sizes(hlo: str) -> Iterator[int]:
     """Elements of the arrays that a program holds in memory."""
-    for op, _, _ in walk(parse(hlo)):
-        yield math.prod(dimensions(op.shape))
+    for op, _, _ in walk_instructions(parse_program(hlo)):
+        yield math.prod(array_dimensions(op.shape))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("determinism", ["layerwise", "fast"])
 def test_nothing_is_whole_that_is_cut(target: str, determinism: str):
     step = step_of(target, determinism)
-    whole = [sorted((LAYERS, WIDTH, WIDE)), sorted((LAYERS, WIDTH, HEADS, WIDTH // HEADS))]
+    unsharded_shapes = [sorted((LAYERS, WIDTH, WIDE)), sorted((LAYERS, WIDTH, HEADS, WIDTH // HEADS))]
     for name, text in step.texts.items():
-        for op, _, _ in walk(parse(text)):
-            assert sorted(dimensions(op.shape)) not in whole, f"{name}: {op.shape} {op.opcode}"
+        for op, _, _ in walk_instructions(parse_program(text)):
+            assert sorted(array_dimensions(op.shape)) not in unsharded_shapes, f"{name}: {op.shape} {op.opcode}"
     numbers = LAYERS * LAYER + 2 * VOCAB * WIDTH
     assert step.memory.state["parameters"] == pytest.approx(4 * numbers / DEVICES, rel=0.02)
 

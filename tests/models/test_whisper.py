@@ -94,7 +94,7 @@ def logits(config: WhisperConfig, weights: Any, batch: Batch) -> np.ndarray:
 
     def forward(p: Any, b: Batch) -> jax.Array:
         model = nnx.merge(graph, p)
-        return model.logits(model.hidden_of(b)[0])
+        return model.logits(model.batch_hidden_and_stats(b)[0])
 
     return np.asarray(quick_jit(forward)(weights, batch))
 
@@ -147,7 +147,7 @@ def test_flops_are_those_of_the_program() -> None:
     )
     batch = Batch(*(np.zeros((2, 64), np.int32),) * 5, features=np.zeros((2, 200, 80), np.float32))
     graph = graphdef(wide)
-    forward = jax.jit(lambda p, b: nnx.merge(graph, p).logits(nnx.merge(graph, p).hidden_of(b)[0]))
+    forward = jax.jit(lambda p, b: nnx.merge(graph, p).logits(nnx.merge(graph, p).batch_hidden_and_stats(b)[0]))
     shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(wide.build(VOCAB, rngs=nnx.Rngs(0)), nnx.Param)))
     cost = forward.lower(shapes, batch).cost_analysis()
     assert cost is not None

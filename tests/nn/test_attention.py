@@ -27,11 +27,11 @@ def brute_force(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarra
     out = np.zeros_like(q, np.float64)
     for b in range(B):
         for s in range(S):
-            seen = [t for t in range(s + 1) if segments[b, t] == segments[b, s]]
+            visible = [t for t in range(s + 1) if segments[b, t] == segments[b, s]]
             for n in range(N):
-                scores = np.array([q[b, s, n].astype(np.float64) @ k[b, t, n] for t in seen])
+                scores = np.array([q[b, s, n].astype(np.float64) @ k[b, t, n] for t in visible])
                 p = np.exp(scores - scores.max())
-                out[b, s, n] = (p / p.sum()) @ v[b, seen, n]
+                out[b, s, n] = (p / p.sum()) @ v[b, visible, n]
     return out
 
 

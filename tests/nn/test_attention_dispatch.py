@@ -116,13 +116,13 @@ def test_a_gpu_without_the_kernels_takes_xla(
     gpu.client.platform_version = version
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-    asked = mock.Mock(side_effect=lambda q, *_, **__: q)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", asked)
+    kernel = mock.Mock(side_effect=lambda q, *_, **__: q)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     spec = dataclasses.replace(SPEC, head_dim=H, window=None)
     q, k, v = (x[:, :10].astype(jnp.bfloat16) for x in (Q, KEYS, V))
     bias, segments = causal_bias(SEGMENTS[:, :10]), SEGMENTS[:, :10]
     dispatch_attention(spec, q, k, v, bias, segments_BS=segments)
-    assert asked.called == (reason is None)
+    assert kernel.called == (reason is None)
     forced = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, backend="cudnn"))
     expected = contextlib.nullcontext() if reason is None else pytest.raises(UserError, match=re.escape(reason))
     with expected:
@@ -133,7 +133,7 @@ LONG = {"queries": 2**13, "keys": 2**17}
 
 
 @pytest.mark.parametrize(
-    ("platform", "site", "chosen", "said"),
+    ("platform", "site", "chosen", "reason"),
     [
         ("tpu", LONG, "ring", "arrays of 36 GiB for 8192 x 131072 pairs"),
         ("gpu", LONG, "cudnn", "arrays of 6 GiB"),
@@ -143,10 +143,10 @@ LONG = {"queries": 2**13, "keys": 2**17}
         ("gpu", {"queries": 2**17, "keys": 2**17}, "cudnn", "can do all that the model asks for"),
     ],
 )
-def test_auto_gathers_keys_while_arrays_of_pairs_are_small(platform: str, site: Any, chosen: str, said: str):
+def test_auto_gathers_keys_while_arrays_of_pairs_are_small(platform: str, site: Any, chosen: str, reason: str):
     choice = choose(dataclasses.replace(SPEC, window=None), platform, **site)
     assert choice.backend == chosen
-    assert said in choice.reason
+    assert reason in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def brute_force(spec: AttentionSpec) -> np.ndarray:
     out = np.zeros((B, S, N, H))
     for b, s, n in np.ndindex(B, S, N):
         first = max(0, s + 1 - (spec.window or S))
-        seen = [t for t in range(first, s + 1) if SEGMENTS[b, t] == SEGMENTS[b, s]]
-        scores = np.array([q[b, s, n] @ k[b, t, n // (N // K)] for t in seen])
+        visible = [t for t in range(first, s + 1) if SEGMENTS[b, t] == SEGMENTS[b, s]]
+        scores = np.array([q[b, s, n] @ k[b, t, n // (N // K)] for t in visible])
         if (cap := spec.scores.softcap) is not None:
             scores = cap * np.tanh(scores / cap)
         p = np.exp(scores - scores.max())
-        out[b, s, n] = p / p.sum() @ v[b, seen, n // (N // K)]
+        out[b, s, n] = p / p.sum() @ v[b, visible, n // (N // K)]
     return out
 
 
@@ -184,8 +184,8 @@ def test_groups_windows_softcaps_and_blocks(block_size, softcap):
     scores = ScoreSpec(softcap=softcap, block_size=block_size)
     spec = AttentionSpec(N, H, num_kv_heads=K, window=3, scores=scores)
     program = jax.jit(lambda q, k, v, segments: dispatch_attention(spec, q, k, v, causal_bias(segments, 3)))
-    found = program(Q, KEYS, V, SEGMENTS)
-    np.testing.assert_allclose(found, brute_force(spec), atol=1e-5)
+    actual = program(Q, KEYS, V, SEGMENTS)
+    np.testing.assert_allclose(actual, brute_force(spec), atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "window"), [(150, None), (600, None), (600, 40)])
@@ -195,7 +195,7 @@ def test_keys_that_no_query_of_a_block_sees_are_left_out_and_change_nothing(leng
     bias = jax.jit(causal_bias, static_argnums=1)(segments, window or 0)
     spec = AttentionSpec(N, H, num_kv_heads=K, window=window, scores=ScoreSpec(softcap=3.0))
 
-    def found(itself: bool):
+    def gradients_and_flops(itself: bool):
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.sum(jnp.sin(dispatch_attention(spec, q, k, v, bias, segments_BS=segments if itself else None)))
 
@@ -203,8 +203,8 @@ def test_keys_that_no_query_of_a_block_sees_are_left_out_and_change_nothing(leng
         cost: Any = program.cost_analysis()
         return program(q, k, v), (cost[0] if isinstance(cost, list) else cost)["flops"]
 
-    (whole, all_flops), (blocks, flops) = found(itself=False), found(itself=True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=2e-4, rtol=1e-5), whole, blocks)
+    (unblocked, all_flops), (blocks, flops) = gradients_and_flops(itself=False), gradients_and_flops(itself=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=2e-4, rtol=1e-5), unblocked, blocks)
     assert flops < (0.95 if length < 200 else 0.75) * all_flops
 
 
@@ -215,12 +215,12 @@ def test_blocks_have_the_gradients_of_the_whole_and_keep_no_scores():
         spec = AttentionSpec(N, H, num_kv_heads=K, scores=ScoreSpec(block_size=block_size))
         return lambda q, k, v: jnp.sum(jnp.sin(dispatch_attention(spec, q, k, v, bias)))
 
-    whole, blocks = (jax.jit(jax.grad(loss(size), argnums=(0, 1, 2)))(Q, KEYS, V) for size in (None, 4))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), whole, blocks)
+    unblocked, blocks = (jax.jit(jax.grad(loss(size), argnums=(0, 1, 2)))(Q, KEYS, V) for size in (None, 4))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), unblocked, blocks)
 
-    def kept(size: int | None) -> int:
+    def num_saved(size: int | None) -> int:
         _, backward = jax.eval_shape(lambda *args: jax.vjp(loss(size), *args), Q, KEYS, V)
         return max(leaf.size for leaf in jax.tree.leaves(backward))
 
-    assert kept(None) >= B * N * S * S
-    assert kept(4) < B * N * S * S
+    assert num_saved(None) >= B * N * S * S
+    assert num_saved(4) < B * N * S * S

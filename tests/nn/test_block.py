@@ -33,10 +33,10 @@ def test_wiring_with_norms_before_after_or_nowhere():
     for pre in (None, NormSpec()):
         for post in (None, NormSpec()):
             block = build(dataclasses.replace(BLOCK, pre_norm=pre, post_norm=post))
-            before = layer_norm if pre else (lambda x: x)
-            after = layer_norm if post else (lambda x: x)
-            x = X + after(block.attention(before(X), CONTEXT, 0)[0])
-            x = x + after(mlp(block)(before(x)))
+            pre_norm = layer_norm if pre else (lambda x: x)
+            post_norm = layer_norm if post else (lambda x: x)
+            x = X + post_norm(block.attention(pre_norm(X), CONTEXT, 0)[0])
+            x = x + post_norm(mlp(block)(pre_norm(x)))
             np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
 
 
@@ -51,8 +51,8 @@ def test_residual_dropout_needs_a_key_and_keeps_the_mean():
     exact = build(BLOCK)(X, CONTEXT, 0)[0]
     np.testing.assert_array_equal(block(X, CONTEXT, 0)[0], exact)
     keys = jax.random.split(jax.random.key(0), 2)
-    one, again, other = (block(X, CONTEXT, 0, key=key)[0] for key in (keys[0], keys[0], keys[1]))
-    np.testing.assert_array_equal(one, again)
+    one, repeated, other = (block(X, CONTEXT, 0, key=key)[0] for key in (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(one, repeated)
     assert np.abs(one - other).max() > 0.1
     # What is dropped is what a part adds, never the stream itself: half of the elements after attention are X.
     attention_only = dataclasses.replace(BLOCK, dropout=0.5)

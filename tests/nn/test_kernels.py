@@ -74,10 +74,10 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
     expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(segments, spec.window or 0)))
     # The kernel has masks of its own: if it read this bias, everything would be nan.
     unread = jnp.asarray(np.full((1, 1, length, length), np.nan, np.float32))
-    found = results(
+    actual = results(
         lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, segments), interpret=True)
     )
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, actual, strict=True):
         assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)
 
 
@@ -91,8 +91,8 @@ def test_splash_is_divided_over_a_mesh():
     def loss(compute: AttentionFn) -> AttentionFn:
         # All of it, and then one row and one head alone, which the mesh does not divide.
         def both(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-            whole, part = compute(q, k, v, segments), compute(*(x[:1, :, :1] for x in (q, k, v)), segments[:1])
-            return jnp.sum(jnp.sin(whole)) + jnp.sum(jnp.cos(part))
+            all_rows, part = compute(q, k, v, segments), compute(*(x[:1, :, :1] for x in (q, k, v)), segments[:1])
+            return jnp.sum(jnp.sin(all_rows)) + jnp.sum(jnp.cos(part))
 
         return both
 
@@ -172,17 +172,19 @@ def test_cudnn_lowers_for_nvidia_gpus(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 70])
 def test_cudnn_is_asked_for_the_values_of_xla(monkeypatch, window: int | None):
-    asked = functools.partial(jax.nn.dot_product_attention)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **kw: asked(*a, **{**kw, "implementation": "xla"}))
+    real_attention = functools.partial(jax.nn.dot_product_attention)
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *a, **kw: real_attention(*a, **{**kw, "implementation": "xla"})
+    )
     spec = AttentionSpec(4, 64, num_kv_heads=2, window=window)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         bias = causal_bias(SEGMENTS, window or 0)
-        found = cudnn_attention.compute(spec, AttentionInputs(q, k, v, bias, SEGMENTS))
-        return found, dispatch_attention(spec, q, k, v, bias, segments_BS=SEGMENTS)
+        actual = cudnn_attention.compute(spec, AttentionInputs(q, k, v, bias, SEGMENTS))
+        return actual, dispatch_attention(spec, q, k, v, bias, segments_BS=SEGMENTS)
 
-    found, expected = jax.jit(both)(*operands(spec, jnp.bfloat16))
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=0.02, rtol=0.02)
+    actual, expected = jax.jit(both)(*operands(spec, jnp.bfloat16))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (actual, expected)), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(("remat", "kernels"), [("full", 3), ("dots_no_batch", 2), ("dots", 2)])

@@ -36,10 +36,10 @@ def test_value_and_gradients(block):
         return lambda h, w, weights: 0.37 * f(h, w, TARGETS, weights) + 1.0
 
     expected = jax.jit(jax.value_and_grad(scaled(plain), argnums=(0, 1, 2)))(H, W, WEIGHTS)
-    found = jax.jit(jax.value_and_grad(scaled(lambda *args: weighted_nll(*args, block_size=block)), argnums=(0, 1, 2)))(
-        H, W, WEIGHTS
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
+    actual = jax.jit(
+        jax.value_and_grad(scaled(lambda *args: weighted_nll(*args, block_size=block)), argnums=(0, 1, 2))
+    )(H, W, WEIGHTS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, actual)
     alone = jax.jit(lambda: weighted_nll(H, W, TARGETS, WEIGHTS, block))()
     np.testing.assert_allclose(alone, jax.jit(plain)(H, W, TARGETS, WEIGHTS), rtol=1e-6)
 
@@ -50,8 +50,10 @@ def test_softcap_of_the_logits():
         return -jnp.sum(WEIGHTS * log_probs[jnp.arange(N), TARGETS])
 
     expected = jax.jit(jax.value_and_grad(capped, argnums=(0, 1)))(H, W)
-    found = jax.jit(jax.value_and_grad(lambda h, w: weighted_nll(h, w, TARGETS, WEIGHTS, 4, 2.0), argnums=(0, 1)))(H, W)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
+    actual = jax.jit(jax.value_and_grad(lambda h, w: weighted_nll(h, w, TARGETS, WEIGHTS, 4, 2.0), argnums=(0, 1)))(
+        H, W
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, actual)
 
 
 def naive_terms(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
@@ -77,12 +79,12 @@ def test_z_loss_is_in_the_gradient_and_beside_the_value(block: int | None, softc
         return total, (total, metrics["z_loss"])
 
     (_, expected), expected_grads = quick_jit(jax.value_and_grad(naive, has_aux=True))(params)
-    (_, found), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    (_, loss_sums), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert expected[1] > 1
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4),
         (expected, expected_grads),
-        (found, grads),
+        (loss_sums, grads),
     )
 
 
@@ -118,8 +120,8 @@ def test_penalties_of_routers_are_in_the_gradient_alone():
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
-    ((plain, (weight, metrics)), grads), ((same, (_, penalised)), other) = losses(0.0), losses(0.5)
-    assert plain == same
+    ((plain, (weight, metrics)), grads), ((unpenalised, (_, penalised)), other) = losses(0.0), losses(0.5)
+    assert plain == unpenalised
     assert metrics["router_penalty"] == 0
     np.testing.assert_allclose(penalised["router_penalty"], 0.5 * metrics["router_balance"], rtol=1e-6)
     assert metrics["router_balance"] / weight > 1.9
@@ -134,8 +136,8 @@ def test_hessian_vector_product():
     def product(f):
         return jax.jvp(jax.grad(lambda w: f(H, w, TARGETS, WEIGHTS)), (W,), (tangent,))[1]
 
-    found = product(lambda *args: weighted_nll(*args, block_size=4))
-    np.testing.assert_allclose(found, product(plain), rtol=1e-4, atol=1e-4)
+    actual = product(lambda *args: weighted_nll(*args, block_size=4))
+    np.testing.assert_allclose(actual, product(plain), rtol=1e-4, atol=1e-4)
 
 
 def test_large_logits_stay_finite():
@@ -200,9 +202,9 @@ def test_inside_shard_map(block):
             local, mesh=mesh, in_specs=(rows, everywhere, rows, rows), out_specs=(everywhere, rows, everywhere)
         )
     )
-    found = sharded(H[:n], W, TARGETS[:n], WEIGHTS[:n])
+    actual = sharded(H[:n], W, TARGETS[:n], WEIGHTS[:n])
     value, grads = jax.jit(jax.value_and_grad(plain, argnums=(0, 1)))(H[:n], W, TARGETS[:n], WEIGHTS[:n])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), (value, *grads), found)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), (value, *grads), actual)
 
 
 def test_token_loss_sums_over_the_weights_of_a_batch():

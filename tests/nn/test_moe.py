@@ -46,8 +46,8 @@ def brute_force(moe: Moe, *, renormalize: bool) -> np.ndarray:
 @pytest.mark.parametrize(("renormalize", "dense"), [(True, False), (False, True)])
 def test_every_token_gets_its_experts(renormalize, dense):
     moe = build(MoeSpec(F, E, K, renormalize=renormalize, dense=dense))
-    found = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0])(jnp.asarray(X))
-    np.testing.assert_allclose(found, brute_force(moe, renormalize=renormalize), atol=1e-4)
+    actual = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0])(jnp.asarray(X))
+    np.testing.assert_allclose(actual, brute_force(moe, renormalize=renormalize), atol=1e-4)
 
 
 def test_nothing_is_dropped_when_all_choose_the_same():
@@ -56,9 +56,9 @@ def test_nothing_is_dropped_when_all_choose_the_same():
     moe.router[...] = jnp.asarray(np.where(np.arange(E) == 1, np.float32(1e-6), np.zeros((D, E), np.float32)))
     x = (np.ones((1, 9, D)) + np.arange(9.0)[None, :, None] / 10).astype(np.float32)
     run = jax.jit(lambda x: moe(x, jnp.ones(x.shape[:2], bool)))
-    whole, stats = run(x)
+    all_tokens, stats = run(x)
     alone = np.concatenate([run(x[:, i : i + 1])[0] for i in range(9)], axis=1)
-    np.testing.assert_allclose(whole, alone, rtol=1e-5)
+    np.testing.assert_allclose(all_tokens, alone, rtol=1e-5)
     assert stats.overload == pytest.approx(9 * E / K)
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_all_experts_weighted():
     moe = build()
     params = [moe.router[...], moe.gate[...], moe.up[...], moe.down[...]]
 
-    def found(params: list[jax.Array], x: jax.Array, spec: MoeSpec) -> jax.Array:
+    def loss(params: list[jax.Array], x: jax.Array, spec: MoeSpec) -> jax.Array:
         module = build(spec)
         for variable, value in zip((module.router, module.gate, module.up, module.down), params, strict=True):
             variable[...] = value
@@ -95,14 +95,14 @@ def test_gradients_are_those_of_all_experts_weighted():
         probs = jax.nn.softmax(x @ router, axis=-1)
         weights, chosen = jax.lax.top_k(probs, K)
         weights = weights / weights.sum(-1, keepdims=True)
-        each = jnp.sum(weights[..., None] * (chosen[..., None] == jnp.arange(E)[None, None, None]), axis=-2)
+        expert_weights = jnp.sum(weights[..., None] * (chosen[..., None] == jnp.arange(E)[None, None, None]), axis=-2)
         h = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * jnp.einsum("bsd,edf->bsef", x, up)
-        return jnp.sum(jnp.sin(jnp.einsum("bsef,efd,bse->bsd", h, down, each)))
+        return jnp.sum(jnp.sin(jnp.einsum("bsef,efd,bse->bsd", h, down, expert_weights)))
 
     x = jnp.asarray(X)
     expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(params, x)
     for spec in (SPEC, dataclasses.replace(SPEC, dense=True)):
-        result = jax.jit(jax.grad(found, argnums=(0, 1)), static_argnums=2)(params, x, spec)
+        result = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnums=2)(params, x, spec)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), expected, result)
 
 
@@ -123,8 +123,8 @@ def test_only_tpus_multiply_in_groups_by_themselves(platform):
 def test_the_router_computes_in_float32():
     moe = build()
     x = X.astype(jnp.bfloat16)
-    found, stats = jax.jit(lambda *rows: moe(*rows))(x, EVERY)
-    assert found.dtype == jnp.bfloat16
+    output, stats = jax.jit(lambda *rows: moe(*rows))(x, EVERY)
+    assert output.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float64).reshape(-1, D) @ np.asarray(moe.router[...], np.float64)
     np.testing.assert_allclose(stats.z, np.square(np.log(np.exp(exact).sum(-1))).sum(), rtol=1e-5)
 

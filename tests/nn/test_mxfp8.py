@@ -66,9 +66,9 @@ rounded_by_us = jax.jit(to_mxfp8)
 )
 def test_numbers_are_rounded_as_the_specification_says(x: np.ndarray) -> None:
     codes, exponents = twin(x)
-    found = rounded_by_us(x)
-    np.testing.assert_array_equal(np.asarray(found.scales_RB).view(np.uint8), exponents + 127)
-    np.testing.assert_array_equal(np.asarray(found.codes_RK).astype(np.float64), codes)
+    coded = rounded_by_us(x)
+    np.testing.assert_array_equal(np.asarray(coded.scales_RB).view(np.uint8), exponents + 127)
+    np.testing.assert_array_equal(np.asarray(coded.codes_RK).astype(np.float64), codes)
     # Not so by chance: codes of all sizes are there, and the largest of each block is one of the larger half.
     assert len(np.unique(codes)) > 200
     assert (np.abs(codes).reshape(len(x), -1, 32).max(axis=2)[exponents > LEAST] > 224 - 1e-9).all()
@@ -78,8 +78,8 @@ def test_numbers_are_rounded_as_the_specification_says(x: np.ndarray) -> None:
 def test_a_block_with_what_is_not_finite_is_none(odd: float) -> None:
     x = np.ones((2, 40), np.float32)
     x[1, 35] = odd
-    found = rounded_by_us(x)
-    codes = np.asarray(found.codes_RK).astype(np.float32)
+    coded = rounded_by_us(x)
+    codes = np.asarray(coded.codes_RK).astype(np.float32)
     assert codes.shape == (2, 64)
     assert np.isnan(codes[1, 32:]).all()
     assert (codes[0, :40] == codes[1, 0]).all()
@@ -101,16 +101,16 @@ def products(backward: bool, dtype: DTypeLike = np.float32) -> list[np.ndarray]:
         y, pull = jax.vjp(Mxfp8Matmul(backward), x, w)
         return (y, *pull(g))
 
-    return [np.asarray(found) for found in all_three(*operands(dtype))]
+    return [np.asarray(product) for product in all_three(*operands(dtype))]
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(np.float32, 1e-6), (BFLOAT16, 2**-8), (np.float16, 2**-11)])
 def test_each_product_has_blocks_along_its_own_sum(dtype: DTypeLike, error: float) -> None:
     x, w, g = operands(dtype)
     expected = [rounded(x) @ rounded(w.T).T, rounded(g) @ rounded(w).T, rounded(x.T) @ rounded(g.T).T]
-    for found, exact in zip(products(True, dtype), expected, strict=True):
-        assert found.dtype == dtype
-        np.testing.assert_allclose(found.astype(np.float64), exact, rtol=error, atol=error * np.abs(exact).max())
+    for actual, exact in zip(products(True, dtype), expected, strict=True):
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(actual.astype(np.float64), exact, rtol=error, atol=error * np.abs(exact).max())
 
 
 def test_the_gradient_passes_straight_through() -> None:
@@ -118,8 +118,8 @@ def test_the_gradient_passes_straight_through() -> None:
     exact = [x @ w, g @ w.T, x.T @ g]
     errors = {
         backward: [
-            np.linalg.norm(found - one) / np.linalg.norm(one)
-            for found, one in zip(products(backward), exact, strict=True)
+            np.linalg.norm(actual - one) / np.linalg.norm(one)
+            for actual, one in zip(products(backward), exact, strict=True)
         ]
         for backward in (False, True)
     }
@@ -129,9 +129,9 @@ def test_the_gradient_passes_straight_through() -> None:
 
 def test_devices_that_share_a_sum_have_the_blocks_of_the_whole() -> None:
     x, w, _ = operands()
-    whole = rounded_by_us(x)
+    unsharded = rounded_by_us(x)
     parts = [rounded_by_us(part) for part in np.split(x, 3, axis=1)]
-    for of_whole, of_parts in zip(whole, zip(*parts, strict=True), strict=True):
+    for of_whole, of_parts in zip(unsharded, zip(*parts, strict=True), strict=True):
         np.testing.assert_array_equal(
             np.asarray(of_whole).view(np.uint8), np.concatenate(of_parts, axis=1).view(np.uint8)
         )
@@ -190,7 +190,7 @@ def test_losses_fall_as_those_of_bfloat16_do() -> None:
     def losses(**trainer: Any) -> np.ndarray:
         run = config_of(mp="p=f32,c=bfloat16", **trainer)
         model, function = gradient_of(run)
-        params, batch, found = model.init(), random_batch(8, 16, VOCAB), []
+        params, batch, step_losses = model.init(), random_batch(8, 16, VOCAB), []
 
         @jax.jit
         def step(params: Any) -> Any:
@@ -199,8 +199,8 @@ def test_losses_fall_as_those_of_bfloat16_do() -> None:
 
         for _ in range(60):
             loss, params = step(params)
-            found.append(float(loss))
-        return np.array(found)
+            step_losses.append(float(loss))
+        return np.array(step_losses)
 
     plain, narrow = losses(), losses(quantization={"type": "mxfp8"})
     assert plain[-1] < 0.5 * plain[0]

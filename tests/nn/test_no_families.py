@@ -17,9 +17,9 @@ def families() -> set[str]:
 def test_parts_name_no_family():
     assert {"gpt", "neox", "llama"} < families()
     words = re.compile(r"(?<![a-z])(" + "|".join(families()) + ")", re.IGNORECASE)
-    found = [
+    families_named = [
         f"{path.name}: {match[0]}"
         for path in Path(lm_trainer.nn.__path__[0]).glob("*.py")
         for match in words.finditer(path.read_text(encoding="utf-8"))
     ]
-    assert not found
+    assert not families_named

@@ -19,10 +19,10 @@ POSITIONS = np.array([[0, 1, 2, 0, 1], [7, 100, 5000, 3, 90]], np.int32)
 def test_rotation_of_complex_numbers():
     angles = POSITIONS[..., None, None] * 100.0 ** (-np.arange(4) / 4)
     turned = (X[..., :4] + 1j * X[..., 4:]) * np.exp(1j * angles)
-    found = apply_rope(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
+    actual = apply_rope(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
     # Position 5000 is an angle of 5000 radians, where float32 has steps of 5e-4.
-    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
-    np.testing.assert_allclose(found[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
+    np.testing.assert_allclose(actual, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
+    np.testing.assert_allclose(actual[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -37,16 +37,18 @@ def test_a_tpu_rotates_by_a_product_to_the_same_numbers(spec: RopeSpec, dtype: D
     with compiling_for("tpu"):
         product, of_product = jax.vjp(rotated, jnp.asarray(X, dtype))
     np.testing.assert_array_equal(np.asarray(product, np.float32), np.asarray(halves, np.float32))
-    found, expected = (np.asarray(back(halves)[0], np.float32) for back in (of_product, derivative))
+    actual, expected = (np.asarray(back(halves)[0], np.float32) for back in (of_product, derivative))
     tolerance = 1e-6 if dtype == jnp.float32 else 1e-2
-    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_products_depend_on_distances_alone():
     q, k = X[:1, :1], X[1:, :1]
 
     def product(a: int, b: int) -> np.ndarray:
-        left, right = (apply_rope(RopeSpec(), jnp.asarray(x), jnp.full((1, 1), at)) for x, at in ((q, a), (k, b)))
+        left, right = (
+            apply_rope(RopeSpec(), jnp.asarray(x), jnp.full((1, 1), position)) for x, position in ((q, a), (k, b))
+        )
         return np.sum(np.asarray(left) * np.asarray(right), axis=-1)
 
     np.testing.assert_allclose(product(9, 4), product(105, 100), atol=1e-5)
@@ -54,10 +56,10 @@ def test_products_depend_on_distances_alone():
 
 
 def test_a_fraction_leaves_the_rest_alone():
-    found = np.asarray(apply_rope(RopeSpec(fraction=0.5), jnp.asarray(X), jnp.asarray(POSITIONS)))
-    np.testing.assert_array_equal(found[..., 4:], X[..., 4:])
-    whole = apply_rope(RopeSpec(), jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
-    np.testing.assert_array_equal(found[..., :4], whole)
+    partial = np.asarray(apply_rope(RopeSpec(fraction=0.5), jnp.asarray(X), jnp.asarray(POSITIONS)))
+    np.testing.assert_array_equal(partial[..., 4:], X[..., 4:])
+    rotated_half = apply_rope(RopeSpec(), jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
+    np.testing.assert_array_equal(partial[..., :4], rotated_half)
 
 
 def test_scalings():

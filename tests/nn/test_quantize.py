@@ -12,35 +12,35 @@ from pydantic import ValidationError
 from lm_trainer.core.errors import UserError
 from lm_trainer.models import Gpt2Config, LlamaConfig
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.quantize import Fp8Config, Int8Config, Mxfp8Config, quantize, quantized_matmul
+from lm_trainer.nn.quantize import Fp8Config, Int8Config, Mxfp8Config, make_quantized_matmul, quantize
 
 X, W = np.random.default_rng(0).standard_normal((2, 24, 24)).astype(np.float32)
 
 
 def test_int8_rounds_each_row_and_column_to_even_steps() -> None:
-    found = np.asarray(jax.jit(quantized_matmul(*Int8Config().dtypes()))(X, W))
+    product = np.asarray(jax.jit(make_quantized_matmul(*Int8Config().dtypes()))(X, W))
     # Half a step at most, of a step that is 1 / 127.5 of the largest absolute value of the row or column.
     dx = np.broadcast_to(np.abs(X).max(axis=1, keepdims=True) / 255 * 1.001, X.shape)
     dw = np.broadcast_to(np.abs(W).max(axis=0, keepdims=True) / 255 * 1.001, W.shape)
     bound = np.abs(X) @ dw + dx @ np.abs(W) + dx @ dw
-    error = np.abs(found - X @ W)
+    error = np.abs(product - X @ W)
     assert (error <= bound).all()
     assert (error / bound).mean() > 0.02, "eight bits are not enough to be nearly exact"
 
 
 def test_fp8_is_rounding_to_three_bits_of_mantissa() -> None:
-    found = np.asarray(jax.jit(quantized_matmul(*Fp8Config().dtypes()))(X, W))
-    error = np.linalg.norm(found - X @ W) / np.linalg.norm(X @ W)
+    product = np.asarray(jax.jit(make_quantized_matmul(*Fp8Config().dtypes()))(X, W))
+    error = np.linalg.norm(product - X @ W) / np.linalg.norm(X @ W)
     assert 0.01 < error < 0.06
 
 
 @pytest.mark.parametrize("config", [Int8Config(), Fp8Config(), Int8Config(backward=True), Fp8Config(backward=True)])
 def test_the_gradient_passes_straight_through(config: Int8Config | Fp8Config) -> None:
-    product = quantized_matmul(*config.dtypes())
+    product = make_quantized_matmul(*config.dtypes())
     g = np.random.default_rng(1).standard_normal((24, 24)).astype(np.float32)
     dx, dw = jax.jit(jax.grad(lambda x, w: jnp.sum(product(x, w) * g), argnums=(0, 1)))(X, W)
-    for found, exact in ((dx, g @ W.T), (dw, X.T @ g)):
-        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    for actual, exact in ((dx, g @ W.T), (dw, X.T @ g)):
+        error = np.linalg.norm(actual - exact) / np.linalg.norm(exact)
         assert error < (0.1 if config.backward else 1e-5)
         assert config.backward == (error > 1e-3)
 

@@ -29,7 +29,7 @@ Q, KEYS, V, DO = (jnp.asarray(RNG.standard_normal((B, T, heads, H)), jnp.float32
 # Documents that end inside and at the border of blocks and chunks, and padding.
 SEGMENTS = jnp.asarray([[0] * 5 + [1] * 19 + [2] * 1 + [3] * 23, [0] * 41 + [-1] * 7], jnp.int32)
 POSITIONS = jnp.asarray([[*range(5), *range(19), 0, *range(23)], [*range(41), *range(7)]], jnp.int32)
-CUT: Any = PartitionSpec(None, "context")
+SHARDED: Any = PartitionSpec(None, "context")
 
 
 def spec_of(block_size: int | None = 3, *, window: int | None = None, alibi: bool = False, **scores: Any):
@@ -49,8 +49,8 @@ def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None):
         return from_zigzag(ring_attention(spec, q, k, v, places, key))
 
     mesh = Mesh(np.array(jax.devices()[:devices]), ("context",))
-    whole = jax.shard_map(part, mesh=mesh, in_specs=(CUT,) * 5, out_specs=CUT, check_vma=False)
-    return lambda q, k, v, segments=SEGMENTS, positions=POSITIONS: whole(q, k, v, segments, positions)
+    sharded_attention = jax.shard_map(part, mesh=mesh, in_specs=(SHARDED,) * 5, out_specs=SHARDED, check_vma=False)
+    return lambda q, k, v, segments=SEGMENTS, positions=POSITIONS: sharded_attention(q, k, v, segments, positions)
 
 
 def brute_force(spec: AttentionSpec) -> np.ndarray:
@@ -60,12 +60,12 @@ def brute_force(spec: AttentionSpec) -> np.ndarray:
     out = np.zeros((B, T, N, H))
     for b, s, n in np.ndindex(B, T, N):
         first = max(0, s + 1 - (spec.window or T))
-        seen = np.array([t for t in range(first, s + 1) if segments[b, t] == segments[b, s]])
-        scores = np.array([q[b, s, n] @ k[b, t, n // (N // K)] for t in seen])
+        visible = np.array([t for t in range(first, s + 1) if segments[b, t] == segments[b, s]])
+        scores = np.array([q[b, s, n] @ k[b, t, n // (N // K)] for t in visible])
         if (cap := spec.scores.softcap) is not None:
             scores = cap * np.tanh(scores / cap)
-        p = np.exp(scores - slopes[n] * (s - seen))
-        out[b, s, n] = p / p.sum() @ v[b, seen, n // (N // K)]
+        p = np.exp(scores - slopes[n] * (s - visible))
+        out[b, s, n] = p / p.sum() @ v[b, visible, n // (N // K)]
     return out
 
 
@@ -73,8 +73,8 @@ def on_one_device(spec: AttentionSpec):
     bias = causal_bias(SEGMENTS, spec.window or 0)
     if isinstance(spec.positions, AlibiSpec):
         bias = bias + alibi_bias(spec.positions, N, POSITIONS[:, :, None] - POSITIONS[:, None, :])
-    whole = AttentionSpec(N, H, num_kv_heads=K, scores=ScoreSpec(softcap=spec.scores.softcap))
-    return lambda q, k, v: dispatch_attention(whole, q, k, v, bias)
+    unsharded_spec = AttentionSpec(N, H, num_kv_heads=K, scores=ScoreSpec(softcap=spec.scores.softcap))
+    return lambda q, k, v: dispatch_attention(unsharded_spec, q, k, v, bias)
 
 
 def result_and_gradients(attention: Any, *arrays: jax.Array) -> Any:
@@ -128,8 +128,8 @@ def test_its_gradient_has_the_derivative_of_whole_rows():
         return quick_jit(lambda *arrays: jax.jvp(gradient, arrays, (V.repeat(2, 2), V, KEYS))[1])(Q, KEYS, V)
 
     spec = spec_of(4, softcap=2.0)
-    found, expected = product(in_a_ring(spec, 1)), product(on_one_device(spec))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max()), found, expected)
+    actual, expected = product(in_a_ring(spec, 1)), product(on_one_device(spec))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max()), actual, expected)
 
 
 @pytest.mark.slow
@@ -142,9 +142,9 @@ def test_probabilities_are_dropped_alike_in_both_passes():
     step = 1e-2
     moved = quick_jit(lambda q, k: jnp.vdot(ring(q, k, V), DO))
     queries, keys = np.asarray(Q), np.asarray(KEYS)
-    for wanted, (q, k) in {np.vdot(dq, Q): (queries, 0 * keys), np.vdot(dk, KEYS): (0 * queries, keys)}.items():
+    for expected, (q, k) in {np.vdot(dq, Q): (queries, 0 * keys), np.vdot(dk, KEYS): (0 * queries, keys)}.items():
         after, before = (float(moved(queries + way * q, keys + way * k)) for way in (step, -step))
-        assert (after - before) / (2 * step) == pytest.approx(float(wanted), rel=5e-3)
+        assert (after - before) / (2 * step) == pytest.approx(float(expected), rel=5e-3)
     # Where a query sees nothing but itself, a quarter of the heads have 0, and the others 4/3 of the value.
     alone = quick_jit(in_a_ring(spec_of(dropout=0.25, window=1), 4, key))(Q, KEYS, np.ones_like(V))
     assert set(np.unique(np.asarray(alone))) == {0.0, np.float32(4 / 3)}
@@ -161,37 +161,37 @@ def test_devices_compute_the_same_number_of_blocks_and_none_that_are_hidden(wind
         # What is not a number in a block of keys shows in every block of queries that looks at it at all.
         poisoned = np.array(V)
         poisoned[:, block * size : (block + 1) * size] = np.nan
-        found = np.isnan(np.asarray(ring(Q, KEYS, poisoned, one_document, one_document)))
-        computed[:, block] = found.reshape(B, blocks, -1).any((0, 2))
-    at = np.arange(blocks)
-    distance = at[:, None] - at[None, :]
+        is_nan = np.isnan(np.asarray(ring(Q, KEYS, poisoned, one_document, one_document)))
+        computed[:, block] = is_nan.reshape(B, blocks, -1).any((0, 2))
+    indices = np.arange(blocks)
+    distance = indices[:, None] - indices[None, :]
     assert (computed == ((distance >= 0) & (distance <= (blocks if window is None else 2)))).all()
-    layout = RingLayout.of(spec, T // devices, devices)
+    layout = RingLayout.for_rows(spec, T // devices, devices)
     of_device = [computed[[*range(2 * d, 2 * d + 2), *range(10 - 2 * d, 12 - 2 * d)]].sum() for d in range(devices)]
-    assert of_device == [layout.computed_blocks(d) for d in range(devices)]
+    assert of_device == [layout.num_computed_blocks(d) for d in range(devices)]
     if window is None:
         assert len(set(of_device)) == 1
 
 
 @pytest.mark.parametrize(("devices", "length"), [(2, 2**13), (8, 2**17), (16, 2**17)])
 def test_half_of_all_pairs_is_computed_by_each_device_alike(devices: int, length: int):
-    layout = RingLayout.of(spec_of(None), length // devices, devices)
-    (blocks,) = {layout.computed_blocks(device) for device in range(devices)}
+    layout = RingLayout.for_rows(spec_of(None), length // devices, devices)
+    (blocks,) = {layout.num_computed_blocks(device) for device in range(devices)}
     share = devices * blocks * layout.size**2 / length**2
     assert share == pytest.approx(0.5 * (1 + layout.size / length))
-    near = RingLayout.of(spec_of(None, window=1024), length // devices, devices)
-    counts = [near.computed_blocks(device) for device in range(devices)]
+    near = RingLayout.for_rows(spec_of(None, window=1024), length // devices, devices)
+    counts = [near.num_computed_blocks(device) for device in range(devices)]
     # The first positions of a row see less than their window.
     assert max(counts) - min(counts) <= 3
     assert devices * max(counts) * near.size**2 < 1.8 * 1024 * length
 
 
 def test_keys_go_no_further_than_windows_reach():
-    far = RingLayout.of(spec_of(4, window=9), 8, 6)
+    far = RingLayout.for_rows(spec_of(4, window=9), 8, 6)
     assert far.routes() == [(1, 0, 2), (-1, 1, 2)]
-    assert RingLayout.of(spec_of(4, window=5), 8, 6).routes() == [(1, 0, 1), (-1, 1, 1)]
-    assert RingLayout.of(spec_of(4, window=1), 8, 6).routes() == [(1, 0, 0)]
-    assert RingLayout.of(spec_of(4), 8, 6).routes() == [(1, 0, 5)]
+    assert RingLayout.for_rows(spec_of(4, window=5), 8, 6).routes() == [(1, 0, 1), (-1, 1, 1)]
+    assert RingLayout.for_rows(spec_of(4, window=1), 8, 6).routes() == [(1, 0, 0)]
+    assert RingLayout.for_rows(spec_of(4), 8, 6).routes() == [(1, 0, 5)]
 
 
 def test_no_array_has_all_pairs_and_no_keys_are_gathered():

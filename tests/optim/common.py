@@ -79,8 +79,8 @@ def rate(step: int) -> float:
 def applied(tx: Any) -> Callable[..., tuple[Any, Any]]:
     """`(gradients, state, weights, **scalars) -> (weights, state)`: an update that is added to the weights."""
 
-    def update(grads: Any, state: Any, weights: Any, **given: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, weights, **given)
+    def update(grads: Any, state: Any, weights: Any, **extra_args: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, weights, **extra_args)
         return optax.apply_updates(weights, updates), state
 
     return update
@@ -101,8 +101,8 @@ class Run:
 
     def step(self, grads: Arrays, *, lr: float = 0.01, loss: float = 1.0, grad_norm: float | None = None) -> Arrays:
         """Takes one step; `grad_norm` is that of `grads` unless it is given. Returns the new weights."""
-        given = {"learning_rate": lr, "loss": loss, "grad_norm": norm(grads) if grad_norm is None else grad_norm}
-        scalars = {name: jnp.float32(x) for name, x in given.items()}
+        extra_args = {"learning_rate": lr, "loss": loss, "grad_norm": norm(grads) if grad_norm is None else grad_norm}
+        scalars = {name: jnp.float32(x) for name, x in extra_args.items()}
         self.params, self.state = self._update(grads, self.state, self.params, **scalars)
         return self.weights()
 
@@ -177,9 +177,9 @@ def run_twin(
     return weights
 
 
-def assert_close(ours: Mapping[str, np.ndarray], reference: Mapping[str, Any], *, rtol=2e-5, atol=2e-6) -> None:
-    assert set(ours) == set(reference)
-    for name, x in ours.items():
+def assert_close(actual: Mapping[str, np.ndarray], reference: Mapping[str, Any], *, rtol=2e-5, atol=2e-6) -> None:
+    assert set(actual) == set(reference)
+    for name, x in actual.items():
         np.testing.assert_allclose(x, np.asarray(reference[name]), rtol=rtol, atol=atol, err_msg=name)
 
 
@@ -201,7 +201,7 @@ def check_resumed(config: OptimizerConfig, params: Mapping[str, Param]) -> None:
         one.step(gradients(step, params))
     resumed.params, resumed.state = one.params, one.state
     for step in range(3, 6):
-        for each in (one, resumed):
-            each.step(gradients(step, params))
+        for training in (one, resumed):
+            training.step(gradients(step, params))
     for name, x in one.weights().items():
         np.testing.assert_array_equal(resumed.weights()[name], x)

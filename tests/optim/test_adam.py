@@ -84,9 +84,9 @@ def test_adamc_decays_with_the_square_of_the_learning_rate() -> None:
         for name, param in PARAMS.items():
             shrink = rate(step) * (rate(step) / 0.04) * 0.5 if decays_by_default(param) else 0.0
             decayed[name] = decayed[name] * (1 - shrink) + (after[name].astype(np.float64) - before[name])
-    ours = run(config)
-    assert_close(ours, decayed, rtol=1e-4, atol=1e-5)
-    assert not np.allclose(ours["stack.blocks.0.mlp.up.weight"], reference["stack.blocks.0.mlp.up.weight"], atol=1e-3)
+    actual = run(config)
+    assert_close(actual, decayed, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(actual["stack.blocks.0.mlp.up.weight"], reference["stack.blocks.0.mlp.up.weight"], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,17 @@ def test_equals_the_numpy_twin(config: ClipUpdateNormConfig) -> None:
     norms: deque[float] = deque(maxlen=window)
     clipped = 0
     for step in range(90):
-        given = updates(step)
-        found, state = update(given, state)
+        raw = updates(step)
+        clipped_updates, state = update(raw, state)
         limit = np.inf
         if len(norms) >= max(2, window // 2):
             limit = np.mean(norms) + config.sigma_factor * max(np.std(norms), 1e-6)
-        scale = min(1.0, limit / norm(given))
+        scale = min(1.0, limit / norm(raw))
         clipped += scale < 1
-        norms.append(norm(given))
-        for name, g in given.items():
-            np.testing.assert_allclose(found[name], scale * g, rtol=2e-5, atol=1e-6)
-        assert float(state.update_norm) == pytest.approx(norm(given), rel=1e-5)
+        norms.append(norm(raw))
+        for name, g in raw.items():
+            np.testing.assert_allclose(clipped_updates[name], scale * g, rtol=2e-5, atol=1e-6)
+        assert float(state.update_norm) == pytest.approx(norm(raw), rel=1e-5)
     assert clipped > 0 if window == 6 else clipped == 0
 
 
@@ -58,9 +58,9 @@ def test_an_update_that_is_not_finite_becomes_zero_and_leaves_no_trace() -> None
     for step in range(4):
         _, state = update(updates(step), state)
     bad = {**updates(5), "embed.tokens": np.full((11, 6), np.inf, np.float32)}
-    found, after = update(bad, state)
-    assert all(not np.any(x) for x in jax.tree.leaves(found))
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+    clipped, new_state = update(bad, state)
+    assert all(not np.any(x) for x in jax.tree.leaves(clipped))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -74,7 +74,7 @@ def test_the_weight_decay_counts_and_the_learning_rate_does_not() -> None:
 
 
 def test_a_sudden_update_is_clipped_in_a_run() -> None:
-    def after(config: AdamConfig) -> Arrays:
+    def weights_after(config: AdamConfig) -> Arrays:
         training = Run(config, FEW, compiled=False)
         for _ in range(6):
             training.step(gradients(0, FEW), lr=0.01)
@@ -84,8 +84,8 @@ def test_a_sudden_update_is_clipped_in_a_run() -> None:
 
     plain = AdamConfig(weight_decay=1.0)
     assert differs(
-        after(plain),
-        after(plain.model_copy(update={"clip_update_norm": ClipUpdateNormConfig(rolling_interval_length=4)})),
+        weights_after(plain),
+        weights_after(plain.model_copy(update={"clip_update_norm": ClipUpdateNormConfig(rolling_interval_length=4)})),
     )
 
 

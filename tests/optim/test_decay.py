@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.optim import AdamConfig, Param, decays_by_default
-from lm_trainer.optim.decay import spellings
+from lm_trainer.optim.decay import matchable_names
 from tests.optim.common import PARAMS, differs, run
 
 REFERENCE = r".*attn.*weight|.*mlp.*weight|.*token_embeddings|.*position_embeddings"
@@ -96,7 +96,7 @@ def test_what_is_no_regular_expression_is_refused() -> None:
     ],
 )
 def test_spellings(name: str, alias: str | None) -> None:
-    assert spellings(name) == ((name,) if alias is None else (name, alias))
+    assert matchable_names(name) == ((name,) if alias is None else (name, alias))
 
 
 def test_the_mask_is_what_decays() -> None:

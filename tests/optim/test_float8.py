@@ -86,13 +86,13 @@ def test_a_number_becomes_one_of_the_two_codes_around_it(form: Format, scale: fl
     power, grid = powers(coded, form, x.shape[1]), GRIDS[form]
     scaled = x / power
     assert np.abs(scaled).max() <= grid[-1], "a block's largest number is within the format"
-    found = NUMBERS[form][np.asarray(coded.codes)]
+    code_values = NUMBERS[form][np.asarray(coded.codes)]
     below = grid[np.searchsorted(grid, scaled, side="right") - 1]
     above = grid[np.searchsorted(grid, scaled, side="left")]
     # The least code stands for squares that are below it.
-    raised = (not form.signed) & (scaled > 0) & (scaled < grid[1]) & (found == grid[1])
-    assert ((found == below) | (found == above) | raised).all()
-    np.testing.assert_array_equal(np.asarray(decoded, np.float64), found * power)
+    raised = (not form.signed) & (scaled > 0) & (scaled < grid[1]) & (code_values == grid[1])
+    assert ((code_values == below) | (code_values == above) | raised).all()
+    np.testing.assert_array_equal(np.asarray(decoded, np.float64), code_values * power)
 
 
 @pytest.mark.parametrize("form", [SIGNED, UNSIGNED], ids=("signed", "unsigned"))
@@ -101,17 +101,19 @@ def test_the_mean_of_what_is_rounded_is_exact(form: Format, x: float) -> None:
     drawn = np.full((1, 200_000, 1), x, np.float32)
     drawn[:, ::32] = 1.9
     chance = jax.random.bits(jax.random.key(3), drawn.shape, jnp.uint16)
-    found = rounded(drawn, form, BLOCKS, chance).astype(np.float64)[0, np.arange(200_000) % 32 != 0]
-    assert len(np.unique(found)) == 2
-    assert found.mean() == pytest.approx(float(np.float32(x)), abs=4e-3 * (found.max() - found.min()))
+    rounded_values = rounded(drawn, form, BLOCKS, chance).astype(np.float64)[0, np.arange(200_000) % 32 != 0]
+    assert len(np.unique(rounded_values)) == 2
+    assert rounded_values.mean() == pytest.approx(
+        float(np.float32(x)), abs=4e-3 * (rounded_values.max() - rounded_values.min())
+    )
 
 
 def test_what_has_a_code_stays_as_it_is_and_what_is_not_finite_becomes_nan() -> None:
     for form, grid in GRIDS.items():
         x = np.append(grid, [np.inf, np.nan]).astype(np.float32)[None, :, None]
         chance = np.random.default_rng(0).integers(0, 1 << 16, x.shape).astype(np.uint16)
-        found = rounded(x, form, Blocks(1, x.shape[1]), chance)
-        np.testing.assert_array_equal(found[0, :, 0], np.append(grid, [np.nan, np.nan]).astype(np.float32))
+        rounded_values = rounded(x, form, Blocks(1, x.shape[1]), chance)
+        np.testing.assert_array_equal(rounded_values[0, :, 0], np.append(grid, [np.nan, np.nan]).astype(np.float32))
 
 
 @pytest.mark.parametrize("least", [1e-12, 1e-30, 1e-38, 1e-44])
@@ -119,9 +121,9 @@ def test_no_square_but_0_is_rounded_to_0(least: float) -> None:
     for largest in (1e30, 1.0, 1e-30, least):
         x = np.full((1, 64, 1), least, np.float32)
         x[0, 5:7, 0] = largest, 0.0
-        found = rounded(x, UNSIGNED, BLOCKS, np.zeros(x.shape, np.uint16))
-        assert found[0, 6, 0] == 0
-        assert (np.delete(found[0, :, 0], 6) >= np.finfo(np.float32).tiny).all()
+        rounded_values = rounded(x, UNSIGNED, BLOCKS, np.zeros(x.shape, np.uint16))
+        assert rounded_values[0, 6, 0] == 0
+        assert (np.delete(rounded_values[0, :, 0], 6) >= np.finfo(np.float32).tiny).all()
 
 
 def flat(weights: Arrays) -> np.ndarray:
@@ -134,15 +136,15 @@ def in_8_bits(config: OptimizerConfig) -> Any:
 
 @pytest.mark.parametrize("config", [AdamConfig(), LionConfig(), MuonConfig()], ids=lambda c: c.type)
 def test_weights_stay_near_those_of_full_precision(config: OptimizerConfig) -> None:
-    exact, ours = run(config, PARAMS), run(in_8_bits(config), PARAMS)
-    assert np.mean(np.abs(flat(ours) - flat(exact))) < 0.1 * np.mean(np.abs(flat(exact) - flat(initial(PARAMS))))
-    assert (flat(ours) != flat(exact)).any()
+    exact, coded = run(config, PARAMS), run(in_8_bits(config), PARAMS)
+    assert np.mean(np.abs(flat(coded) - flat(exact))) < 0.1 * np.mean(np.abs(flat(exact) - flat(initial(PARAMS))))
+    assert (flat(coded) != flat(exact)).any()
 
 
 def test_small_weights_and_vectors_keep_their_digits() -> None:
-    exact, ours = run(AdamConfig(), PARAMS), run(in_8_bits(AdamConfig()), PARAMS)
+    exact, coded = run(AdamConfig(), PARAMS), run(in_8_bits(AdamConfig()), PARAMS)
     for name, x in exact.items():
-        assert (ours[name] != x).any() == (name in LARGE), name
+        assert (coded[name] != x).any() == (name in LARGE), name
 
 
 @pytest.mark.parametrize("member", ABLE, ids=lambda m: m().type)
@@ -150,14 +152,14 @@ def test_arrays_like_large_weights_take_a_byte_and_one_for_each_block(member: ty
     like = {name: jax.ShapeDtypeStruct(param.shape, jnp.float32) for name, param in PARAMS.items()}
 
     def arrays(**fields: Any) -> list[Any]:
-        found = jax.tree_util.tree_leaves_with_path(jax.eval_shape(member(**fields).build(PARAMS).init, like))
-        return [(path, x) for path, x in found if any(f"['{name}']" in jax.tree_util.keystr(path) for name in LARGE)]
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(member(**fields).build(PARAMS).init, like))
+        return [(path, x) for path, x in leaves if any(f"['{name}']" in jax.tree_util.keystr(path) for name in LARGE)]
 
     shapes = {PARAMS[name].shape for name in LARGE}
-    whole = sum(x.size for _, x in arrays() if x.shape in shapes)
+    num_elements = sum(x.size for _, x in arrays() if x.shape in shapes)
     low = [(path[-1].name, x) for path, x in arrays(state_dtype="float8") if x.dtype == jnp.uint8]
-    assert sum(x.size for name, x in low if name == "codes") == whole
-    assert whole / 32 <= sum(x.size for name, x in low if name == "block_exponents") < whole / 7
+    assert sum(x.size for name, x in low if name == "codes") == num_elements
+    assert num_elements / 32 <= sum(x.size for name, x in low if name == "block_exponents") < num_elements / 7
     assert not [x for _, x in arrays(state_dtype="float8") if x.dtype != jnp.uint8 and x.shape in shapes]
 
 
@@ -185,8 +187,8 @@ def test_an_average_that_moves_slowly_arrives() -> None:
     training = Run(config, {param.name: param})
     training.repeat({param.name: np.full(param.shape, 0.5, np.float32)}, 3000)
     nu = training.state.inner[1][0].nu[param.name]
-    found = np.asarray(decode(nu, UNSIGNED, Blocks(1, 8)), np.float64)
-    assert found.mean() == pytest.approx(0.25 * (1 - 0.999**3000), rel=0.01)
+    average = np.asarray(decode(nu, UNSIGNED, Blocks(1, 8)), np.float64)
+    assert average.mean() == pytest.approx(0.25 * (1 - 0.999**3000), rel=0.01)
 
 
 def test_steps_do_not_depend_on_the_process_that_takes_them() -> None:

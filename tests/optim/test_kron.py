@@ -118,9 +118,9 @@ def twin(config: KronConfig, diagonal: dict[str, tuple[bool, bool]]) -> Arrays:
     ],
 )
 def test_equals_the_numpy_twin(config: KronConfig, diagonal: dict[str, tuple[bool, bool]]) -> None:
-    ours, reference = run(config), twin(config, {**diagonal, "up.bias": (True, True)})
+    actual, reference = run(config), twin(config, {**diagonal, "up.bias": (True, True)})
     for name in PARAMS:
-        np.testing.assert_allclose(ours[name], reference[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(actual[name], reference[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 CHANGES = {

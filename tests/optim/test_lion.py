@@ -31,9 +31,9 @@ def test_every_setting_matters(change: dict[str, Any]) -> None:
 
 
 def test_a_clipped_gradient_counts_less_in_the_momentum() -> None:
-    def after(max_norm: float | None) -> Arrays:
+    def weights_after(max_norm: float | None) -> Arrays:
         training = Run(LionConfig(max_grad_norm=max_norm), FEW, compiled=False)
         training.step({name: 100 * g for name, g in gradients(0, FEW).items()})
         return training.step(gradients(1, FEW))
 
-    assert differs(after(1.0), after(None))
+    assert differs(weights_after(1.0), weights_after(None))

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.optim import AdamConfig, AnyOptimizer, LionConfig, MuonConfig, OptimizerConfig, ScheduleFreeConfig
-from lm_trainer.optim.low_precision import round_by_chance
+from lm_trainer.optim.low_precision import round_stochastically
 from tests.optim.common import FEW, Arrays, Run, check_resumed, initial, run
 
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
@@ -27,7 +27,7 @@ def bfloat16_around(x: float) -> tuple[float, float]:
     return float(np.floor(x / digit) * digit), float(np.ceil(x / digit) * digit)
 
 
-rounded_by_chance = jax.jit(round_by_chance)
+rounded_by_chance = jax.jit(round_stochastically)
 
 
 @pytest.mark.parametrize("x", [1.001, -3.1415926, 1.7e-30, 6.25e20, 0.007])
@@ -59,23 +59,23 @@ def test_an_average_that_moves_slowly_arrives() -> None:
 @pytest.mark.parametrize("config", [AdamConfig(), LionConfig(), MuonConfig()], ids=lambda c: c.type)
 def test_weights_stay_near_those_of_full_precision(config: OptimizerConfig) -> None:
     low = config.model_validate({**config.model_dump(), "state_dtype": "bfloat16"})
-    exact, ours = run(config, FEW), run(low, FEW)
+    exact, rounded = run(config, FEW), run(low, FEW)
     # A sign that turns moves a weight of Lion by twice the learning rate, so single weights may part.
-    assert np.mean(np.abs(flat(ours) - flat(exact))) < 0.02 * np.mean(np.abs(flat(exact) - flat(initial(FEW))))
-    assert any((ours[name] != exact[name]).any() for name in FEW)
+    assert np.mean(np.abs(flat(rounded) - flat(exact))) < 0.02 * np.mean(np.abs(flat(exact) - flat(initial(FEW))))
+    assert any((rounded[name] != exact[name]).any() for name in FEW)
 
 
 @pytest.mark.parametrize("member", [m for m in MEMBERS if not m.weights_in_state], ids=lambda m: m().type)
 def test_arrays_like_parameters_take_half_the_memory(member: type[OptimizerConfig]) -> None:
     shapes = {param.shape for param in FEW.values()}
 
-    def taken(**fields: Any) -> int:
+    def state_size(**fields: Any) -> int:
         state = jax.eval_shape(
             member(**fields).build(FEW).init, {n: jax.ShapeDtypeStruct(p.shape, jnp.float32) for n, p in FEW.items()}
         )
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.shape in shapes)
 
-    assert taken(state_dtype="bfloat16") * 2 == taken()
+    assert state_size(state_dtype="bfloat16") * 2 == state_size()
 
 
 def test_steps_do_not_depend_on_the_process_that_takes_them() -> None:

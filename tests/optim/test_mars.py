@@ -27,11 +27,11 @@ def numpy_mars(config: MarsConfig) -> Arrays:
     weights = {name: x.astype(np.float64) for name, x in initial().items()}
     m = {name: np.zeros_like(x) for name, x in weights.items()}
     v = {name: np.zeros_like(x) for name, x in weights.items()}
-    before = {name: np.zeros_like(x) for name, x in weights.items()}
+    previous_gradient = {name: np.zeros_like(x) for name, x in weights.items()}
     for step in range(STEPS):
         g = {name: x.astype(np.float64) for name, x in gradients(step).items()}
-        c = {name: g[name] + config.gamma * b1 / (1 - b1) * (g[name] - before[name]) for name in g}
-        before = g
+        c = {name: g[name] + config.gamma * b1 / (1 - b1) * (g[name] - previous_gradient[name]) for name in g}
+        previous_gradient = g
         scale = min(1.0, config.max_grad_norm / norm(c)) if config.max_grad_norm else 1.0
         for name, param in PARAMS.items():
             m[name] = b1 * m[name] + (1 - b1) * scale * c[name]

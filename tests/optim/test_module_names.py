@@ -26,7 +26,7 @@ MLP = {f"{BLOCK}mlp.up", f"{BLOCK}mlp.down"}
 PRE_NORMS = {f"{BLOCK}attention_pre_norm", f"{BLOCK}mlp_pre_norm"}
 
 
-def found(model: str, patterns: str | list[str]) -> set[str]:
+def matching_names(model: str, patterns: str | list[str]) -> set[str]:
     """The parameters that decay."""
     mask = AdamConfig.model_validate({"weight_decay_modules": patterns}).decay_mask(params_of(model))
     return {name for name, decays in mask.items() if decays}
@@ -37,7 +37,7 @@ def params_of(model: str) -> Mapping[str, Param]:
     return trace_model(RunConfig.model_validate({"model": MODELS[model]}), 64).optimizer_params()
 
 
-def both(modules: set[str], *kinds: str) -> set[str]:
+def with_kinds(modules: set[str], *kinds: str) -> set[str]:
     return {f"{module}.{kind}" for module in modules for kind in kinds}
 
 
@@ -49,28 +49,32 @@ NORMS = PRE_NORMS | {"final_norm"}
     ("model", "patterns", "expected"),
     [
         ("gpt2", ["Embedding"], {"embed.tokens", "embed.positions"}),
-        ("gpt2", ["Linear"], both(LINEAR, "weight", "bias")),
-        ("gpt2", ["Linear.weight"], both(LINEAR, "weight")),
-        ("gpt2", r"Linear\.weight|Embedding", both(LINEAR, "weight") | {"embed.tokens", "embed.positions"}),
-        ("gpt2", ["LayerNorm"], both(NORMS, "scale", "bias")),
-        ("gpt2", r"LayerNorm\.weight", both(NORMS, "scale")),
-        ("gpt2", ["c_attn"], both(QKV, "weight", "bias")),
-        ("gpt2", ["c_attn.weight", "c_fc"], both(QKV, "weight") | both({f"{BLOCK}mlp.up"}, "weight", "bias")),
-        ("gpt2", ["mlp.c_proj"], both({f"{BLOCK}mlp.down"}, "weight", "bias")),
-        ("gpt2", r".*c_proj\.weight", both({f"{BLOCK}mlp.down", f"{BLOCK}attention.out"}, "weight")),
-        ("gpt2", ["ln_1"], both({f"{BLOCK}attention_pre_norm"}, "scale", "bias")),
+        ("gpt2", ["Linear"], with_kinds(LINEAR, "weight", "bias")),
+        ("gpt2", ["Linear.weight"], with_kinds(LINEAR, "weight")),
+        ("gpt2", r"Linear\.weight|Embedding", with_kinds(LINEAR, "weight") | {"embed.tokens", "embed.positions"}),
+        ("gpt2", ["LayerNorm"], with_kinds(NORMS, "scale", "bias")),
+        ("gpt2", r"LayerNorm\.weight", with_kinds(NORMS, "scale")),
+        ("gpt2", ["c_attn"], with_kinds(QKV, "weight", "bias")),
+        (
+            "gpt2",
+            ["c_attn.weight", "c_fc"],
+            with_kinds(QKV, "weight") | with_kinds({f"{BLOCK}mlp.up"}, "weight", "bias"),
+        ),
+        ("gpt2", ["mlp.c_proj"], with_kinds({f"{BLOCK}mlp.down"}, "weight", "bias")),
+        ("gpt2", r".*c_proj\.weight", with_kinds({f"{BLOCK}mlp.down", f"{BLOCK}attention.out"}, "weight")),
+        ("gpt2", ["ln_1"], with_kinds({f"{BLOCK}attention_pre_norm"}, "scale", "bias")),
         ("gpt2", ["ln_2.weight", "ln_f.bias"], {f"{BLOCK}mlp_pre_norm.scale", "final_norm.bias"}),
-        ("llama", ["RMSNorm"], both(NORMS, "scale")),
-        ("llama", "RmsNorm", both(NORMS, "scale")),
-        ("llama", ["q_proj", "gate_proj"], both({f"{BLOCK}attention.q", f"{BLOCK}mlp.gate"}, "weight")),
-        ("llama", ["Linear"], both(LINEAR | {f"{BLOCK}mlp.gate"}, "weight") | {"head"}),
-        ("mpt", ["LayerNorm"], both(NORMS, "scale")),
+        ("llama", ["RMSNorm"], with_kinds(NORMS, "scale")),
+        ("llama", "RmsNorm", with_kinds(NORMS, "scale")),
+        ("llama", ["q_proj", "gate_proj"], with_kinds({f"{BLOCK}attention.q", f"{BLOCK}mlp.gate"}, "weight")),
+        ("llama", ["Linear"], with_kinds(LINEAR | {f"{BLOCK}mlp.gate"}, "weight") | {"head"}),
+        ("mpt", ["LayerNorm"], with_kinds(NORMS, "scale")),
         ("mixtral", ["MoELinear"], {f"{BLOCK}mlp.{name}" for name in ("up", "down", "gate")}),
-        ("mixtral", r"Linear\.weight", both(LINEAR - MLP, "weight") | {"head", f"{BLOCK}mlp.router"}),
+        ("mixtral", r"Linear\.weight", with_kinds(LINEAR - MLP, "weight") | {"head", f"{BLOCK}mlp.router"}),
     ],
 )
 def test_modules(model: str, patterns: Any, expected: set[str]) -> None:
-    assert found(model, patterns) == expected
+    assert matching_names(model, patterns) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,12 +83,12 @@ def test_modules(model: str, patterns: Any, expected: set[str]) -> None:
 )
 def test_a_module_that_the_model_lacks_is_an_error(model: str, pattern: str) -> None:
     with pytest.raises(UserError, match=f"'{pattern}' matches no parameter"):
-        found(model, [pattern])
+        matching_names(model, [pattern])
 
 
 def test_a_pattern_without_modules_means_what_it_did() -> None:
-    assert found("gpt2", ".*weight") == both(LINEAR, "weight") | {"embed.tokens", "embed.positions"}
-    assert found("llama", ["weight"]) == both(LINEAR | {f"{BLOCK}mlp.gate"}, "weight") | {
+    assert matching_names("gpt2", ".*weight") == with_kinds(LINEAR, "weight") | {"embed.tokens", "embed.positions"}
+    assert matching_names("llama", ["weight"]) == with_kinds(LINEAR | {f"{BLOCK}mlp.gate"}, "weight") | {
         "head",
         "embed.tokens",
     }

@@ -111,10 +111,10 @@ def test_stacked_layers_are_matrices_of_their_own() -> None:
     stacked = Param("w", (3, 4, 5), ("layers", "embed", "mlp"))
     grads: Any = gradients(0, {"w": stacked})["w"]
     alone = MuonConfig().transform({"w": Param("w", (4, 5), ("embed", "mlp"))})
-    whole = first_update(MuonConfig().transform({"w": stacked}), {"w": grads})["w"]
+    stacked_update = first_update(MuonConfig().transform({"w": stacked}), {"w": grads})["w"]
     for layer in range(3):
         one = first_update(alone, {"w": grads[layer]})["w"]
-        np.testing.assert_allclose(whole[layer], one, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(stacked_update[layer], one, rtol=1e-5, atol=1e-6)
 
 
 def test_singular_values_become_one() -> None:

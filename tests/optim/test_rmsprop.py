@@ -41,6 +41,6 @@ def test_a_gradient_of_zero_changes_nothing() -> None:
 
 
 def test_it_is_selected_by_type() -> None:
-    found = TypeAdapter(AnyOptimizer).validate_python({"type": "rmsprop", "beta1": 0.8})
-    assert isinstance(found, RmsPropConfig)
-    assert found.beta1 == 0.8
+    config = TypeAdapter(AnyOptimizer).validate_python({"type": "rmsprop", "beta1": 0.8})
+    assert isinstance(config, RmsPropConfig)
+    assert config.beta1 == 0.8

@@ -28,24 +28,24 @@ def schedule(name: ScheduleName = "cosine", total: int = TOTAL, **fields: Any) -
 
 
 def test_cosine_with_warmup_equals_optax() -> None:
-    ours = schedule(warmup=10)
+    learning_rate = schedule(warmup=10)
     reference = optax.warmup_cosine_decay_schedule(0.0, 2.0, warmup_steps=10, decay_steps=100, end_value=0.2)
     for step in range(130):
-        assert ours(step) == pytest.approx(float(np.asarray(reference(step))), rel=1e-5, abs=1e-7), step
+        assert learning_rate(step) == pytest.approx(float(np.asarray(reference(step))), rel=1e-5, abs=1e-7), step
 
 
 def test_warmup_stable_decay_equals_optax() -> None:
-    ours = schedule("linear", warmup=0.1, decay=0.2)
+    learning_rate = schedule("linear", warmup=0.1, decay=0.2)
     reference = optax.join_schedules(
         [optax.linear_schedule(0, 2.0, 10), optax.constant_schedule(2.0), optax.linear_schedule(2.0, 0.2, 20)],
         [10, 80],
     )
     for step in range(120):
-        assert ours(step) == pytest.approx(float(np.asarray(reference(step))), rel=1e-5), step
+        assert learning_rate(step) == pytest.approx(float(np.asarray(reference(step))), rel=1e-5), step
 
 
 def test_cycles_equal_optax() -> None:
-    ours = schedule(warmup=5, rewarmup=4, decay=10, cycles=[30, 70])
+    learning_rate = schedule(warmup=5, rewarmup=4, decay=10, cycles=[30, 70])
     pieces, boundaries = [], []
     for start, end in ((0, 30), (30, 70), (70, 100)):
         warmup = 4 if start else 5
@@ -57,7 +57,7 @@ def test_cycles_equal_optax() -> None:
         boundaries += [start + warmup, end - 10, end]
     reference = optax.join_schedules(pieces, boundaries[:-1])
     for step in range(120):
-        assert ours(step) == pytest.approx(float(np.asarray(reference(step))), rel=1e-5, abs=1e-7), step
+        assert learning_rate(step) == pytest.approx(float(np.asarray(reference(step))), rel=1e-5, abs=1e-7), step
 
 
 def decayed(name: str, since: int, length: int, tokens: int, *, rows: int, warmup: int) -> float:
@@ -86,7 +86,8 @@ def walk(name: str, ends: list[int], warmup: int, rewarmup: int, decay: int | No
         tokens = list(itertools.accumulate((128 * r for r in rows), initial=0))
         since_start = range(end - down - start, end - start + 1)
         values = [
-            decayed(name, index, down, tokens[at], rows=rows[at], warmup=warmup) for index, at in enumerate(since_start)
+            decayed(name, index, down, tokens[step_index], rows=rows[step_index], warmup=warmup)
+            for index, step_index in enumerate(since_start)
         ]
         yield from (low + (values[0] - low) * index / up for index in range(up))
         yield from [values[0]] * (end - start - up - down)
@@ -113,9 +114,9 @@ def test_every_step_equals_a_walk_through_the_phases(
     name: ScheduleName, ends: list[int], warmup: int, rewarmup: int, decay: int | None
 ) -> None:
     cycled = {"cycles": ends, "rewarmup": rewarmup} if len(ends) > 1 else {}
-    ours = schedule(name, warmup=warmup, decay=decay, min_lr_ratio=0.05, **cycled)
+    learning_rate = schedule(name, warmup=warmup, decay=decay, min_lr_ratio=0.05, **cycled)
     expected = list(walk(name, ends, warmup, rewarmup, decay))
-    assert [ours(step) for step in range(120)] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert [learning_rate(step) for step in range(120)] == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_points_by_hand() -> None:
@@ -223,10 +224,10 @@ def test_cycles_with_peaks_and_decays_of_their_own() -> None:
         lr_schedule="linear",
         min_lr_ratio=0,
     )
-    found = config.schedule(30)
+    learning_rate = config.schedule(30)
     first = [3 * step / 4 for step in range(4)] + [3.0] * 5 + [1.5]
     second = [1.0] * 16 + [0.8, 0.6, 0.4, 0.2]
-    assert [found(step) for step in range(31)] == pytest.approx([*first, *second, 0.0])
+    assert [learning_rate(step) for step in range(31)] == pytest.approx([*first, *second, 0.0])
 
 
 @pytest.mark.parametrize(

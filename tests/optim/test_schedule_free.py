@@ -74,10 +74,10 @@ def numpy_schedule_free(config: ScheduleFreeConfig) -> tuple[Arrays, Arrays]:
     ],
 )
 def test_equals_the_numpy_twin(config: ScheduleFreeConfig) -> None:
-    ours, reference = trained(config), numpy_schedule_free(config)
-    assert_close(ours[0], reference[0], rtol=1e-4, atol=1e-5)
-    assert_close(ours[1], reference[1], rtol=1e-4, atol=1e-5)
-    assert differs(ours[0], ours[1])
+    actual, reference = trained(config), numpy_schedule_free(config)
+    assert_close(actual[0], reference[0], rtol=1e-4, atol=1e-5)
+    assert_close(actual[1], reference[1], rtol=1e-4, atol=1e-5)
+    assert differs(actual[0], actual[1])
 
 
 def test_equals_optax() -> None:

@@ -55,20 +55,20 @@ def expected_skips(values: list[tuple[float, float]], window: int, sigma: float)
 
 def test_skips_what_the_rule_skips() -> None:
     training = Run(skipping({"rolling_interval_length": 10, "sigma_factor": 4.0}), FEW)
-    values, found = measured(70), []
+    values, skipped = measured(70), []
     for loss, norm in values:
         before = training.weights()
         after = training.step(GRADS, loss=loss, grad_norm=norm)
-        found.append(all(np.array_equal(before[name], after[name]) for name in after))
-    wanted = expected_skips(values, 10, 4.0)
-    assert found == wanted
-    assert training.metrics() == {"optim/skipped_steps": sum(wanted)}
+        skipped.append(all(np.array_equal(before[name], after[name]) for name in after))
+    expected = expected_skips(values, 10, 4.0)
+    assert skipped == expected
+    assert training.metrics() == {"optim/skipped_steps": sum(expected)}
     # Otherwise the example shows nothing: an early outlier is taken, later ones are not, a lasting change is accepted.
-    assert not wanted[2]
-    assert wanted[20]
-    assert wanted[25]
-    assert wanted[45]
-    assert not any(wanted[60:])
+    assert not expected[2]
+    assert expected[20]
+    assert expected[25]
+    assert expected[45]
+    assert not any(expected[60:])
 
 
 def test_a_skipped_step_changes_only_history_and_count() -> None:
@@ -160,8 +160,8 @@ def test_the_limit_is_mean_plus_deviations_of_what_is_held(count: int) -> None:
     for i in range(count):
         history = history.push(jnp.float32(i * i), jnp.bool_(True)).push(jnp.float32(99), jnp.bool_(False))
         held.append(float(i * i))
-    wanted = np.mean(held) + 2 * np.std(held) if count >= 2 else math.inf
-    assert float(history.limit(2.0)) == pytest.approx(wanted, rel=1e-5)
+    expected = np.mean(held) + 2 * np.std(held) if count >= 2 else math.inf
+    assert float(history.limit(2.0)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_batch_in_which_no_token_counts_is_not_bad_and_leaves_no_trace_in_the_history() -> None:
@@ -171,9 +171,9 @@ def test_a_batch_in_which_no_token_counts_is_not_bad_and_leaves_no_trace_in_the_
     scalars = {"loss": -50.0, "weight": 10.0, "squares": 100.0, "learning_rate": 0.01}
     params, state = training.params, training.state
     for grads, changes in [(GRADS, {})] * 4 + [(None, {"loss": 0.0, "weight": 0.0, "squares": 0.0}), (GRADS, {})]:
-        given = {name: jnp.float32(x) for name, x in {**scalars, **changes}.items()}
+        extra_args = {name: jnp.float32(x) for name, x in {**scalars, **changes}.items()}
         grads = grads or jax.tree.map(np.zeros_like, GRADS)
-        params, state, metrics = update(params, state, grads, None, given)
+        params, state, metrics = update(params, state, grads, None, extra_args)
         assert metrics["optim/skipped_steps"] == 0
     np.testing.assert_array_equal(state.losses.ring, np.full(4, -5.0, np.float32))
     assert int(state.losses.count) == 5

@@ -112,9 +112,9 @@ def twin(config: SoapConfig, size: int, *, embedding: tuple[bool, bool]) -> Arra
 def test_equals_the_numpy_twin(config: SoapConfig, size: int, embedding: tuple[bool, bool]) -> None:
     # Where the embedding's outputs are cut as well, the twin keeps them whole.
     keep = set(PARAMS) if size == 6 else {"up.weight", "up.bias"}
-    ours, reference = run(config), twin(config, size, embedding=embedding)
+    actual, reference = run(config), twin(config, size, embedding=embedding)
     for name in keep:
-        np.testing.assert_allclose(ours[name], reference[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(actual[name], reference[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 CHANGES = {

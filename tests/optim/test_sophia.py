@@ -47,8 +47,8 @@ def run(
     state, update = quick_jit(tx.init)(weights), quick_jit(applied(tx))
     for step in range(steps):
         grads = gradients(step, params)
-        given = {"learning_rate": rate(step), "grad_norm": norm(grads), "weight": WEIGHT}
-        scalars = {name: np.float32(x) for name, x in given.items()}
+        extra_args = {"learning_rate": rate(step), "grad_norm": norm(grads), "weight": WEIGHT}
+        scalars = {name: np.float32(x) for name, x in extra_args.items()}
         sums = None
         if step % config.curvature_interval == 0:
             sums = {name: x for name, x in curvature(step).items() if name in params}
@@ -85,10 +85,10 @@ def test_equals_optax() -> None:
     """There an estimate counts from the next step on, so ours is given one step later."""
     config = SophiaHConfig(gamma=50.0, update_interval=1, max_grad_norm=None, weight_decay=0.0)
 
-    def given(sums: Any, state: Any, params: Any = None, *, diagonal: Any, **_: Any) -> tuple[Any, Any]:
+    def pass_on(sums: Any, state: Any, params: Any = None, *, diagonal: Any, **_: Any) -> tuple[Any, Any]:
         return diagonal, state
 
-    source = optax.GradientTransformationExtraArgs(optax.init_empty_state, given)  # pyright: ignore[reportArgumentType]
+    source = optax.GradientTransformationExtraArgs(optax.init_empty_state, pass_on)  # pyright: ignore[reportArgumentType]
     tx = optax.contrib.sophia(1.0, 0.96, 0.99, 1e-12, 0.0, None, 50.0, update_interval=1, hessian_diagonal_fn=source)
     params: Any = {name: jnp.asarray(x) for name, x in initial().items()}
     state, update = tx.init(params), quick_jit(tx.update)
@@ -135,8 +135,8 @@ def test_the_kind_of_estimate_and_its_interval_are_said() -> None:
 def test_an_estimate_that_is_not_finite_leaves_no_trace() -> None:
     config = SophiaGConfig(gamma=20.0)
     broken = lambda step: {**estimate(step), "head.weight": np.full(PARAMS["head.weight"].shape, np.inf)}  # noqa: E731
-    ours = run(config, steps=3, curvature=broken)
-    assert all(np.all(np.isfinite(x)) for x in ours.values())
+    weights = run(config, steps=3, curvature=broken)
+    assert all(np.all(np.isfinite(x)) for x in weights.values())
 
 
 def test_a_quadratic_is_solved_in_one_step_where_nothing_is_clipped() -> None:

@@ -26,7 +26,7 @@ def with_fields(config: OptimizerConfig, **fields: Any) -> OptimizerConfig:
     return config.model_validate({**config.model_dump(), **fields})
 
 
-def same(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
@@ -53,13 +53,13 @@ def test_the_state_is_laid_out_like_the_parameters(config: OptimizerConfig) -> N
     named, laid = named_leaves(state), named_leaves(jax.tree.map(str, layout, is_leaf=lambda x: x is None))
     assert named.keys() == laid.keys()
     large = {param.shape for param in PARAMS.values() if math.prod(param.shape) > 60}
-    for leaf, found in laid.items():
-        if found == "None":
+    for leaf, param_name in laid.items():
+        if param_name == "None":
             assert named[leaf].shape not in large, leaf
-        elif named[leaf].shape == PARAMS[found].shape:
-            assert leaf.endswith(found)
+        elif named[leaf].shape == PARAMS[param_name].shape:
+            assert leaf.endswith(param_name)
         else:
-            assert named[leaf].size < math.prod(PARAMS[found].shape), leaf
+            assert named[leaf].size < math.prod(PARAMS[param_name].shape), leaf
     assert from_named_leaves(state, named) == state
 
 
@@ -73,8 +73,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_others_reduce_the_loss(co
     training.step({name: np.full_like(g, np.nan) for name, g in good.items()})
     training.step(good, loss=math.inf)
     assert training.metrics()["optim/skipped_steps"] == 2
-    assert same(training.params, params)
-    assert same((training.state.inner, training.state.losses), (inner, losses))
+    assert are_equal(training.params, params)
+    assert are_equal((training.state.inner, training.state.losses), (inner, losses))
     for _ in range(20):
         training.step({name: 2 * x for name, x in training.weights().items()}, lr=0.05, loss=squares(training))
     assert squares(training) < 0.7 * start

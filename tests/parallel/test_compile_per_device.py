@@ -17,14 +17,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.parallel import compile_per_device
-from lm_trainer.parallel.compile_per_device import close_cache_for, compile_on_each
+from lm_trainer.parallel.compile_per_device import compile_on_each, disable_cache_for
 
 pytestmark = pytest.mark.optimised
 
 UNKNOWN = (
     f"lm_trainer/parallel/compile_per_device.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
-    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on`, or do not allow "
-    "this version in pyproject.toml. What changed: "
+    "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on_device_sets`, or do "
+    "not allow this version in pyproject.toml. What changed: "
 )
 
 
@@ -38,10 +38,10 @@ def test_the_private_parts_of_jax_have_the_shape_that_is_relied_on() -> None:
     assert parameters(unpickler.__init__) == ["self", "file", "backend", "execution_devices"], UNKNOWN + "__init__"
     assert parameters(unpickler.persistent_load) == ["self", "pid"], UNKNOWN + "persistent_load"
     device = jax.devices()[1]
-    made = unpickler(io.BytesIO(b""), device.client, [device])
+    instance = unpickler(io.BytesIO(b""), device.client, [device])
     for name in ("backend", "devices_by_id", "execution_devices"):
-        assert hasattr(made, name), UNKNOWN + f"unpicklers have no {name}"
-    assert made.devices_by_id == {device.id: device}, UNKNOWN + "devices are not looked up by id"
+        assert hasattr(instance, name), UNKNOWN + f"unpicklers have no {name}"
+    assert instance.devices_by_id == {device.id: device}, UNKNOWN + "devices are not looked up by id"
     assert callable(device.client.deserialize_executable), UNKNOWN + "deserialize_executable"
     arguments = ["self", "executable", "const_args", "args_info", "out_tree", "no_kwargs"]
     assert parameters(jax.stages.Compiled.__init__)[:6] == arguments, UNKNOWN + "jax.stages.Compiled"
@@ -77,9 +77,9 @@ def test_a_program_is_compiled_once_and_runs_on_each_device() -> None:
     programs, compiled = compile_on_devices(3)
     assert compiled == [0]
     for device, program in zip(jax.devices(), programs, strict=False):
-        found = program(jax.device_put(np.arange(4, dtype=np.float32), device))
-        assert found["twice"].devices() == {device}
-        assert (float(found["sum"]), found["twice"].tolist()) == (6.0, [0.0, 2.0, 4.0, 6.0])
+        results = program(jax.device_put(np.arange(4, dtype=np.float32), device))
+        assert results["twice"].devices() == {device}
+        assert (float(results["sum"]), results["twice"].tolist()) == (6.0, [0.0, 2.0, 4.0, 6.0])
 
 
 def test_the_compilation_cache_is_as_before_afterwards() -> None:
@@ -101,7 +101,7 @@ def cache() -> Iterator[str]:
 
 
 def tpu_chips(*coords: tuple[int, int, int]) -> list[Any]:
-    return [SimpleNamespace(platform="tpu", coords=each) for each in coords]
+    return [SimpleNamespace(platform="tpu", coords=chip_coords) for chip_coords in coords]
 
 
 HOST = [tpu_chips((0, 0, 0)), tpu_chips((1, 0, 0))]
@@ -109,7 +109,7 @@ HOST = [tpu_chips((0, 0, 0)), tpu_chips((1, 0, 0))]
 
 
 @pytest.mark.parametrize(
-    ("device_sets", "kept"),
+    ("device_sets", "is_cached"),
     [
         (HOST[:1], True),
         (HOST, False),
@@ -119,24 +119,24 @@ HOST = [tpu_chips((0, 0, 0)), tpu_chips((1, 0, 0))]
     ],
 )
 def test_programs_of_tpu_chips_other_than_the_first_are_not_kept(
-    cache: str, monkeypatch: pytest.MonkeyPatch, device_sets: Sequence[Sequence[Any]], kept: bool
+    cache: str, monkeypatch: pytest.MonkeyPatch, device_sets: Sequence[Sequence[Any]], is_cached: bool
 ) -> None:
-    seen, config = dict[int, str | None](), cast(Any, jax.config)
+    cache_dirs, config = dict[int, str | None](), cast(Any, jax.config)
 
     def compile_on(index: int) -> Any:
-        seen[index] = config.jax_compilation_cache_dir
+        cache_dirs[index] = config.jax_compilation_cache_dir
         return index
 
     assert list[Any](compile_on_each(compile_on, device_sets)) == [*range(len(device_sets))]
-    assert set(seen.values()) == {cache if kept else None}
+    assert set(cache_dirs.values()) == {cache if is_cached else None}
     assert config.jax_compilation_cache_dir == cache
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    close_cache_for(device_sets)
-    assert config.jax_compilation_cache_dir == (cache if kept else None)
+    disable_cache_for(device_sets)
+    assert config.jax_compilation_cache_dir == (cache if is_cached else None)
 
 
 def test_the_cache_stays_open_where_the_devices_that_run_are_no_tpus(cache: str) -> None:
-    close_cache_for(HOST)
+    disable_cache_for(HOST)
     assert cast(Any, jax.config).jax_compilation_cache_dir == cache
 
 
@@ -155,9 +155,9 @@ WAITS, COMPILES = "waits for the other processes", "compiles"
 def test_process_0_compiles_for_gpus_before_the_others(
     monkeypatch: pytest.MonkeyPatch, process: int, owners: tuple[int, int], by_all_processes: bool, done: list[str]
 ) -> None:
-    seen: list[str] = []
+    events: list[str] = []
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(compile_per_device, "wait_for_all", lambda _: seen.append(WAITS))
+    monkeypatch.setattr(compile_per_device, "wait_for_all", lambda _: events.append(WAITS))
     gpus: Any = [[SimpleNamespace(platform="gpu", process_index=owner)] for owner in owners]
-    compile_on_each(lambda _: cast(Any, seen.append(COMPILES)), gpus, by_all_processes=by_all_processes)
-    assert seen == done
+    compile_on_each(lambda _: cast(Any, events.append(COMPILES)), gpus, by_all_processes=by_all_processes)
+    assert events == done

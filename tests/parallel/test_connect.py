@@ -44,18 +44,18 @@ def address() -> Iterator[str]:
 
 def started(address: str, process: int) -> tuple[list[str], str]:
     """Notes of a process while it waits, and the error with which it gives up."""
-    told: list[str] = []
+    messages: list[str] = []
     config = DistributedConfig(coordinator_address=address, num_processes=3, process_id=process)
     with pytest.raises(UserError) as refused:
-        config.start(told.append)
-    return told, str(refused.value)
+        config.start(messages.append)
+    return messages, str(refused.value)
 
 
 @pytest.mark.usefixtures("nobody_comes")
 @pytest.mark.parametrize("process", [0, 2])
 def test_a_process_says_what_it_waits_for_and_gives_up(address: str, process: int) -> None:
-    told, error = started(address, process)
-    assert told == ["waiting up to 0 s for the other processes of the run"]
+    messages, error = started(address, process)
+    assert messages == ["waiting up to 0 s for the other processes of the run"]
     assert "not all of them were there" in error
     assert error.endswith(f"check that all num_processes were started and can reach {address}")
 
@@ -64,9 +64,9 @@ def test_a_process_says_what_it_waits_for_and_gives_up(address: str, process: in
 def test_an_address_at_which_nobody_listens_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = f"127.0.0.1:{server.getsockname()[1]}"
-    told, error = started(free, 1)
+    messages, error = started(free, 1)
     reason = f"nothing answers at {free} (Connection refused)"
-    assert told[0].endswith(reason)
+    assert messages[0].endswith(reason)
     assert reason in error
 
 
@@ -80,11 +80,11 @@ def test_a_first_node_of_slurm_whose_name_does_not_resolve_is_named(monkeypatch:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", unknown)
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError) as refused:
-        DistributedConfig().start(told.append)
+        DistributedConfig().start(messages.append)
     reason = "nothing answers at node03:62252 (Name or service not known)"
-    assert told[0].endswith(reason)
+    assert messages[0].endswith(reason)
     assert reason in str(refused.value)
 
 
@@ -93,8 +93,8 @@ def test_errors_of_jax_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such host\nat coordination.cc:1")
 
     monkeypatch.setattr(jax.distributed, "initialize", fails)
-    told, error = started("nohost:1", 1)
-    assert told == []
+    messages, error = started("nohost:1", 1)
+    assert messages == []
     assert "could not be connected (no such host);" in error
 
 
@@ -125,7 +125,7 @@ def test_a_process_that_waits_for_others_can_be_stopped(number: signal.Signals, 
     )
     settings = ("coordinator_address=127.0.0.1:0", "num_processes=2", "process_id=0")
     command = [sys.executable, "-c", program, "train", "gpt2_nano"]
-    command += [f"trainer.distributed.{each}" for each in settings]
+    command += [f"trainer.distributed.{setting}" for setting in settings]
     with subprocess.Popen(
         command, cwd=tmp_path, env=lmt_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -22,9 +22,9 @@ def test_every_product_is_rounded_before_it_is_added() -> None:
     a, b = (rng.standard_normal(1003).astype(np.float32) for _ in range(2))
     scale = np.float32(0.37)
     expected = {"sum": a * b + (a * scale + (b * b) * b), "power": a * (a * a) - b}
-    found = jax.jit(without_fma(mix))(np.uint32(0), {"a": a, "b": b}, scale)
+    results = jax.jit(without_fma(mix))(np.uint32(0), {"a": a, "b": b}, scale)
     for name, x in expected.items():
-        np.testing.assert_array_equal(np.asarray(found[name]), x, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(results[name]), x, err_msg=name)
     low = {name: jnp.asarray(x, jnp.bfloat16) for name, x in (("a", a), ("b", b))}
     assert jax.jit(without_fma(mix))(np.uint32(0), low, jnp.bfloat16(scale))["sum"].dtype == jnp.bfloat16
     counts = jax.jit(without_fma(lambda n: n * 3 + 1))(np.uint32(0), np.int32(5))

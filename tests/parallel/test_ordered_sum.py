@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel import nodes as nodes_module
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
-from lm_trainer.parallel.nodes import nodes_of_batch
+from lm_trainer.parallel.nodes import num_batch_nodes
 from lm_trainer.parallel.ordered_sum import squares_by_layer, sum_of_squares, sum_over_shards, sum_parts_over_shards
 from lm_trainer.parallel.sharding import ParamSharding, plan_shardings
 from lm_trainer.parallel.tree_sum import Shares
@@ -102,7 +102,7 @@ def test_partial_sums_of_any_number_of_devices_add_up_to_the_tree(devices: int, 
     summed = jax.jit(lambda x: sum_parts_over_shards(x, shares, layouts, mesh, dtypes))(stacked)
     for name, x in summed.items():
         assert x.dtype == np.float32
-        if name != "narrow" or shares.most == 1:
+        if name != "narrow" or shares.max_terms == 1:
             expected = brute_force_tree([x.astype(np.float32) for x in terms[name]])
             np.testing.assert_array_equal(np.asarray(x), expected, err_msg=name)
 
@@ -115,10 +115,12 @@ def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_t
     param_shardings = plan_shardings(
         {"large": ((129, 257), ("mlp", "vocab"))}, mesh, param_rules={}, compute_rules={}, max_shards=8
     )
-    shards, whole = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
+    shards, replicated = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
     values = random((shards, 129, 257))
     placed = {"large": jax.device_put(values, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))}
-    program = jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=whole).lower(placed).compile()
+    program = (
+        jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=replicated).lower(placed).compile()
+    )
     np.testing.assert_array_equal(np.asarray(program(placed)["large"]), brute_force_tree(list(values)))
     if shards > 1:
         sent = sum(bytes_sent(program.as_text() or "").values())
@@ -164,7 +166,7 @@ def test_sums_over_nodes_have_the_bits_of_the_tree_and_send_less_between_nodes(
     dtypes = dict.fromkeys(stacked, np.float32)
     sent = {}
     for nodes in (1, 8 // devices_per_node):
-        monkeypatch.setattr(nodes_module, "node_of", lambda device, nodes=nodes: device.id * nodes // 8)
+        monkeypatch.setattr(nodes_module, "node_index", lambda device, nodes=nodes: device.id * nodes // 8)
         program = jax.jit(
             lambda x, _nodes=nodes: sum_over_shards(x, param_shardings, mesh, dtypes), out_shardings=storage
         )
@@ -199,22 +201,22 @@ def bytes_between_nodes(hlo: str, devices_per_node: int) -> dict[str, float]:
 def test_nodes_that_are_no_subtrees_of_the_sum_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, devices: Any, nodes: dict[int, int], count: int
 ) -> None:
-    monkeypatch.setattr(nodes_module, "node_of", lambda device: nodes.get(device.id, 0))
-    assert nodes_of_batch(build_mesh(MeshShape(), jax.devices()[: len(devices or nodes)])) == count
+    monkeypatch.setattr(nodes_module, "node_index", lambda device: nodes.get(device.id, 0))
+    assert num_batch_nodes(build_mesh(MeshShape(), jax.devices()[: len(devices or nodes)])) == count
 
 
 @pytest.mark.parametrize(("devices", "model", "count"), [(6, 1, 1), (8, 2, 2), (8, 4, 1), (8, 8, 1)])
 def test_a_node_holds_several_shards_that_do_not_span_nodes(
     monkeypatch: pytest.MonkeyPatch, devices: int, model: int, count: int
 ) -> None:
-    monkeypatch.setattr(nodes_module, "node_of", lambda device: device.id // 4 if model > 1 else device.id // 2)
-    assert nodes_of_batch(build_mesh(MeshShape(model=model), jax.devices()[:devices])) == count
+    monkeypatch.setattr(nodes_module, "node_index", lambda device: device.id // 4 if model > 1 else device.id // 2)
+    assert num_batch_nodes(build_mesh(MeshShape(model=model), jax.devices()[:devices])) == count
 
 
 @pytest.mark.slow
 def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut() -> None:
     values = {n: random(shape, seed=i) for i, (n, (shape, _)) in enumerate(SHAPES.items())}
-    found, layered = set(), set()
+    totals, layered = set(), set()
     for devices, shape in MESHES[:6]:
         mesh = build_mesh(shape, jax.devices()[:devices])
         for axis in ("embed", "mlp", None):
@@ -226,11 +228,11 @@ def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut
                 return sum_of_squares(x, y, m), squares_by_layer(x, y, m, ["stacked"])["stacked"]
 
             total, layers = jax.jit(sums)(placed)
-            found.add(float(total))
+            totals.add(float(total))
             layered.add(np.asarray(layers).tobytes())
-    assert len(found) == len(layered) == 1
+    assert len(totals) == len(layered) == 1
     exact = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in values.values())
-    assert found.pop() == pytest.approx(exact, rel=1e-6)
+    assert totals.pop() == pytest.approx(exact, rel=1e-6)
     layers = np.sum(np.square(values["stacked"], dtype=np.float64), axis=(1, 2))
     np.testing.assert_allclose(np.frombuffer(layered.pop(), np.float32), layers, rtol=1e-6)
 

@@ -30,6 +30,6 @@ def test_numbers_of_64_bits_come_through(monkeypatch: pytest.MonkeyPatch, values
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", as_on_devices)
-    found = gather(values)
-    assert found.dtype == values.dtype
-    np.testing.assert_array_equal(found, [values, values])
+    gathered = gather(values)
+    assert gathered.dtype == values.dtype
+    np.testing.assert_array_equal(gathered, [values, values])

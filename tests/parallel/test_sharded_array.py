@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.parallel.sharded_array import Slices, gather_to_host, host_part, make_sharded_array
+from lm_trainer.parallel.sharded_array import Slices, gather_to_host, index_on_host, make_sharded_array
 
 SHAPE = (3, 8, 4)
-WHOLE = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+FULL_ARRAY = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
 
 
 def mesh() -> Mesh:
@@ -23,36 +23,36 @@ def mesh() -> Mesh:
 @pytest.mark.parametrize("host_bytes", [0, 10**6], ids=["on the devices", "on the host"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_every_device_has_its_block_and_asks_for_no_other(host_bytes: int, dtype: type) -> None:
-    asked: list[Slices] = []
+    blocks_read: list[Slices] = []
 
     def parts(block: Slices) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        asked.append(block)
+        blocks_read.append(block)
         for layer in range(block[0].start, block[0].stop):
-            yield (layer - block[0].start, 0, 0), WHOLE[layer : layer + 1, *block[1:]]
+            yield (layer - block[0].start, 0, 0), FULL_ARRAY[layer : layer + 1, *block[1:]]
 
     sharding = NamedSharding(mesh(), PartitionSpec(None, "data"))
     array = make_sharded_array(SHAPE, dtype, sharding, parts, host_bytes=host_bytes)
     assert array.dtype == dtype
     assert array.sharding == sharding
-    np.testing.assert_array_equal(np.asarray(array), WHOLE.astype(dtype))
+    np.testing.assert_array_equal(np.asarray(array), FULL_ARRAY.astype(dtype))
     # Two devices of the model axis hold the same block, which is read once.
-    assert sorted(block[1].start for block in asked) == [0, 2, 4, 6]
+    assert sorted(block[1].start for block in blocks_read) == [0, 2, 4, 6]
 
 
 def test_a_scalar_and_a_replicated_array() -> None:
     sharding = NamedSharding(mesh(), PartitionSpec())
     scalar = make_sharded_array((), np.float32, sharding, lambda _: [((), np.full((), 2.5, np.float32))])
     assert float(scalar) == 2.5
-    array = make_sharded_array(SHAPE, np.float32, sharding, lambda _: [((0, 0, 0), WHOLE)], host_bytes=0)
-    np.testing.assert_array_equal(np.asarray(array), WHOLE)
+    array = make_sharded_array(SHAPE, np.float32, sharding, lambda _: [((0, 0, 0), FULL_ARRAY)], host_bytes=0)
+    np.testing.assert_array_equal(np.asarray(array), FULL_ARRAY)
 
 
 @pytest.mark.parametrize("spec", [(), (None, "data"), (None, "data", "model"), (None, ("data", "model"))])
 @pytest.mark.parametrize("index", [(), (1,), (2, 5), (0, 7, 3)])
 def test_a_part_is_put_together_from_the_shards(spec: tuple[str | None, ...], index: tuple[int, ...]) -> None:
-    array = jax.device_put(WHOLE, NamedSharding(mesh(), PartitionSpec(*spec)))
-    np.testing.assert_array_equal(host_part(array, index), WHOLE[index], strict=True)
-    np.testing.assert_array_equal(host_part(WHOLE, index), WHOLE[index], strict=True)
+    array = jax.device_put(FULL_ARRAY, NamedSharding(mesh(), PartitionSpec(*spec)))
+    np.testing.assert_array_equal(index_on_host(array, index), FULL_ARRAY[index], strict=True)
+    np.testing.assert_array_equal(index_on_host(FULL_ARRAY, index), FULL_ARRAY[index], strict=True)
 
 
 @pytest.mark.parametrize("spec", [(), (None, "data"), (None, None, "data"), ("data",)])

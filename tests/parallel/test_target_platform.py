@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.nn.attention_kernel import is_differentiated_twice
-from lm_trainer.nn.curvature import derivative_along
+from lm_trainer.nn.attention_kernel import is_differentiating_twice
+from lm_trainer.nn.curvature import jvp_of_gradient
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.target_platform import compiling_for, target_platform
 
@@ -38,12 +38,12 @@ def test_another_thread_traces_no_second_derivative() -> None:
     answers: list[tuple[bool, bool]] = []
 
     def gradient(x: jax.Array) -> jax.Array:
-        answers.append((is_differentiated_twice(), in_another_thread(is_differentiated_twice)))
+        answers.append((is_differentiating_twice(), in_another_thread(is_differentiating_twice)))
         return jnp.sin(x)
 
-    derivative_along(gradient, (1.0,), (1.0,))
+    jvp_of_gradient(gradient, (1.0,), (1.0,))
     assert answers == [(True, False)]
-    assert not is_differentiated_twice()
+    assert not is_differentiating_twice()
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -53,13 +53,13 @@ def test_an_unfinished_sum_has_no_result() -> None:
 
 def test_a_streaming_sum_holds_few_partial_sums() -> None:
     alive = 0
-    most = 0
+    most_alive = 0
 
     class Item:
         def __init__(self) -> None:
-            nonlocal alive, most
+            nonlocal alive, most_alive
             alive += 1
-            most = max(most, alive)
+            most_alive = max(most_alive, alive)
 
         def __add__(self, other: Item) -> Item:
             nonlocal alive
@@ -70,7 +70,7 @@ def test_a_streaming_sum_holds_few_partial_sums() -> None:
     for _ in range(64):
         streaming.push(Item())
     # One partial sum for each of the log2(64) levels, and the items of the addition at hand.
-    assert most <= 8
+    assert most_alive <= 8
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8, 12, 16, 24, 40])
@@ -79,19 +79,19 @@ def test_shares_of_any_number_of_shards_add_up_to_the_tree(count: int) -> None:
     expected = brute_force_tree(items)
     for shards in range(1, count + 1):
         shares = Shares(count, shards)
-        sums, most = [], 0
+        sums, most_held = [], 0
         for shard in range(shards):
             tree: TreeSum[np.ndarray] = TreeSum(count, np.add, shares.terms(shard).start)
             for term in shares.terms(shard):
-                most = max(most, len(tree.parts()) + 1)
+                most_held = max(most_held, len(tree.partial_sums()) + 1)
                 tree.push(items[term])
-            assert [terms for terms, _ in tree.parts()] == shares.parts[shard]
-            sums.append([part for _, part in tree.parts()])
-        np.testing.assert_array_equal(shares.add(sums, np.add), expected, err_msg=str(shares))
+            assert [terms for terms, _ in tree.partial_sums()] == shares.parts[shard]
+            sums.append([part for _, part in tree.partial_sums()])
+        np.testing.assert_array_equal(shares.add_partial_sums(sums, np.add), expected, err_msg=str(shares))
         assert [n for shard in range(shards) for n in shares.terms(shard)] == [*range(count)]
-        assert shares.most == -(-count // shards)
-        assert shares.max_held == most
-        if shares.even:
+        assert shares.max_terms == -(-count // shards)
+        assert shares.max_held == most_held
+        if shares.is_even:
             np.testing.assert_array_equal(np.asarray(tree_sum(jnp.stack([one for (one,) in sums]))), expected)
 
 

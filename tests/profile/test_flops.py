@@ -105,10 +105,10 @@ def test_recomputed_products_are_those_that_jax_traces(checkpointing: Any, layer
     """`unneeded`: the MLP's last product, which counts, and which JAX leaves out as no gradient needs it."""
     plain = Gpt2Config(**SMALL, gradient_checkpointing=False, scan_layers=True)
     config = Gpt2Config(**SMALL, gradient_checkpointing=checkpointing, scan_layers=True)
-    again = traced_products(config) - traced_products(plain)
+    recomputed_flops = traced_products(config) - traced_products(plain)
     softmax = layers_again * 3 * LENGTH * SMALL["num_heads"]
     left_out = LAYERS * 2 * 4 * SMALL["hidden_dim"] ** 2 if unneeded else 0
-    assert recomputed(checkpointing, scan_layers=True) == again + softmax + left_out
+    assert recomputed(checkpointing, scan_layers=True) == recomputed_flops + softmax + left_out
 
 
 def test_experts_are_computed_again_where_products_are_kept():

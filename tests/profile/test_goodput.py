@@ -16,15 +16,15 @@ def attempt(file: Path, start: int, seconds: list[float], *, start_up: float) ->
     now = 0.0
     goodput = Goodput.resume(file, start, now)
     goodput._clock = lambda: now
-    kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= start] if start else []
-    found: dict[str, float] = {}
+    lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= start] if start else []
+    metrics: dict[str, float] = {}
     now += start_up
     for step, time in enumerate(seconds, start + 1):
         now += time
-        found = goodput.step(time)
-        kept += [json.dumps({"step": step, "train/loss": 1.0, **found}), json.dumps({"step": step, "alert": "x"})]
-    file.write_text("".join(f"{line}\n" for line in kept))
-    return found
+        metrics = goodput.record_step(time)
+        lines += [json.dumps({"step": step, "train/loss": 1.0, **metrics}), json.dumps({"step": step, "alert": "x"})]
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return metrics
 
 
 def test_lost_steps_count_as_time_and_not_as_kept(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_lines_of_any_length_and_a_torn_one_are_read(tmp_path: Path, size: int, 
     file.write_text("\n".join(lines) + '\n{"step": 6, "throughput/wa')
     goodput = Goodput.resume(file, 3, 0.0)
     goodput._clock = lambda: 1.0
-    assert goodput.step(0.0) == {GOODPUT: pytest.approx(15 / 51), WALL_TIME: 51.0}
+    assert goodput.record_step(0.0) == {GOODPUT: pytest.approx(15 / 51), WALL_TIME: 51.0}
 
 
 def test_the_meter_leaves_waiting_and_pauses_out() -> None:
@@ -62,8 +62,8 @@ def test_the_meter_leaves_waiting_and_pauses_out() -> None:
     shares = []
     for seconds, loading in ((6.0, 0.0), (2.0, 0.5), (2.0, 0.5)):
         now += seconds
-        shares.append(meter.step(8, loading=loading)[GOODPUT])
+        shares.append(meter.record_step(8, loading=loading)[GOODPUT])
     assert shares == [0.0, pytest.approx(1.5 / 8), pytest.approx(3.0 / 10)]
     meter.pause()
     now += 10.0
-    assert meter.step(8)[GOODPUT] == pytest.approx(3.0 / 20)
+    assert meter.record_step(8)[GOODPUT] == pytest.approx(3.0 / 20)

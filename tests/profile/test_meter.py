@@ -23,7 +23,7 @@ def steps(meter: Meter, clock: Clock, *timed: tuple[float, float]) -> list[dict[
     results = []
     for tokens, seconds in timed:
         clock.now += seconds
-        results.append(meter.step(tokens))
+        results.append(meter.record_step(tokens))
     return results
 
 
@@ -50,25 +50,25 @@ def test_speed_is_tokens_over_time_of_the_window():
 
 def test_a_pause_is_left_out():
     clock = Clock()
-    it = meter(clock)
-    steps(it, clock, (100, 1.0), (100, 1.0))
-    it.pause()
-    after, later = steps(it, clock, (100, 500.0), (100, 1.0))
+    paused_meter = meter(clock)
+    steps(paused_meter, clock, (100, 1.0), (100, 1.0))
+    paused_meter.pause()
+    after, later = steps(paused_meter, clock, (100, 500.0), (100, 1.0))
     assert "throughput/step_time" not in after
     assert later["throughput/tokens_per_second"] == 100.0
 
 
 def test_waiting_for_data_is_passed_on():
-    assert meter(Clock()).step(1, loading=0.25)["throughput/loading_time"] == 0.25
+    assert meter(Clock()).record_step(1, loading=0.25)["throughput/loading_time"] == 0.25
 
 
 def test_the_share_of_waiting_is_taken_over_the_window():
     clock = Clock()
-    it = meter(clock, window=2)
+    small_meter = meter(clock, window=2)
     shares = []
     for loading in (9.0, 0.5, 1.0, 0.0, 50.0):
         clock.now += 2.0
-        shares.append(it.step(100, loading=loading).get("throughput/data_wait"))
+        shares.append(small_meter.record_step(100, loading=loading).get("throughput/data_wait"))
     assert shares == [None, 0.25, 0.375, 0.25, 1.0]
 
 

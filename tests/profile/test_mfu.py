@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.profile.matmul import MatmulProbe
-from lm_trainer.profile.mfu import measure, table
+from lm_trainer.profile.mfu import measure_mfu, report_rows
 from lm_trainer.profile.timing import Spread
 
 
@@ -47,7 +47,7 @@ class Machine:
 
 def measured(monkeypatch: pytest.MonkeyPatch, machine: Machine, **kwargs: Any) -> Any:
     monkeypatch.setattr(time, "perf_counter", lambda: machine.now)
-    return measure(machine, machine, **kwargs)
+    return measure_mfu(machine, machine, **kwargs)
 
 
 def test_warm_up_does_not_count_and_the_rest_is_timed_in_turn(monkeypatch):
@@ -86,7 +86,7 @@ def test_an_unknown_device_is_said_to_be_unknown(monkeypatch):
     report = measured(monkeypatch, Machine([0.1], [0.02], device_kind="cpu", dtype="float32"), samples=2)
     assert report.datasheet_fraction is None
     assert report.as_dict()["datasheet"] is None
-    assert dict(table(report))["of datasheet peak (MFU)"] == "n/a: no datasheet figure for float32 on 'cpu'"
+    assert dict(report_rows(report))["of datasheet peak (MFU)"] == "n/a: no datasheet figure for float32 on 'cpu'"
 
 
 def test_the_report_for_machines_is_json_in_si_units(monkeypatch):
@@ -103,7 +103,7 @@ def test_the_report_for_machines_is_json_in_si_units(monkeypatch):
 
 
 def test_the_report_for_people(monkeypatch):
-    rows = dict(table(measured(monkeypatch, Machine([0.05], [0.02]), samples=3, warmup=1)))
+    rows = dict(report_rows(measured(monkeypatch, Machine([0.05], [0.02]), samples=3, warmup=1)))
     assert rows["device"] == "2 x NVIDIA A100-SXM4-80GB, computing in bfloat16"
     assert rows["throughput"] == "20,000 tokens/s, 120 TFLOP/s"
     assert rows["of datasheet peak (MFU)"] == "19.2% of 624 TFLOP/s in bfloat16"
@@ -112,24 +112,24 @@ def test_the_report_for_people(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "said"),
+    ("kind", "dtype", "has_note"),
     [("cpu", "bfloat16", True), ("cpu", "float32", False), ("NVIDIA A100-SXM4-80GB", "bfloat16", False)],
 )
-def test_fewer_bits_gain_nothing_on_a_cpu(monkeypatch, kind, dtype, said):
-    rows = dict(table(measured(monkeypatch, Machine([0.1], [0.1], device_kind=kind, dtype=dtype), samples=2)))
-    assert ("gains nothing" in rows.get("note", "")) == said
+def test_fewer_bits_gain_nothing_on_a_cpu(monkeypatch, kind, dtype, has_note):
+    rows = dict(report_rows(measured(monkeypatch, Machine([0.1], [0.1], device_kind=kind, dtype=dtype), samples=2)))
+    assert ("gains nothing" in rows.get("note", "")) == has_note
 
 
 @pytest.mark.parametrize("kwargs", [{"samples": 0}, {"warmup": 0}], ids=str)
 def test_nothing_to_measure_is_refused(kwargs):
     with pytest.raises(ValueError, match="at least one"):
-        measure(Machine([0.1], [0.1]), Machine([0.1], [0.1]), **kwargs)
+        measure_mfu(Machine([0.1], [0.1]), Machine([0.1], [0.1]), **kwargs)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_quartiles_agree_with_numpy(count):
     values = list(np.random.default_rng(count).uniform(1, 2, count))
-    spread = Spread.of(values)
+    spread = Spread.from_values(values)
     expected = np.quantile(values, [0.5, 0.25, 0.75])
     np.testing.assert_allclose([spread.median, spread.lower_quartile, spread.upper_quartile], expected)
     assert (spread.minimum, spread.maximum) == (min(values), max(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from lm_trainer.profile.peaks import datasheet_peak, known_devices, tf32_allowed
+from lm_trainer.profile.peaks import datasheet_peak, is_tf32_allowed, known_devices
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_float32_is_tf32_unless_it_is_not_allowed():
 
 def test_jax_s_own_setting_decides_where_nothing_else_does():
     before = jax.config.values["jax_default_matmul_precision"]
-    found = []
+    peaks = []
     for precision in (None, "highest"):
         jax.config.update("jax_default_matmul_precision", precision)
-        found.append(datasheet_peak("NVIDIA A100-SXM4-40GB", "float32"))
+        peaks.append(datasheet_peak("NVIDIA A100-SXM4-40GB", "float32"))
     jax.config.update("jax_default_matmul_precision", before)
-    assert [peak and peak.format for peak in found] == ["tf32", "float32"]
+    assert [peak and peak.format for peak in peaks] == ["tf32", "float32"]
 
 
 def test_device_names_are_unique():
@@ -88,4 +88,4 @@ def test_device_names_are_unique():
     [(None, True), ("tensorfloat32", True), ("default", True), ("highest", False), ("float32", False)],
 )
 def test_the_precision_setting_of_jax_decides_about_tf32(precision, allowed):
-    assert tf32_allowed(precision) is allowed
+    assert is_tf32_allowed(precision) is allowed

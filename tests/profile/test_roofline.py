@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lm_trainer.profile.roofline import Operation, bounds, operations
+from lm_trainer.profile.roofline import Operation, compute_bounds, list_operations
 
 N, M, TURNS = 256, 64, 20
 
@@ -24,20 +24,22 @@ def program(x, stack):
 
 
 @pytest.fixture(scope="module")
-def found() -> list[Operation]:
+def operations() -> list[Operation]:
     x, stack = jnp.ones((M, N)), jnp.ones((TURNS, N, N))
-    return operations(program.lower(x, stack).compile().as_text() or "", {"wide", "loop"})
+    return list_operations(program.lower(x, stack).compile().as_text() or "", {"wide", "loop"})
 
 
-def test_products_are_counted_for_each_turn_of_a_loop(found):
+def test_products_are_counted_for_each_turn_of_a_loop(operations):
     one = 2 * M * N * N
-    by_part = {bound.name: bound for bound in bounds(found, flops_per_second=1, bytes_per_second=1e30, by="part")}
+    by_part = {
+        bound.name: bound for bound in compute_bounds(operations, flops_per_second=1, bytes_per_second=1e30, by="part")
+    }
     assert by_part["wide, forward"].flops == one
     assert by_part["loop, forward"].flops == TURNS * one
 
 
-def test_a_loop_reads_each_slice_of_a_stack_and_not_the_whole_stack_each_time(found):
-    moved = sum(op.num_bytes for op in found)
+def test_a_loop_reads_each_slice_of_a_stack_and_not_the_whole_stack_each_time(operations):
+    moved = sum(op.num_bytes for op in operations)
     weights, rows = N * N * 4, M * N * 4
     least = (1 + TURNS) * (weights + 2 * rows)
     assert least <= moved <= 3 * least < TURNS * TURNS * weights
@@ -50,7 +52,8 @@ def test_the_backward_pass_is_told_apart():
 
     hlo = jax.jit(jax.grad(loss)).lower(jnp.ones((N, N))).compile().as_text() or ""
     parts = {
-        bound.name for bound in bounds(operations(hlo, {"wide"}), flops_per_second=1, bytes_per_second=1, by="part")
+        bound.name
+        for bound in compute_bounds(list_operations(hlo, {"wide"}), flops_per_second=1, bytes_per_second=1, by="part")
     }
     assert {"wide, forward", "wide, backward"} <= parts
 
@@ -61,10 +64,10 @@ def test_each_operation_is_bound_by_what_takes_it_longer():
         Operation("add", "a", flops=0.0, num_bytes=30.0),
         Operation("add", "b", flops=0.0, num_bytes=2.0),
     ]
-    a, b = bounds(ops, flops_per_second=2.0, bytes_per_second=1.0, by="part")
+    a, b = compute_bounds(ops, flops_per_second=2.0, bytes_per_second=1.0, by="part")
     assert (a.name, a.compute_seconds, a.memory_seconds, a.seconds, a.bound_by) == ("a", 50.0, 30.0, 80.0, "compute")
     assert (b.name, b.seconds, b.bound_by) == ("b", 2.0, "memory")
-    by_name = bounds(ops, flops_per_second=2.0, bytes_per_second=1.0, by="name")
+    by_name = compute_bounds(ops, flops_per_second=2.0, bytes_per_second=1.0, by="name")
     assert [(bound.name, bound.num_bytes, bound.bound_by) for bound in by_name] == [
         ("dot", 10.0, "compute"),
         ("add", 32.0, "memory"),
@@ -86,12 +89,12 @@ ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
   ROOT %out = f32[8,4]{1,0} fusion(%x, %y), kind=kOutput, calls=%fused, metadata={op_name="jit/elsewhere/add"}
 }
 """
-    (found,) = operations(hlo, {"wide"})
-    assert (found.part, found.flops) == ("wide, forward", 2 * 8 * 16 * 4)
+    (product,) = list_operations(hlo, {"wide"})
+    assert (product.part, product.flops) == ("wide, forward", 2 * 8 * 16 * 4)
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "result", "how", "expected"),
+    ("left", "right", "result", "attributes", "expected"),
     [
         # [512, 512] x [512, 512]: rows by weights.
         ("512,512", "512,512", "512,512", "dim_labels=bf_io->bf", 2 * 512**3),
@@ -113,13 +116,13 @@ ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
         ),
     ],
 )
-def test_products_that_a_tpu_writes_as_convolutions(left: str, right: str, result: str, how: str, expected: int):
+def test_products_that_a_tpu_writes_as_convolutions(left: str, right: str, result: str, attributes: str, expected: int):
     """As the compiler for TPU v5e writes them, inside a fusion inside a fusion."""
     text = f"""
 %inner (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
   %a = bf16[{left}] parameter(0)
   %b = bf16[{right}] parameter(1)
-  ROOT %c = bf16[{result}] convolution(%a, %b), {how}, metadata={{op_name="jit(f)/wide/dot_general"}}
+  ROOT %c = bf16[{result}] convolution(%a, %b), {attributes}, metadata={{op_name="jit(f)/wide/dot_general"}}
 }}
 
 %outer (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
@@ -134,7 +137,7 @@ ENTRY %main (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
   ROOT %f = bf16[{result}]{{1,0}} fusion(%a, %b), kind=kOutput, calls=%outer
 }}
 """
-    (only,) = operations(text, {"wide"})
+    (only,) = list_operations(text, {"wide"})
     assert (only.flops, only.part) == (expected, "wide, forward")
 
 
@@ -150,7 +153,7 @@ ENTRY %main (a: f32[64,32]) -> f32[64,32] {
 """
     array = 64 * 32 * 4
     # The context of the copy is a number of four bytes.
-    assert sum(op.num_bytes for op in operations(text, set())) == 2 * array + 4
+    assert sum(op.num_bytes for op in list_operations(text, set())) == 2 * array + 4
 
 
 def test_a_product_of_blocks_that_share_a_scale_is_counted_as_any_other():
@@ -164,6 +167,6 @@ ENTRY %main (x: f8e4m3fn[1,8,64], y: f8e4m3fn[1,16,64], a: f8e8m0fnu[1,8,2], b: 
   ROOT %out = bf16[1,8,16]{2,1,0} get-tuple-element(%p), index=0
 }
 """
-    (product,) = operations(hlo, ())
+    (product,) = list_operations(hlo, ())
     assert product.flops == 2 * 8 * 16 * 64
     assert product.num_bytes == 8 * 64 + 16 * 64 + 8 * 2 + 16 * 2 + 2 * 8 * 16

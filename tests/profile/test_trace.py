@@ -39,10 +39,10 @@ def traces(directory: Path) -> list[Path]:
 
 
 def test_the_steps_that_are_asked_for_are_traced(tmp_path):
-    found: list[Path] = []
-    run(Profiler(tmp_path, start_step=2, num_steps=3, on_trace=found.append), 0, 8)
-    assert found == traces(tmp_path)
-    assert traced_steps(found[0]) == [3, 4, 5]
+    trace_files: list[Path] = []
+    run(Profiler(tmp_path, start_step=2, num_steps=3, on_trace=trace_files.append), 0, 8)
+    assert trace_files == traces(tmp_path)
+    assert traced_steps(trace_files[0]) == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_a_trace_that_cannot_be_taken_is_said_once(tmp_path, caplog):
 
 @pytest.mark.parametrize("link", [False, True])
 def test_a_link_is_made_when_it_is_asked_for(tmp_path, monkeypatch, link):
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(jax.profiler, "start_trace", lambda _, **options: given.update(options))
+    trace_options: dict[str, Any] = {}
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda _, **options: trace_options.update(options))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     run(Profiler(tmp_path, start_step=0, num_steps=1, perfetto_link=link), 0, 2)
-    assert given["create_perfetto_link"] is link
+    assert trace_options["create_perfetto_link"] is link

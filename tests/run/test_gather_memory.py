@@ -50,7 +50,7 @@ def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[in
         notes.append,
         memory=memory,
     )
-    return setup.step.devices.shares(setup.step.plans.at(0)).most, "".join(notes)
+    return setup.step.devices.divide_microbatches(setup.step.plans.at(0)).max_terms, "".join(notes)
 
 
 @pytest.mark.optimised

@@ -185,7 +185,7 @@ class TestPrograms:
                 return jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)[0].sum()
 
             given = jnp.ones((2, 2)), jnp.ones((3, 2, 2))
-            return [Executable.make(jax.jit(f), *given) for f in (run, jax.grad(run))]
+            return [Executable.from_jitted(jax.jit(f), *given) for f in (run, jax.grad(run))]
 
         assert [p.jaxpr() for p in programs(logging)] == [p.jaxpr() for p in programs(computing)]
         # The value itself, which nothing reads, is left out by the compiler.

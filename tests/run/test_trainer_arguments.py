@@ -120,7 +120,7 @@ def test_a_loss_over_a_decoder_as_the_page_calls_it() -> None:
     config = Gpt2Config(hidden_dim=16, num_heads=2, num_layers=1, seq_len=16)
     model: Any = config.build(32, rngs=nnx.Rngs(0))
     rows = random_batch(2, 16, 32)
-    h, routers = model.hidden_of(rows, dtype=jnp.float32, key=None)
+    h, routers = model.batch_hidden_and_stats(rows, dtype=jnp.float32, key=None)
     logits = model.logits(h)
     assert routers is None
     assert (h.shape, logits.shape) == ((2, 16, 16), (2, 16, 32))

@@ -251,7 +251,7 @@ def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -
     tokenizer = ByteTokenizer()
     bare = Gpt2Config(**small, use_bias=False)
     definition = ModelDef.trace(lambda: bare.build(tokenizer.vocab_size, rngs=nnx.Rngs(3)))
-    params = definition.nested(jax.jit(definition.init)())
+    params = definition.nest(jax.jit(definition.init)())
     write_model(Path("weights"), model_config=bare, params=params, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
     run = RunConfig(model=Gpt2Config(**small), trainer=settings())
     setup = build_setup(run, tokenizer.vocab_size, jax.devices()[:1])
@@ -260,7 +260,7 @@ def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
     state = begun(setup, allow_partial_checkpoint=True)
     assert state.step == 0
-    for name, expected in definition.named(params).items():
+    for name, expected in definition.flatten(params).items():
         np.testing.assert_array_equal(state.params[name], expected)
     np.testing.assert_array_equal(state.params["blocks.0.mlp.up.bias"], 0)
     assert "weights lacks blocks.0.attention.k.bias, " in caplog.text

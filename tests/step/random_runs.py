@@ -31,7 +31,9 @@ Plain = dict[str, Any]
 STEPS = 4
 VOCABULARIES = (61, 64, 97, 257)
 MEMBERS = sorted(get_args(get_args(AnyOptimizer)[0]), key=lambda member: member.model_fields["type"].default)
-CUT, WHOLE = ([m.model_fields["type"].default for m in MEMBERS if m().elementwise is kind] for kind in (True, False))
+ELEMENTWISE, NOT_ELEMENTWISE = (
+    [m.model_fields["type"].default for m in MEMBERS if m().elementwise is kind] for kind in (True, False)
+)
 """Optimizers whose update each device computes of its part of the state, and those whose update it computes whole."""
 DEVICES = (2, 4, 2, 8, 2, 2, 4, 2, 2, 2)
 """Mostly few, since every device compiles for itself."""
@@ -58,8 +60,8 @@ class RandomRun:
     """Parameters, as shapes and logical axes."""
 
     def __str__(self) -> str:
-        what = self.shapes if self.model is None else self.model["type"]
-        return f"{what}, {self.optimizer['type']}, {self.trainer['mp']}, {self.devices} devices, {self.mesh}"
+        model = self.shapes if self.model is None else self.model["type"]
+        return f"{model}, {self.optimizer['type']}, {self.trainer['mp']}, {self.devices} devices, {self.mesh}"
 
     @property
     def seq_len(self) -> int:
@@ -100,7 +102,7 @@ def draw_shapes(number: int) -> RandomRun:
 
 def uneven(run: RandomRun) -> RandomRun:
     """`run` on a number of devices that is no power of two, few where each compiles an update of its own."""
-    several = run.optimizer["type"] in CUT
+    several = run.optimizer["type"] in ELEMENTWISE
     devices = (3, 5, 6, 7)[run.trainer["seed"] % 4] if several else 3
     mesh = {key: value for key, value in run.mesh.items() if not key.startswith("replica")}
     return replace(run, devices=devices, mesh=mesh)
@@ -118,8 +120,10 @@ def _chooser(seed: int) -> OneOf:
 
 def _draw_rest(number: int, one_of: OneOf) -> Plain:
     """Everything but the model."""
-    whole = number % 5 == 4
-    optimizer = WHOLE[number // 5 % len(WHOLE)] if whole else CUT[number % len(CUT)]
+    is_unsharded = number % 5 == 4
+    optimizer = (
+        NOT_ELEMENTWISE[number // 5 % len(NOT_ELEMENTWISE)] if is_unsharded else ELEMENTWISE[number % len(ELEMENTWISE)]
+    )
     rows, runs = one_of(1, 2, 3), one_of(1, 1, 2, 3)
     trainer: Plain = {
         "seed": number,
@@ -136,7 +140,7 @@ def _draw_rest(number: int, one_of: OneOf) -> Plain:
     if optimizer.startswith("sophia"):
         updates["update_interval"] = 2
     # What every device computes whole is compiled for every device.
-    devices = 2 if whole else DEVICES[number % len(DEVICES)]
+    devices = 2 if is_unsharded else DEVICES[number % len(DEVICES)]
     mesh: Plain = {"fsdp_axis": one_of("embed", "embed", "mlp", None)}
     if devices > 2 and one_of(True, False):
         mesh[one_of("replica_ici_axis_size", "replica_dcn_axis_size")] = 2
@@ -188,8 +192,12 @@ def shapes_loss(model: Shapes, batch: Batch, key: jax.Array | None) -> tuple[jax
     total = jnp.float32(0)
     for index, (_, param) in enumerate(sorted(nnx.to_flat_state(nnx.state(model, nnx.Param)))):
         x = param[...].astype(jnp.float32)
-        kept = jnp.ones(x.shape) if key is None else jax.random.bernoulli(jax.random.fold_in(key, index), 0.9, x.shape)
-        waves = jax.vmap(lambda scale, x=x, kept=kept: jnp.sum(jnp.sin(3 * x * scale) * kept))(scale_B)
+        dropout_mask = (
+            jnp.ones(x.shape) if key is None else jax.random.bernoulli(jax.random.fold_in(key, index), 0.9, x.shape)
+        )
+        waves = jax.vmap(lambda scale, x=x, dropout_mask=dropout_mask: jnp.sum(jnp.sin(3 * x * scale) * dropout_mask))(
+            scale_B
+        )
         total = total + jnp.sum(waves)
     return total, jnp.sum(batch.weights), {}
 
@@ -197,19 +205,19 @@ def shapes_loss(model: Shapes, batch: Batch, key: jax.Array | None) -> tuple[jax
 def batches(run: RandomRun, config: TrainerConfig) -> list[Batch]:
     """Random tokens in rows that hold two documents and some padding."""
     rng, seq_len = np.random.default_rng(config.seed), run.seq_len
-    made = []
+    drawn = []
     for step in range(STEPS):
         rows = config.batch_schedule.at(step)
         tokens = rng.integers(0, run.vocab_size, (rows, seq_len + 1), dtype=np.int32)
         ends = rng.integers(1, seq_len, (rows, 1))
-        at = np.arange(seq_len, dtype=np.int32)
-        second = at >= ends
-        padding = at >= seq_len - rng.integers(0, 3, (rows, 1))
+        columns = np.arange(seq_len, dtype=np.int32)
+        second = columns >= ends
+        padding = columns >= seq_len - rng.integers(0, 3, (rows, 1))
         segments = np.where(padding, -1, second).astype(np.int32)
-        positions = np.where(second, at - ends, at).astype(np.int32)
-        weights = (~padding & (at != ends - 1)).astype(np.float32)
-        made.append(Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, segments))
-    return made
+        positions = np.where(second, columns - ends, columns).astype(np.int32)
+        weights = (~padding & (columns != ends - 1)).astype(np.float32)
+        drawn.append(Batch(tokens[:, :-1], tokens[:, 1:], weights, positions, segments))
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ def outcome(run: RandomRun, devices: int, mesh: Plain) -> Outcome:
     state, losses = setup.init(), []
     start = to_host(state.params)
     for step, batch in enumerate(batches(run, trainer)):
-        if not setup.step.compiled(step):
+        if not setup.step.is_compiled(step):
             setup.step.compile(batch, step)
         state, metrics = setup.step(state, setup.step.put(batch, step), 1e-2 / (step + 1))
         losses.append(struct.pack("<ff", float(metrics["loss"]), float(metrics["grad_norm"])))

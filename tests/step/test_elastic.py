@@ -117,8 +117,8 @@ def test_initial_weights_of_odd_widths_are_those_of_one_device() -> None:
     model = {"type": "gpt2", "hidden_dim": 24, "num_layers": 3, "num_heads": 2, "seq_len": 24}
     trainer = {"train_batch_size": 8}
     config = RunConfig.model_validate({"model": model, "trainer": trainer, "optimizer": {"type": "adam"}})
-    one, *others = (to_host(build_setup(config, 61, jax.devices()[:n]).init().params) for n in (1, 2, 8))
-    for other in others:
+    one, *sharded = (to_host(build_setup(config, 61, jax.devices()[:n]).init().params) for n in (1, 2, 8))
+    for other in sharded:
         for name, x in one.items():
             np.testing.assert_array_equal(other[name], x, err_msg=name)
 

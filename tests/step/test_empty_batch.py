@@ -39,14 +39,14 @@ def test_it_is_a_step_whose_gradient_is_zero(config: Optimizer) -> None:
 
     params, state, _ = step(drawn(1), tx.init(drawn(1)), drawn(2), 5.0, 9.0, estimates=True)
     # The first of all, and one after others: sums of 0, with an estimate of curvature that is 0 / 0.
-    for before, held in ((drawn(1), tx.init(drawn(1))), (params, state)):
-        empty = step(before, held, ZEROS, 0.0, 0.0, estimates=True)
-        zero = step(before, held, ZEROS, 1.0, 0.0, estimates=False)
+    for initial, held in ((drawn(1), tx.init(drawn(1))), (params, state)):
+        empty = step(initial, held, ZEROS, 0.0, 0.0, estimates=True)
+        zero = step(initial, held, ZEROS, 1.0, 0.0, estimates=False)
         assert (float(empty[2]["loss"]), float(empty[2]["grad_norm"]), float(empty[2]["tokens"])) == (0, 0, 0)
         assert float(empty[2].get("optim/skipped_steps", 0)) == 0
-        for found, expected in zip(jax.tree.leaves(empty[0]), jax.tree.leaves(zero[0]), strict=True):
-            np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-            assert np.all(np.isfinite(found))
+        for actual, expected in zip(jax.tree.leaves(empty[0]), jax.tree.leaves(zero[0]), strict=True):
+            np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+            assert np.all(np.isfinite(actual))
 
 
 def test_a_penalty_without_a_loss_moves_nothing() -> None:

@@ -24,30 +24,30 @@ QUICK, SHAPES, FAMILIES = (0,), range(12), (2, 11, 13)
 @pytest.mark.parametrize("number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SHAPES])
 def test_parameters_of_random_shapes(number: int) -> None:
     run = draw_shapes(number)
-    found = difference(run)
-    assert found is None, f"{run}: {found}"
+    mismatch = difference(run)
+    assert mismatch is None, f"{run}: {mismatch}"
 
 
 @pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in (0, 1, 4, 7)])
 def test_any_number_of_devices(number: int) -> None:
     run = uneven(draw_shapes(number))
-    found = difference(run)
-    assert found is None, f"{run}: {found}"
+    mismatch = difference(run)
+    assert mismatch is None, f"{run}: {mismatch}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [draw_uneven(n) for n in (2, 3, 5)], ids=str)
 def test_any_number_of_devices_with_language_models(run: RandomRun) -> None:
-    found = difference(run)
-    assert found is None, found
+    mismatch = difference(run)
+    assert mismatch is None, mismatch
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", FAMILIES)
 def test_random_language_models(number: int) -> None:
     run = draw_family(number)
-    found = difference(run)
-    assert found is None, f"{run}: {found}"
+    mismatch = difference(run)
+    assert mismatch is None, f"{run}: {mismatch}"
 
 
 @pytest.mark.slow
@@ -58,8 +58,8 @@ def test_products_in_blocks_that_share_a_scale(determinism: str) -> None:
     trainer = {"seed": 0, "num_train_steps": 4, "mp": "p=f32,c=bfloat16", "train_batch_size": 8,
                "per_device_parallelism": 2, "determinism": determinism, "quantization": {"type": "mxfp8"}}  # fmt: skip
     run = RandomRun(trainer, {"type": "adam", "learning_rate": 1e-2, "warmup": 0}, devices=4, mesh={}, model=model)
-    found = difference(run)
-    assert found is None, found
+    mismatch = difference(run)
+    assert mismatch is None, mismatch
 
 
 @pytest.mark.slow

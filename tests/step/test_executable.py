@@ -27,9 +27,9 @@ def executable() -> tuple[PerGroupExecutable, list[int]]:
 
     executable = PerGroupExecutable(function, local_groups(build_mesh(MeshShape(), jax.devices()[:2])))
     rows = Batch(*(np.empty((1, 8), x) for x in ("i4", "i4", "f4", "i4", "i4")))
-    whole = PartitionSpec(None)
+    replicated = PartitionSpec(None)
     shapes = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
-    executable.compile(shapes, {"w": ParamSharding(whole, whole, None, 1)}, rows)
+    executable.compile(shapes, {"w": ParamSharding(replicated, replicated, None, 1)}, rows)
     return executable, traced
 
 

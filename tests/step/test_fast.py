@@ -43,13 +43,13 @@ def batch() -> Batch:
     return rows._replace(weights=weights)
 
 
-class Seen:
+class RecordingObserver:
     """An observer that keeps what it is shown."""
 
-    def before(self, state: Any) -> int:
+    def before_step(self, state: Any) -> int:
         return state.step
 
-    def after(self, before: int, grads: Params, weight: jax.Array, state: Any) -> None:
+    def after_step(self, before: int, grads: Params, weight: jax.Array, state: Any) -> None:
         self.step, self.weight, self.grads = before, float(weight), to_host(grads)
 
 
@@ -57,17 +57,17 @@ def trained(planned: TrainingSetup, observer: Any = None) -> tuple[list[float], 
     state, metrics = planned.init(), []
     planned.step.compile(batch())
     for _ in range(3):
-        state, found = planned.step(state, planned.step.put(batch()), 1e-2, observer)
-        metrics += [float(found[name]) for name in ("loss", "grad_norm", "tokens")]
+        state, step_metrics = planned.step(state, planned.step.put(batch()), 1e-2, observer)
+        metrics += [float(step_metrics[name]) for name in ("loss", "grad_norm", "tokens")]
     return metrics, to_host(state.params)
 
 
 @functools.cache
-def observed_elastic() -> tuple[Any, Seen]:
+def observed_elastic() -> tuple[Any, RecordingObserver]:
     """Metrics and weights of `determinism: elastic` on one device, with the loss of all tokens at once, and its last
     gradient."""
-    seen = Seen()
-    return trained(setup(1), seen), seen
+    observer = RecordingObserver()
+    return trained(setup(1), observer), observer
 
 
 def trained_elastic() -> tuple[list[float], dict[str, np.ndarray]]:
@@ -82,9 +82,9 @@ def assert_close(fast: Any, elastic: Any) -> None:
 
 def test_fast_is_one_program_that_is_close_to_elastic() -> None:
     fast = setup(2, determinism="fast")
-    assert not fast.step.compiled(0)
+    assert not fast.step.is_compiled(0)
     assert_close(trained(fast), trained_elastic())
-    assert fast.step.compiled(0)
+    assert fast.step.is_compiled(0)
     text = fast.step.compile(batch()).hlo()
     assert "all-reduce" in text, "XLA adds across devices inside the program"
     assert f"s32[{ROWS // 2},{SEQ}]" in text, "a device computes all its rows at once"
@@ -100,19 +100,19 @@ def test_blocks_of_the_loss_are_of_a_devices_own_tokens() -> None:
     assert not exchanged, "logits do not leave their device"
     assert f"f32[24,{VOCAB}]" in text, "a device computes one block of its own at a time"
     more = setup(4, determinism="fast", block=4).step.compile(batch()).hlo()
-    sent, sent_by_more = (sum(bytes_sent(each).values()) for each in (text, more))
+    sent, sent_by_more = (sum(bytes_sent(hlo).values()) for hlo in (text, more))
     assert sent_by_more < sent + VOCAB * 16 * 4, "the gradient of the head is added up once, not for each block"
 
 
 @pytest.mark.slow
 def test_fast_accumulates_where_per_device_parallelism_is_set() -> None:
-    fast, seen = setup(2, determinism="fast", per_device_parallelism=1), Seen()
+    fast, observer = setup(2, determinism="fast", per_device_parallelism=1), RecordingObserver()
     elastic, expected = observed_elastic()
-    assert_close(trained(fast, seen), elastic)
+    assert_close(trained(fast, observer), elastic)
     assert f"s32[1,{SEQ}]" in fast.step.compile(batch()).hlo()
-    assert (seen.step, seen.weight) == (expected.step, expected.weight) == (2, np.sum(batch().weights))
+    assert (observer.step, observer.weight) == (expected.step, expected.weight) == (2, np.sum(batch().weights))
     for name, value in expected.grads.items():
-        np.testing.assert_allclose(seen.grads[name], value, atol=1e-3, err_msg=name)
+        np.testing.assert_allclose(observer.grads[name], value, atol=1e-3, err_msg=name)
 
 
 @pytest.mark.slow

@@ -21,6 +21,6 @@ def test_padding_fills_up_features_as_it_fills_up_tokens() -> None:
 
 
 def test_a_batch_of_text_has_no_features() -> None:
-    batch = MicrobatchPlan(8, 4, 2).rows_like(pad_rows(random_batch(3, 4, 10), 5))
+    batch = MicrobatchPlan(8, 4, 2).microbatch_shapes(pad_rows(random_batch(3, 4, 10), 5))
     assert batch.features is None
     assert len(jax.tree.leaves(batch)) == 5

@@ -53,13 +53,13 @@ def batch() -> Batch:
 
 def computations(text: str) -> dict[str, list[str]]:
     """The lines of each computation of a compiled program, the main one under `ENTRY`."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%(\S+) .*\{$", line):
-            lines = found.setdefault("ENTRY" if head[1] else head[2], [])
+            lines = by_name.setdefault("ENTRY" if head[1] else head[2], [])
         lines.append(line)
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -67,15 +67,15 @@ def test_layers_are_gathered_one_by_one_inside_the_loop(remat: bool) -> None:
     layers = 5
     planned = setup(layers, model={"gradient_checkpointing": remat}, mp="p=f32,c=bfloat16")
     text = planned.step.compile(batch()).hlo()
-    found = computations(text)
-    inside = [line for body in set(re.findall(r"body=%(\S+?)[,\s]", text)) for line in found[body]]
+    by_name = computations(text)
+    inside = [line for body in set(re.findall(r"body=%(\S+?)[,\s]", text)) for line in by_name[body]]
     gathered = [line for line in inside if re.search(rf"\[{DIM},{WIDE}\]\S* all-gather", line)]
     assert len(gathered) == 4, "gate and up, in the forward pass and again in the backward pass"
     for name, x in planned.model.shapes.items():
         if name.startswith("blocks.") and math.prod(x.shape[1:]) > DIM:
             # Not even the stack of the gathered layers, as what a gradient needs to know.
-            whole = ",".join(map(str, x.shape))
-            assert not re.search(rf"(f32|bf16)\[{whole}\]", text), f"{name} is whole on a device"
+            full_shape = ",".join(map(str, x.shape))
+            assert not re.search(rf"(f32|bf16)\[{full_shape}\]", text), f"{name} is whole on a device"
 
 
 @pytest.mark.optimised
@@ -110,11 +110,11 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", ["tied", *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != "tied")])
 def test_the_gradient_is_that_of_one_device(case: str) -> None:
-    given = dict(CASES[case])
-    planned = setup(2, **{"devices": 4, **given})
+    settings = dict(CASES[case])
+    planned = setup(2, **{"devices": 4, **settings})
     state = planned.init()
     sums = planned.step.gradient(state, planned.step.put(batch()))
-    loss = loss_function(config(2, {}, given.get("model", {})))
+    loss = loss_function(config(2, {}, settings.get("model", {})))
 
     def objective(params: Any) -> Any:
         return loss(planned.model.merge(params), batch(), None)[0]

@@ -16,8 +16,8 @@ from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.build.model import loss_function
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.step.staged.hutchinson import signs_of_row
-from lm_trainer.step.staged.split_loss import dtypes_read
+from lm_trainer.step.staged.hutchinson import rademacher_row
+from lm_trainer.step.staged.split_loss import find_read_dtypes
 from lm_trainer.step.state.train_state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
 
@@ -67,13 +67,13 @@ def plain_gradient(config: RunConfig) -> tuple[dict[str, float], dict[str, np.nd
     return {name: float(x) for name, x in scalars.items()}, to_host(grads)
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert found[1].keys() == expected[1].keys()
+def assert_close(actual: Any, expected: Any) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert actual[1].keys() == expected[1].keys()
     # The gradient of the biases of keys is zero but for rounding, which is measured by the other gradients.
     largest = max(np.abs(x).max() for x in expected[1].values())
     for name, x in expected[1].items():
-        np.testing.assert_allclose(found[1][name], x, rtol=1e-3, atol=1e-6 * largest, err_msg=name)
+        np.testing.assert_allclose(actual[1][name], x, rtol=1e-3, atol=1e-6 * largest, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) 
 )
 def test_bits_are_equal_on_other_meshes(number: int) -> None:
     run = draw_layerwise(number)
-    found = difference(run)
-    assert found is None, f"{run}: {found}"
+    mismatch = difference(run)
+    assert mismatch is None, f"{run}: {mismatch}"
 
 
 @pytest.mark.optimised
@@ -124,18 +124,18 @@ def test_bits_are_equal_on_other_meshes(number: int) -> None:
         ({**LLAMA, "attn_backend": "ring"}, {"context": 4}),
         (BACKPACK, {"context": 2, "model": 2}),
     ],
-    ids=lambda given: given.get("type", "-".join(given)),
+    ids=lambda settings: settings.get("type", "-".join(settings)),
 )
 def test_devices_share_the_rows_of_a_microbatch(model: dict[str, Any], axes: dict[str, int]) -> None:
     """With the dropout of each device, statistics of routers, and keys of the whole row."""
     devices = math.prod(axes.values())
     trainer: dict[str, Any] = {f"{axis}_axis_size": size for axis, size in axes.items()} | {"per_device_parallelism": 2}
     config = config_of(model, **trainer)
-    found = gradient(config, devices)
-    assert_close(found, gradient(config_of(model, **trainer, gather="model"), devices))
+    layerwise = gradient(config, devices)
+    assert_close(layerwise, gradient(config_of(model, **trainer, gather="model"), devices))
     scalars, grads = gradient(config, 2 * devices)
-    assert scalars == found[0]
-    jax.tree.map(np.testing.assert_array_equal, grads, found[1])
+    assert scalars == layerwise[0]
+    jax.tree.map(np.testing.assert_array_equal, grads, layerwise[1])
 
 
 @pytest.mark.slow
@@ -190,14 +190,14 @@ def estimate(config: RunConfig) -> dict[str, np.ndarray]:
 def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, Any]) -> None:
     """The signs and targets that are drawn are the same: with others nothing would agree."""
     config = config_of(model, optimizer, train_batch_size=2)
-    found, expected = estimate(config), estimate(config_of(model, optimizer, train_batch_size=2, gather="model"))
+    layerwise, expected = estimate(config), estimate(config_of(model, optimizer, train_batch_size=2, gather="model"))
     assert max(np.abs(x).max() for x in expected.values()) > 0
-    assert_close(({}, found), ({}, expected))
+    assert_close(({}, layerwise), ({}, expected))
 
 
 def test_the_signs_of_a_layer_are_those_that_are_drawn_for_all() -> None:
     key, shape = jax.random.key(7), (5, 3, 7)
-    rows = [signs_of_row(key, shape, jnp.int32(row), jnp.bfloat16) for row in range(5)]
+    rows = [rademacher_row(key, shape, jnp.int32(row), jnp.bfloat16) for row in range(5)]
     np.testing.assert_array_equal(np.stack(rows), np.asarray(jax.random.rademacher(key, shape, jnp.bfloat16)))
 
 
@@ -209,9 +209,9 @@ def test_adapters_alone_have_gradients() -> None:
     }
     config = RunConfig.model_validate(plain)
     elastic = config.model_copy(update={"trainer": config.trainer.model_copy(update={"gather": "model"})})
-    found = gradient(config)
-    assert all("lora" in name for name in found[1])
-    assert_close(found, gradient(elastic))
+    layerwise = gradient(config)
+    assert all("lora" in name for name in layerwise[1])
+    assert_close(layerwise, gradient(elastic))
 
 
 @pytest.mark.slow
@@ -233,13 +233,13 @@ def test_more_layers_take_no_more_memory_but_for_state_and_streams() -> None:
 def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> None:
     def function(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         product = x @ params["only cast"].astype(jnp.bfloat16)
-        both = params["cast and read"].astype(jnp.bfloat16).sum() + params["cast and read"].sum()
-        return product.sum() + both + params["read"].sum() + params["widened"].astype(jnp.float32).sum()
+        cast_and_read = params["cast and read"].astype(jnp.bfloat16).sum() + params["cast and read"].sum()
+        return product.sum() + cast_and_read + params["read"].sum() + params["widened"].astype(jnp.float32).sum()
 
     wide, narrow = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.bfloat16)
     params = dict.fromkeys(("read", "only cast", "cast and read", "not read"), wide) | {"widened": narrow}
-    found = dtypes_read(function, params, narrow)
-    assert found == {
+    dtypes = find_read_dtypes(function, params, narrow)
+    assert dtypes == {
         "cast and read": jnp.float32,
         "only cast": jnp.bfloat16,
         "read": jnp.float32,
@@ -248,13 +248,13 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> No
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "trainer", "said"),
+    ("optimizer", "trainer", "message"),
     [
         ("adam", {"pipeline_axis_size": 2, "per_device_parallelism": 2}, "pipeline_axis_size would save no memory"),
     ],
 )
-def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         build_setup(config_of(GPT2, optimizer, **trainer), VOCAB, jax.devices()[:2])
 
 

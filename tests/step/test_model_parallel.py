@@ -33,7 +33,7 @@ LLAMA = {"type": "llama", **SIZES, "num_kv_heads": 1, "intermediate_dim": 32, "g
 MISTRAL = {**LLAMA, "type": "mistral", "sliding_window": 9}
 RING = {"attn_backend": "ring", "flash_attention_block_size": 2}
 MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_routed_experts": 4}
-WHOLE: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
+ONE_MICROBATCH: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
 
 
 def setup(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> TrainingSetup:
@@ -42,7 +42,7 @@ def setup(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **tra
         {
             "model": {key: value for key, value in model.items() if key != "dense"},
             "data": {"tokenizer": "bytes"},
-            "trainer": {**WHOLE, **trainer},
+            "trainer": {**ONE_MICROBATCH, **trainer},
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
         }
     )
@@ -91,15 +91,15 @@ def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -
     devices = int(np.prod(list(sizes.values())))
     keys = {f"{axis}_axis_size": size for axis, size in sizes.items()}
     tensor = {"tensor_parallel_axes": ["heads", "mlp"]} if "model" in sizes else {}
-    found, memory = gradient(setup(model, devices, **keys, **tensor, **trainer))
+    sums, memory = gradient(setup(model, devices, **keys, **tensor, **trainer))
     expected, one = on_one_device(model, trainer.get("mp", "f32"))
     # bfloat16 rounds by up to 2^-8, and sums of another order differ by several of these.
     tolerance = 1e-5 if "mp" not in trainer else 3e-2
-    assert found.scalars == pytest.approx(expected.scalars, rel=tolerance)
+    assert sums.scalars == pytest.approx(expected.scalars, rel=tolerance)
     for name, value in expected.tree.items():
         scale = float(np.abs(value).max())
         # By the largest element: those near 0 are what is left of sums that cancel.
-        np.testing.assert_allclose(found.tree[name], value, atol=tolerance * (scale + 1e-2), err_msg=name)
+        np.testing.assert_allclose(sums.tree[name], value, atol=tolerance * (scale + 1e-2), err_msg=name)
     return memory, one
 
 
@@ -164,12 +164,12 @@ def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis
         planned = setup(model, devices, **sizes)
         batch = packed(2 * ROWS)
         planned.step.compile(batch)
-        state, found = planned.init(), []
+        state, results = planned.init(), []
         for _ in range(3):
             state, metrics = planned.step(state, planned.step.put(batch), 1e-2)
-            found += [np.asarray(x).tobytes() for x in (metrics["loss"], metrics["grad_norm"])]
+            results += [np.asarray(x).tobytes() for x in (metrics["loss"], metrics["grad_norm"])]
         held_out = planned.evaluate(state.params, [batch])["loss"]
-        return [*found, np.float64(held_out).tobytes(), *(x.tobytes() for x in to_host(state.params).values())]
+        return [*results, np.float64(held_out).tobytes(), *(x.tobytes() for x in to_host(state.params).values())]
 
     assert bits(2) == bits(8)
 
@@ -186,10 +186,10 @@ def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], a
     batch = packed(ROWS)
     rng = np.random.default_rng(0)
     weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
-    found = planned.step.gradient(planned.from_weights(weights), planned.step.put(batch))
+    sums = planned.step.gradient(planned.from_weights(weights), planned.step.put(batch))
     expected = on_one_device(model)[0]
     # Router penalties are of microbatches, of which there are two here.
-    assert found.scalars["loss"].item() == pytest.approx(expected.scalars["loss"], rel=1e-5)
+    assert sums.scalars["loss"].item() == pytest.approx(expected.scalars["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_what_cannot_be_cut_is_refused(model: dict[str, Any], trainer: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("trainer", "said"),
+    ("trainer", "pattern"),
     [
         ({}, None),
         ({"determinism": "fast"}, "bits are equal only for the same devices"),
@@ -236,14 +236,14 @@ def test_what_cannot_be_cut_is_refused(model: dict[str, Any], trainer: dict[str,
     ],
     ids=str,
 )
-def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> None:
-    config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, **trainer}}).trainer
+def test_what_is_promised_instead(trainer: dict[str, Any], pattern: str | None) -> None:
+    config = RunConfig.model_validate({"model": GPT2, "trainer": {**ONE_MICROBATCH, **trainer}}).trainer
     text = determinism_note(config, config.step_plan.mesh(jax.devices()))
-    assert (text is None) if said is None else re.search(said, text or "")
+    assert (text is None) if pattern is None else re.search(pattern, text or "")
 
 
 @pytest.mark.parametrize(
-    ("devices", "trainer", "said"),
+    ("devices", "trainer", "patterns"),
     [
         (4, {}, []),
         (7, {"determinism": "fast", "train_batch_size": 7, "per_device_parallelism": 1}, ["determinism: fast"]),
@@ -253,16 +253,16 @@ def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> 
         (4, {"replica_ici_axis_size": 2}, []),
     ],
 )
-def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[str, Any], said: list[str]) -> None:
+def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[str, Any], patterns: list[str]) -> None:
     settings = {"train_batch_size": 8, **trainer}
     config = RunConfig.model_validate({"model": GPT2, "trainer": settings}).trainer
-    found = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:devices])))
-    assert len(found) == len(said)
-    assert all(re.search(pattern, text) for pattern, text in zip(said, found, strict=True))
+    warnings = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:devices])))
+    assert len(warnings) == len(patterns)
+    assert all(re.search(pattern, text) for pattern, text in zip(patterns, warnings, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("mp", "said"),
+    ("mp", "message"),
     [
         ("p=f32,c=bfloat16", None),
         ("f32", None),
@@ -270,7 +270,7 @@ def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[st
         ("p=f32,c=f16", "no loss is scaled"),
     ],
 )
-def test_precisions_that_lose_numbers_are_named(mp: str, said: str | None) -> None:
-    config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, "mp": mp}}).trainer
-    found = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:1])))
-    assert (found == []) if said is None else said in found[0]
+def test_precisions_that_lose_numbers_are_named(mp: str, message: str | None) -> None:
+    config = RunConfig.model_validate({"model": GPT2, "trainer": {**ONE_MICROBATCH, "mp": mp}}).trainer
+    warnings = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:1])))
+    assert (warnings == []) if message is None else message in warnings[0]

@@ -23,7 +23,7 @@ from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.state.train_state import TrainState
-from lm_trainer.step.updates.norms import Watched, Watcher
+from lm_trainer.step.updates.norms import WatchedStep, Watcher
 from lm_trainer.step.updates.watch import WatchConfig
 
 LAYERS = 3
@@ -79,14 +79,14 @@ class Run:
         return optax.apply_updates(params, updates), opt_state
 
     def step(self, grads: dict[str, np.ndarray]) -> None:
-        before = self.watcher.before(self.state)
+        before = self.watcher.before_step(self.state)
         placed = self.put(grads)
         params, opt_state = self._update(self.state.params, self.state.opt_state, placed)
         self.state = TrainState(self.state.step + 1, params, opt_state)
-        self.watcher.after(before, placed, jnp.float32(WEIGHT), self.state)
+        self.watcher.after_step(before, placed, jnp.float32(WEIGHT), self.state)
 
 
-def watch(config: WatchConfig, devices: int = 1, seeds: Sequence[int] = (1,)) -> tuple[list[Watched], Run]:
+def watch(config: WatchConfig, devices: int = 1, seeds: Sequence[int] = (1,)) -> tuple[list[WatchedStep], Run]:
     run = Run(config, devices)
     for seed in seeds:
         run.step(values(seed))
@@ -98,13 +98,13 @@ def norm(x: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def seen() -> tuple[Watched, Run]:
+def watched_run() -> tuple[WatchedStep, Run]:
     (watched,), run = watch(ALL)
     return watched, run
 
 
-def test_norms_are_those_of_numpy(seen):
-    watched, run = seen
+def test_norms_are_those_of_numpy(watched_run):
+    watched, run = watched_run
     moments = run.state.opt_state[0]
     expected = {
         "grads": {name: x / WEIGHT for name, x in values(1).items()},
@@ -117,13 +117,13 @@ def test_norms_are_those_of_numpy(seen):
         scalars[f"{target}/norm/total"] = norm([norm(x) for x in arrays.values()])
         for name, x in arrays.items():
             layers = {f"{name}/{i}": x[i] for i in range(LAYERS)} if "blocks" in name else {name: x}
-            scalars |= {f"{target}/norm/{n}": norm(each) for n, each in layers.items()}
+            scalars |= {f"{target}/norm/{n}": norm(layer) for n, layer in layers.items()}
     assert watched.step == 1
     assert watched.scalars == pytest.approx(scalars, rel=1e-6)
 
 
-def test_histograms_count_every_value_of_a_layer(seen):
-    watched, run = seen
+def test_histograms_count_every_value_of_a_layer(watched_run):
+    watched, run = watched_run
     counts, edges = watched.histograms["params/histogram/blocks.0.up.weight/1"]
     layer = np.asarray(run.state.params["blocks.0.up.weight"])[1]
     assert counts.tolist() == np.histogram(layer, edges)[0].tolist()
@@ -135,13 +135,13 @@ def test_histograms_count_every_value_of_a_layer(seen):
 
 
 @pytest.mark.parametrize("devices", [8])
-def test_every_mesh_sees_the_same_bits(seen, devices):
+def test_every_mesh_sees_the_same_bits(watched_run, devices):
     (watched,), _ = watch(ALL, devices)
-    assert watched.scalars == seen[0].scalars
-    assert watched.histograms.keys() == seen[0].histograms.keys()
+    assert watched.scalars == watched_run[0].scalars
+    assert watched.histograms.keys() == watched_run[0].histograms.keys()
     for name, (counts, edges) in watched.histograms.items():
-        assert counts.tolist() == seen[0].histograms[name][0].tolist(), name
-        assert edges.tolist() == seen[0].histograms[name][1].tolist(), name
+        assert counts.tolist() == watched_run[0].histograms[name][0].tolist(), name
+        assert edges.tolist() == watched_run[0].histograms[name][1].tolist(), name
 
 
 def test_it_compiles_once_and_reports_each_step(caplog):
@@ -155,7 +155,7 @@ def test_it_compiles_once_and_reports_each_step(caplog):
         r.getMessage() for r in caplog.records if "Compiling jit" in r.getMessage() and "_next" not in r.getMessage()
     ] == []
     reports = [run.watcher.report(until=1), run.watcher.report()]
-    assert [[each.step for each in report] for report in reports] == [[1], [2, 3]]
+    assert [[watched.step for watched in report] for report in reports] == [[1], [2, 3]]
     assert [*reports[0][0].scalars] == ["updates/norm/total"]
     assert run.watcher.report() == []
 
@@ -167,11 +167,11 @@ def test_what_is_not_wanted_is_not_there():
 
     grads = ("grads",)
     split = {"grads/norm/blocks.0.up.weight/2", "grads/norm/blocks.0.up.bias/0"}
-    whole = {"grads/norm/blocks.0.up.weight", "grads/norm/blocks.0.up.bias", "grads/norm/norm.scale"}
+    unsplit = {"grads/norm/blocks.0.up.weight", "grads/norm/blocks.0.up.bias", "grads/norm/norm.scale"}
     default = names(watch_targets=grads)
     assert split | {"grads/norm/total", "grads/norm/embed.weight"} < default
-    assert not whole & default - {"grads/norm/norm.scale"}
-    assert whole < names(watch_targets=grads, split_scan_layers=False)
+    assert not unsplit & default - {"grads/norm/norm.scale"}
+    assert unsplit < names(watch_targets=grads, split_scan_layers=False)
     assert names(watch_targets=grads, include_per_parameter_norms=False) == {"grads/norm/total"}
     assert "grads/norm/total" not in names(watch_targets=grads, include_norms=False)
     assert names(
@@ -246,8 +246,8 @@ def trained(observed: bool) -> dict[str, bytes]:
     for _ in range(3):
         state, metrics = setup.step(state, setup.step.put(batch), 0.01, watcher)
         if watcher is not None:
-            (seen,) = watcher.report()
-            assert seen.scalars["grads/norm/total"] == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
+            (watched,) = watcher.report()
+            assert watched.scalars["grads/norm/total"] == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
     return {name: np.asarray(x).tobytes() for name, x in state.params.items()}
 
 

@@ -15,9 +15,9 @@ from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.step.state.state_sharding import plan_state_sharding
-from lm_trainer.step.updates.owned_update import OwnedUpdate, owned_update
+from lm_trainer.step.updates.owned_update import OwnedUpdate, make_owned_update
 from lm_trainer.step.updates.update import ReplicatedUpdate, make_update
-from tests.step.random_runs import MEMBERS, WHOLE
+from tests.step.random_runs import MEMBERS, NOT_ELEMENTWISE
 
 pytestmark = pytest.mark.optimised
 
@@ -45,7 +45,7 @@ BY_TYPE = {member.model_fields["type"].default: member() for member in MEMBERS}
 TOGETHER = ("mars",)
 """Optimizers that compute something over all parameters."""
 CONFIGS: list[OptimizerConfig] = [
-    *(BY_TYPE[name] for name in WHOLE if name not in TOGETHER),
+    *(BY_TYPE[name] for name in NOT_ELEMENTWISE if name not in TOGETHER),
     MuonConfig(state_dtype="bfloat16", skip_bad_steps=4, weight_decay=0.1, weight_decay_modules=("up",)),
 ]
 UPDATES = 4
@@ -63,7 +63,7 @@ def run(
     sharding = plan_state_sharding(shapes, tx, layouts, mesh)
     update: Any = ReplicatedUpdate(make_update(config, tx), sharding.trained, mesh)
     if owned:
-        update = owned_update(config, params, tx, shapes, sharding.trained, mesh)
+        update = make_owned_update(config, params, tx, shapes, sharding.trained, mesh)
         assert isinstance(update, OwnedUpdate)
     rng = np.random.default_rng(0)
 
@@ -74,8 +74,8 @@ def run(
     weights, metrics, digest = values(), None, hashlib.sha256()
     state = jax.jit(tx.init, out_shardings=sharding.trained.opt_state)(weights)
     for step in range(UPDATES):
-        given = {"loss": 7.3, "weight": 3.1, "squares": 1e4, "learning_rate": 1e-3 * (step + 1)}
-        scalars = {name: replicate(np.float32(x), mesh) for name, x in given.items()}
+        step_scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e4, "learning_rate": 1e-3 * (step + 1)}
+        scalars = {name: replicate(np.float32(x), mesh) for name, x in step_scalars.items()}
         weights, state, metrics = update(weights, state, values(), None, scalars)
         for leaf in jax.tree.leaves((weights, state, metrics)):
             digest.update(np.asarray(leaf).tobytes())
@@ -94,11 +94,11 @@ def test_each_weight_is_updated_as_among_all(config: OptimizerConfig) -> None:
     assert run(config, 4)[0] == digest
     if isinstance(config, MuonConfig):
         assert run(config, 2)[0] == digest
-    _, whole, expected = run(config, 1, owned=False)
+    _, replicated, expected = run(config, 1, owned=False)
     assert metrics == pytest.approx(expected, rel=1e-5)
     # What is drawn by chance is drawn for each weight by itself: for the probes of Kron and for what is rounded.
     loose = isinstance(config, KronConfig) or config.state_dtype == "bfloat16"
-    for name, x in whole.items():
+    for name, x in replicated.items():
         np.testing.assert_allclose(params[name], x, rtol=1e-5, atol=1e-2 if loose else 1e-6, err_msg=name)
 
 
@@ -108,8 +108,8 @@ def test_state_in_8_bits_is_updated_weight_by_weight(name: str) -> None:
     config = BY_TYPE[name].model_validate({"type": name, "state_dtype": "float8", "skip_bad_steps": 4})
     digest, params, _ = run(config, 1, params=LARGE)
     assert run(config, 4, params=LARGE)[0] == digest
-    _, whole, _ = run(config, 1, owned=False, params=LARGE)
-    for weight, x in whole.items():
+    _, replicated, _ = run(config, 1, owned=False, params=LARGE)
+    for weight, x in replicated.items():
         np.testing.assert_allclose(params[weight], x, rtol=1e-5, atol=1e-2, err_msg=weight)
 
 
@@ -127,7 +127,7 @@ def test_a_rule_over_several_weights_is_left_as_it_is() -> None:
     ):
         tx = config.build(PARAMS)
         sharding = plan_state_sharding(shapes, tx, layouts, mesh)
-        assert owned_update(config, PARAMS, tx, shapes, sharding.trained, mesh) is None
+        assert make_owned_update(config, PARAMS, tx, shapes, sharding.trained, mesh) is None
 
 
 def test_a_weight_decays_alone_as_patterns_over_all_names_say() -> None:
@@ -136,6 +136,6 @@ def test_a_weight_decays_alone_as_patterns_over_all_names_say() -> None:
         one: Any = config.build_one(name, PARAMS)
         like = {name: np.ones(param.shape[1:] if "blocks" in name else param.shape, np.float32)}
         zeros = {name: np.zeros_like(like[name])}
-        given = {"learning_rate": np.float32(1), "grad_norm": np.float32(0), "loss": np.float32(0)}
-        updates: Any = one.update(zeros, one.init(like), like, **given)[0]
+        extra_args = {"learning_rate": np.float32(1), "grad_norm": np.float32(0), "loss": np.float32(0)}
+        updates: Any = one.update(zeros, one.init(like), like, **extra_args)[0]
         assert np.asarray(updates[name]).any() == ("up" in name)

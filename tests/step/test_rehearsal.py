@@ -19,13 +19,13 @@ from lm_trainer.run.build.setup import build_setup
 from lm_trainer.step import rehearse
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes
 from lm_trainer.step.dispatch.program import Program
-from lm_trainer.step.dispatch.recorder import Key, Measured, Recorder, measure_compiled, measure_traced
+from lm_trainer.step.dispatch.recorder import Key, MeasuredProgram, Recorder, measure_compiled, measure_traced
 from lm_trainer.step.rehearse import StepRecord
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 16, "intermediate_dim": 16, "num_layers": 2}
 HEADS = {"num_heads": 2, "num_kv_heads": 1}
 SUMS = ["microbatch", "add", "reduction"]
-WHOLE = ["update: gather", "update", "update: scatter"]
+UNSHARDED_UPDATE = ["update: gather", "update", "update: scatter"]
 AVERAGED = {"model_averaging": {"type": "ema"}}
 FAST = {"determinism": "fast"}
 BY_LAYER = {"gather": "layer"}
@@ -35,9 +35,9 @@ LAYERS = [*FORWARD, *BACKWARD, "enter gradient", "reduce enter"]
 STEPS: list[tuple[int, str, dict[str, Any], list[str]]] = [
     (1, "adam", {}, [*SUMS, "norm", "update"]),
     (2, "adam", AVERAGED, ["gather", *SUMS, "norm", "update", "average"]),
-    (2, "muon", {}, ["gather", *SUMS, "norm", *WHOLE]),
+    (2, "muon", {}, ["gather", *SUMS, "norm", *UNSHARDED_UPDATE]),
     (1, "sophia-h", {}, [*SUMS, "curvature", "norm", "update"]),
-    (2, "muon", BY_LAYER, [*LAYERS, "norm", *WHOLE]),
+    (2, "muon", BY_LAYER, [*LAYERS, "norm", *UNSHARDED_UPDATE]),
     (2, "adam", {**BY_LAYER, "microbatches_per_gather": 2}, [*LAYERS, "add turns", "norm", "update"]),
     (2, "adam", {**FAST, **AVERAGED}, ["step", "average"]),
     (1, "sophia-h", FAST, ["curvature", "step"]),
@@ -95,10 +95,10 @@ def test_many_microbatches_are_as_some_are(trainer: dict[str, Any], monkeypatch:
     every = rehearsed(2, "adam", many)
     monkeypatch.setattr(rehearse, "MAX_MICROBATCHES", 128)
     some = rehearsed(2, "adam", many)
-    peak, same = (max(record.phases, key=lambda phase: phase.bytes) for record in (every, some))
+    peak, extrapolated_peak = (max(record.phases, key=lambda phase: phase.bytes) for record in (every, some))
     # A step makes a few numbers once, and the rehearsals of one step share them.
-    assert same.name == peak.name
-    assert same.parts == {part: pytest.approx(size, abs=64) for part, size in peak.parts.items()}
+    assert extrapolated_peak.name == peak.name
+    assert extrapolated_peak.parts == {part: pytest.approx(size, abs=64) for part, size in peak.parts.items()}
     assert [*some.runs.values()] == [*every.runs.values()]
 
 
@@ -106,20 +106,20 @@ def phases_of(*calls: Any) -> list[PhaseBytes]:
     """The phases of programs that are called by hand on one device, on which a kibibyte is held."""
     held = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=SingleDeviceSharding(jax.devices()[0]))
 
-    def measure(program: Program, key: Key, args: tuple[Any, ...]) -> Measured:
+    def measure(program: Program, key: Key, args: tuple[Any, ...]) -> MeasuredProgram:
         del key
-        found, _ = measure_compiled(program, args)
-        size = found.bytes
-        return Measured(
+        measured, _ = measure_compiled(program, args)
+        size = measured.bytes
+        return MeasuredProgram(
             ProgramBytes(size.arguments, size.outputs, size.aliased, 100),
-            found.structure,
-            found.results,
-            found.consumed,
+            measured.structure,
+            measured.results,
+            measured.consumed,
         )
 
     recorder = Recorder(measure, jax.devices()[:1], at_once=3)
     with rehearsing(recorder):
-        x = recorder.hold(held, "state")
+        x = recorder.create_abstract_arrays(held, "state")
         for call in calls:
             x = call(x)
     return [*recorder.phases]
@@ -152,7 +152,7 @@ def test_what_is_queued_is_taken_until_the_host_has_waited() -> None:
         buffer = Buffer(memory, "gathered", 100, queued=True)
         del buffer
     assert memory.held == {"gathered": 300}
-    memory.wait(2)
+    memory.free_finished(2)
     assert memory.held == {"gathered": 100}
 
 

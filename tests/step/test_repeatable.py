@@ -42,13 +42,13 @@ def attention_settings(lowered: jax.stages.Lowered) -> list[tuple[str, bool]]:
 
 def test_every_backward_pass_of_attention_is_asked_for_a_fixed_order(two_attentions: jax.stages.Lowered) -> None:
     before = attention_settings(two_attentions)
-    assert [asked for _, asked in before] == [False] * 4
+    assert [is_fixed for _, is_fixed in before] == [False] * 4
     ask_for_fixed_order(two_attentions)
     # What is compiled is what was changed.
     after = attention_settings(two_attentions)
     assert [name for name, _ in after] == [name for name, _ in before]
-    assert {name.endswith("Backward"): asked for name, asked in after} == {False: False, True: True}
-    assert sum(asked for _, asked in after) == 2
+    assert {name.endswith("Backward"): is_fixed for name, is_fixed in after} == {False: False, True: True}
+    assert sum(is_fixed for _, is_fixed in after) == 2
 
 
 def test_other_platforms_compile_as_always() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.parallel.rehearsal import on_one_shard
-from lm_trainer.profile.roofline import operations
+from lm_trainer.profile.roofline import list_operations
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.build.startup_notes import recomputation_note
@@ -68,13 +68,13 @@ def test_families(model: dict[str, Any]) -> None:
 def programs_of(model: dict[str, Any], remat: Any) -> Executables:
     config = config_with(model, remat)
     setup = build_setup(config, VOCAB, jax.devices()[:1])
-    found = setup.step.compile(random_batch(8, 16, VOCAB))
-    assert isinstance(found, Executables)
-    return found
+    executables = setup.step.compile(random_batch(8, 16, VOCAB))
+    assert isinstance(executables, Executables)
+    return executables
 
 
 def flops(programs: Executables, name: str) -> float:
-    return sum(op.flops for op in operations(programs.by_name[name].hlo(), ()))
+    return sum(op.flops for op in list_operations(programs.by_name[name].hlo(), ()))
 
 
 @pytest.mark.slow
@@ -103,11 +103,11 @@ def activations(config: RunConfig) -> int:
         (LLAMA, False),
         (GPT2, "dots_no_batch"),
         (MIXTRAL, "dots_no_batch"),
-        *(pytest.param(*given, marks=pytest.mark.slow) for given in ((LLAMA, "dots_no_batch"), (GPT2, False))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((LLAMA, "dots_no_batch"), (GPT2, False))),
         *(pytest.param(GEMMA2, remat, marks=pytest.mark.slow) for remat in (False, "dots_no_batch")),
         pytest.param(MIXTRAL, False, marks=pytest.mark.slow),
     ],
-    ids=lambda given: given["type"] if isinstance(given, dict) else str(given),
+    ids=lambda value: value["type"] if isinstance(value, dict) else str(value),
 )
 def test_what_is_handed_on_grows_with_the_rows(model: dict[str, Any], remat: Any) -> None:
     """So no weights are among it, of which each microbatch and layer would hold a copy."""
@@ -132,8 +132,8 @@ def test_a_choice_that_is_not_made_is_said() -> None:
         config = config_with(LLAMA, remat, **trainer)
         return recomputation_note(config.trainer, config.model.spec(VOCAB))
 
-    for made in (note(True), note(False), note("dots"), note("offload", gather="model")):
-        assert made is None
+    for notes in (note(True), note(False), note("dots"), note("offload", gather="model")):
+        assert notes is None
     for ignored in (note("offload"), note("nested"), note("dots", context_axis_size=2)):
         assert ignored is not None
         assert "gradient_checkpointing has no effect here" in ignored

@@ -44,7 +44,7 @@ def embed(model: Mixer, batch: Batch, key: jax.Array | None) -> Stream:
     return Stream(model.table[...][batch.tokens])
 
 
-def layer(model: Mixer, place: int, stream: Stream, batch: Batch, number: jax.Array, key: jax.Array | None) -> Stream:
+def layer(model: Mixer, slot: int, stream: Stream, batch: Batch, number: jax.Array, key: jax.Array | None) -> Stream:
     x_BSD = stream.x_BSD
     update_BSD = jnp.tanh(x_BSD @ model.layers.weight[...])
     log("size", jnp.mean(jnp.square(update_BSD)), each=True)
@@ -79,10 +79,10 @@ def gradient(devices: int, **trainer: Any) -> tuple[dict[str, float], dict[str, 
 
 def test_stages_compute_what_the_whole_computes() -> None:
     """With the dropout, the logged values and both gradients of the table."""
-    whole, staged = gradient(1), gradient(1, determinism="layerwise")
-    assert {"loss", "weight", "spread", "size", "size/2"} <= whole[0].keys()
-    assert staged[0] == pytest.approx(whole[0], rel=1e-5)
-    for name, x in whole[1].items():
+    unstaged, staged = gradient(1), gradient(1, determinism="layerwise")
+    assert {"loss", "weight", "spread", "size", "size/2"} <= unstaged[0].keys()
+    assert staged[0] == pytest.approx(unstaged[0], rel=1e-5)
+    for name, x in unstaged[1].items():
         np.testing.assert_allclose(staged[1][name], x, rtol=1e-4, atol=1e-5, err_msg=name)
     scalars, grads = gradient(2, determinism="layerwise", microbatches_per_gather=1)
     assert scalars == staged[0]
@@ -90,11 +90,11 @@ def test_stages_compute_what_the_whole_computes() -> None:
 
 
 def test_microbatches_of_a_whole_model_are_added_up_in_groups_with_the_same_bits() -> None:
-    whole = gradient(1)
+    ungrouped = gradient(1)
     for devices in (1, 2):
         scalars, grads = gradient(devices, microbatches_per_gather=1)
-        assert scalars == whole[0]
-        jax.tree.map(np.testing.assert_array_equal, grads, whole[1])
+        assert scalars == ungrouped[0]
+        jax.tree.map(np.testing.assert_array_equal, grads, ungrouped[1])
 
 
 def test_a_device_is_given_the_parameters_of_one_layer() -> None:

@@ -93,8 +93,8 @@ def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES
     for step in range(6):
         scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e6, "learning_rate": 1e-3 * (step + 1)}
         curvature = values() if config.curvature is not None and step % 2 == 0 else None
-        given = {name: replicate(np.float32(x), mesh) for name, x in scalars.items()}
-        params, state, metrics = update(params, state, values(), curvature, given)
+        replicated = {name: replicate(np.float32(x), mesh) for name, x in scalars.items()}
+        params, state, metrics = update(params, state, values(), curvature, replicated)
         for leaf in jax.tree.leaves((params, state, metrics)):
             digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
@@ -157,8 +157,8 @@ def test_exponents_of_blocks_lie_as_the_weights_where_there_are_enough() -> None
     tx = AdamConfig(state_dtype="float8").build({name: Param(name, *shape) for name, shape in LARGE.items()})
     like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in LARGE.items()}
     state = plan_state_sharding(like, tx, layouts, mesh).trained.opt_state
-    found = {name: x.block_exponents.spec for name, x in state.inner[1][0].nu.items() if name != "scale"}
-    assert found == {
+    exponent_specs = {name: x.block_exponents.spec for name, x in state.inner[1][0].nu.items() if name != "scale"}
+    assert exponent_specs == {
         "even.weight": PartitionSpec(None, "data", None),
         "across.weight": PartitionSpec(None, None, "data"),
         "uneven.weight": PartitionSpec(None, None),  # 7 blocks

@@ -14,7 +14,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.step.dispatch.executable import Executables
 from lm_trainer.step.dispatch.measured_programs import MeasuredPrograms
-from lm_trainer.step.dispatch.memory import memory_order
+from lm_trainer.step.dispatch.memory import memory_sort_key
 
 _USABLE_FRACTION = 0.95
 """Fraction of a device's memory available to a step; the remainder is for fragmentation."""
@@ -48,8 +48,8 @@ def plan_for_memory(
     setup = make(trainer)
     if not setup.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
         return setup
-    mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=memory_order)
-    smaller_counts = plan.smaller_groups(mesh)
+    mesh, plan = setup.sharding.mesh, max(setup.step.plans.values, key=memory_sort_key)
+    smaller_counts = plan.smaller_group_sizes(mesh)
     if not smaller_counts or (limit := memory()) is None:
         return setup
     row = random_batch(1, seq_len, 2)
@@ -61,11 +61,11 @@ def plan_for_memory(
         """Returns the peak bytes of a device in a step, the maximum over all processes."""
         with on_one_shard():
             rehearsal = make(trainer)
-        with programs.of_rows(plan.rows) as measure:
+        with programs.measure_for_rows(plan.rows) as measure:
             record = rehearsal.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
-    candidates = [(plan.shares(mesh).most, trainer, peak(trainer))]
+    candidates = [(plan.divide_microbatches(mesh).max_terms, trainer, peak(trainer))]
     while candidates[-1][2] > _USABLE_FRACTION * limit and smaller_counts:
         count = smaller_counts.pop(0)
         candidate = trainer.model_copy(update={"microbatches_per_gather": count})

@@ -223,7 +223,7 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
             **common,
             staged=staged,
             curvature_stages=None if staged is None else _curvature_stages(optimizer, staged),
-            together=trainer.microbatches_per_gather,
+            microbatches_per_gather=trainer.microbatches_per_gather,
         )
     else:
         step = FastStep(model, loss, rule, **common, accumulate=trainer.per_device_parallelism != -1)

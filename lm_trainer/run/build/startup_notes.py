@@ -60,12 +60,15 @@ def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields the costs of a number of devices that is no power of two, or does not divide the batch."""
     if not trainer.bitwise:
         return
-    shares = max((plan.shares(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda s: s.count)
-    slots = shares.most * shares.shards
+    shares = max(
+        (plan.divide_microbatches(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda s: s.count
+    )
+    most = shares.max_terms
+    slots = most * shares.shards
     if slots > shares.count:
         yield (
             f"{shares.shards} devices along the data axes share {shares.count} microbatches unevenly: some compute "
-            f"{shares.most}, others {shares.most - 1}, so that {1 - shares.count / slots:.0%} of their time is idle"
+            f"{most}, others {most - 1}, so that {1 - shares.count / slots:.0%} of their time is idle"
         )
     copies = mesh.shape["replica"] // trainer.replica_ici_axis_size
     if copies > 1:

@@ -62,9 +62,9 @@ class StepPlan:
         """Raises `UserError` if the microbatches of some batch cannot be distributed over the devices of a mesh."""
         for plan in self.microbatches.values:
             if self.state_parts is None:
-                plan.per_shard(mesh)
+                plan.microbatches_per_shard(mesh)
             else:
-                plan.shares(mesh)
+                plan.divide_microbatches(mesh)
 
     def check_device_count(self, count: int) -> None:
         """Raises `UserError` if the microbatches of some batch cannot be distributed over `count` devices."""

@@ -49,7 +49,7 @@ class Compilation:
             False if everything was already compiled.
         """
         step = state.step
-        if self._program.step.compiled(step):
+        if self._program.step.is_compiled(step):
             return False
         # Compilation may take many minutes without being stuck.
         self._watchdog.disarm()

@@ -17,7 +17,7 @@ from lm_trainer.run.training.batches import DataWait, EvalData
 from lm_trainer.run.training.eval_groups import group_metrics, groups_of
 from lm_trainer.run.training.hooks import is_due
 from lm_trainer.run.training.token_probabilities import TokenProbabilities, first_set
-from lm_trainer.step.evaluate import means
+from lm_trainer.step.evaluate import means_from_sums
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
 
@@ -113,7 +113,7 @@ class Evaluations:
         for weights, params in self._program.weights(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
             timed_batches = self._watchdog.timed(batches, f"the evaluation after step {state.step}")
-            sums = evaluate.sums(params, timed_batches, _byte_counter(data))
+            sums = evaluate.compute_sums(params, timed_batches, _byte_counter(data))
             if not sums.get("weight"):
                 self._progress.note(
                     f"warning: step {state.step}: no token of {name or 'the held-out set'} has a loss, so that "
@@ -131,7 +131,7 @@ def _joined(weights: str, name: str | None) -> str:
 
 def _metrics(sums: dict[str, float]) -> dict[str, float]:
     """Returns the means over tokens and, if the bytes of text are known, `bpb`: bits of all targets per byte."""
-    token_means = means({name: x for name, x in sums.items() if name != "bytes"})
+    token_means = means_from_sums({name: x for name, x in sums.items() if name != "bytes"})
     if not sums.get("bytes"):
         return token_means
     return {**token_means, "bpb": sums["loss"] / math.log(2) / sums["bytes"]}

@@ -119,7 +119,7 @@ class HfExports:
         model, adapter = self.config.model, self.config.adapter
         if adapter is None:
             vocab_size = len(params["embed.tokens"])
-            nested = setup.model.nested(params)
+            nested = setup.model.nest(params)
             text_model = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
             write_hf(out, text_model, options)
         else:

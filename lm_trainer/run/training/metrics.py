@@ -100,7 +100,7 @@ class MetricLogger:
             return
         pending, self._pending = self._pending, None
         values = {name: scalar(x) for name, x in pending.metrics.items()}
-        speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
+        speed = self._meter.record_step(pending.tokens, loading=pending.loading, done=pending.done.result())
         empty = not values["tokens"]
         if not empty:
             self.train_loss = values["loss"]

@@ -68,7 +68,7 @@ class TokenProbabilities:
 
     def record(self, step: int, params: Params) -> None:
         """Computes the probabilities with these weights, and writes the file and the page."""
-        (probabilities,) = self._evaluate.rows(params, [self._batch])
+        (probabilities,) = self._evaluate.compute_row_values(params, [self._batch])
         if self._file is None:
             return
         indices = {row: index for index, row in enumerate(self._evaluate.local_rows)}

@@ -159,7 +159,7 @@ def check_frozen(restored: Restored, frozen: Params) -> None:
 def training_flops(count: FlopsCount, model: ModelDef) -> int:
     """Returns the FLOPs of a training step per token, for training all parameters or only adapters."""
     adapted = any(map(is_adapter_param, model.trainable))
-    return count.adapted(2 * _size(model, trained=True)) if adapted else count.training
+    return count.training_with_adapters(2 * _size(model, trained=True)) if adapted else count.training
 
 
 def describe_size(model: ModelDef) -> str:

@@ -15,7 +15,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.weights.adapters import FROZEN, check_frozen, frozen_digest
 from lm_trainer.run.weights.saved_model import AVERAGED, PARAMS
 from lm_trainer.step.state.model_def import Params
-from lm_trainer.step.state.train_state import TrainState, copied
+from lm_trainer.step.state.train_state import TrainState, copy_params
 
 Fingerprint = str | Mapping[str, str]
 """Data fingerprint: a text, or `tokens` and `sources` from `lm_trainer.data`; `tokens` may still be missing."""
@@ -116,5 +116,5 @@ def _averages(arrays: dict[str, Any], trained: Params) -> Params:
     """Returns the averaged weights of a checkpoint; missing ones start at the current weights."""
     missing = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
     # Copies, because the step donates both parameters and averages, and an array cannot be donated twice.
-    initial = copied(missing) if missing else {}
+    initial = copy_params(missing) if missing else {}
     return {name: initial[name] if name in initial else arrays[AVERAGED + name] for name in trained}

@@ -15,8 +15,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.jax_types import Device, PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
-from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_on
-from lm_trainer.parallel.sharded_array import by_device
+from lm_trainer.parallel.rehearsal import join_parts, local_devices, put_abstract
+from lm_trainer.parallel.sharded_array import shards_by_device
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel import shard_over_group
@@ -52,7 +52,7 @@ class ModelParallelGroup:
 
     def put(self, values: PyTree) -> PyTree:
         """Replicates host arrays on the devices of the group; all processes of the group must pass equal arrays."""
-        if (rehearsed := put_on(values, self.sharding(), "batch")) is not None:
+        if (rehearsed := put_abstract(values, self.sharding(), "batch")) is not None:
             return rehearsed
         if len(self.local_devices) == self.mesh.size:
             return jax.device_put(values, self.sharding())
@@ -64,15 +64,15 @@ class ModelParallelGroup:
 
         return jax.tree.map(join, *copies)
 
-    def own_terms(self, shares: Shares) -> range:
+    def microbatch_positions(self, shares: Shares) -> range:
         """Positions of the group's microbatches among all microbatches that `shares` divides."""
         return shares.terms(self.index)
 
-    def tree(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
+    def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
         """The sum over the microbatches of the group, as a part of the sum over all."""
-        return TreeSum(shares.count, add, self.own_terms(shares).start)
+        return TreeSum(shares.count, add, self.microbatch_positions(shares).start)
 
-    def stacked(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+    def stacked_sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
         """A sharding of arrays with a leading axis over batch shards, of size 1 on the group."""
         return self.sharding(None, *spec)
 
@@ -120,51 +120,56 @@ class DeviceGroups:
 
     Args:
         sharding: shardings of the state.
-        together: the maximum number of microbatches that a group computes with parameters gathered once; None means
-            all of its microbatches. With a smaller number the batch is divided into several microbatch groups, whose
-            sums are added over all devices one after another.
+        microbatches_per_gather: the maximum number of microbatches that a group computes with parameters gathered once;
+            None means all of its microbatches. With a smaller number the batch is divided into several microbatch
+            groups, whose sums are added over all devices one after another.
     """
 
-    def __init__(self, sharding: StateSharding, together: int | None = None):
-        self.sharding, self._together = sharding, together
+    def __init__(self, sharding: StateSharding, microbatches_per_gather: int | None = None):
+        self.sharding, self._microbatches_per_gather = sharding, microbatches_per_gather
         self.groups = local_groups(sharding.mesh)
 
-    def shard(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., PyTree]:
+    def shard_function(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., PyTree]:
         """Distributes `function` over the devices of a group; `names` are the parameters in the tree it returns."""
         return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
 
-    def shares(self, plan: MicrobatchPlan) -> Shares:
-        """Division of a microbatch group among all device groups; raises as `MicrobatchPlan.shares`."""
-        return plan.shares(self.sharding.mesh, self._together)
+    def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
+        """Division of a microbatch group among all device groups; raises as `MicrobatchPlan.divide_microbatches`."""
+        return plan.divide_microbatches(self.sharding.mesh, self._microbatches_per_gather)
 
-    def numbers(self, plan: MicrobatchPlan) -> list[list[int]]:
+    def microbatch_indices(self, plan: MicrobatchPlan) -> list[list[int]]:
         """For each local group, the indices of its microbatches in the global batch, in computation order."""
-        shares = self.shares(plan)
+        shares = self.divide_microbatches(plan)
         firsts = range(0, plan.count, shares.count)
         return [[first + n for first in firsts for n in shares.terms(group.index)] for group in self.groups]
 
     def local_rows(self, plan: MicrobatchPlan) -> Sequence[int]:
         """Rows of the global batch this process needs, in order; a range if they are contiguous."""
-        every = (n * plan.rows + row for n in self._local(plan) for row in range(plan.rows))
+        every = (n * plan.rows + row for n in self._local_microbatch_indices(plan) for row in range(plan.rows))
         rows = [row for row in every if row < plan.batch_size]
         # A user's own data source may then slice its rows.
         span = range(rows[0], rows[-1] + 1) if rows else range(0)
         return span if len(span) == len(rows) else rows
 
-    def _local(self, plan: MicrobatchPlan) -> list[int]:
+    def _local_microbatch_indices(self, plan: MicrobatchPlan) -> list[int]:
         """Indices of the microbatches of all local groups, in order."""
-        return sorted(number for numbers in self.numbers(plan) for number in numbers)
+        return sorted(number for numbers in self.microbatch_indices(plan) for number in numbers)
 
     def split(self, batch: Batch, plan: MicrobatchPlan) -> list[list[Batch]]:
         """This process's rows as the microbatches of each local group, in host memory."""
-        starts = {number: position * plan.rows for position, number in enumerate(self._local(plan))}
+        starts = {number: position * plan.rows for position, number in enumerate(self._local_microbatch_indices(plan))}
         batch = pad_rows(batch, len(starts) * plan.rows)
-        return [[_rows(batch, starts[number], plan.rows) for number in numbers] for numbers in self.numbers(plan)]
+        return [
+            [_slice_rows(batch, starts[number], plan.rows) for number in numbers]
+            for numbers in self.microbatch_indices(plan)
+        ]
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Splits this process's rows and sends them to their devices."""
         placed, indices = [], []
-        for group, splits, numbers in zip(self.groups, self.split(batch, plan), self.numbers(plan), strict=True):
+        for group, splits, numbers in zip(
+            self.groups, self.split(batch, plan), self.microbatch_indices(plan), strict=True
+        ):
             # All at once: later microbatches are transferred while the first is computed. Rows and indices share one
             # transfer; passing a host scalar to a program would cost another transfer for each microbatch.
             rows, group_indices = group.put((splits, [np.int32(number) for number in numbers]))
@@ -172,9 +177,9 @@ class DeviceGroups:
             indices.append(group_indices)
         return PlacedBatch(plan, placed, indices)
 
-    def views(self, arrays: Params) -> list[Params]:
+    def group_views(self, arrays: Params) -> list[Params]:
         """Global arrays that are not sharded over the batch axes, as each local group reads them."""
-        return on_groups(arrays, self.groups)
+        return shards_on_groups(arrays, self.groups)
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
@@ -199,11 +204,11 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     return jax.tree.map(lambda x, more: np.concatenate([x, more]), batch, added)
 
 
-def _rows(batch: Batch, first: int, count: int) -> Batch:
+def _slice_rows(batch: Batch, first: int, count: int) -> Batch:
     return jax.tree.map(lambda x: x[first : first + count], batch)
 
 
-def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Params]:
+def shards_on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Params]:
     """The parts of global arrays on each group, as arrays of that group.
 
     The arrays must not be sharded over the batch axes; their data are not copied.
@@ -211,13 +216,13 @@ def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Para
     by_group: list[Params] = [{} for _ in groups]
     for name, array in arrays.items():
         # Called once for all groups, because it creates an object for every shard.
-        shards = by_device(array)
+        shards = shards_by_device(array)
         for params, group in zip(by_group, groups, strict=True):
-            params[name] = _on_group(array, shards, group)
+            params[name] = _shard_on_group(array, shards, group)
     return by_group
 
 
-def _on_group(array: jax.Array, shards: Mapping[Device, jax.Array], group: ModelParallelGroup) -> jax.Array:
+def _shard_on_group(array: jax.Array, shards: Mapping[Device, jax.Array], group: ModelParallelGroup) -> jax.Array:
     if group.mesh.size == 1:
         return shards[group.mesh.devices.flat[0]]
     spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]

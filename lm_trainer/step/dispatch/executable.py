@@ -52,7 +52,7 @@ class Executable:
     compiled: jax.stages.Compiled
 
     @classmethod
-    def make(cls, jitted: jax.stages.Wrapped, *args: PyTree, repeatable: bool = True) -> Executable:
+    def from_jitted(cls, jitted: jax.stages.Wrapped, *args: PyTree, repeatable: bool = True) -> Executable:
         """Compiles a function.
 
         Args:
@@ -76,7 +76,7 @@ class Executable:
         """The optimised program, as printed by XLA."""
         return self.compiled.as_text() or ""
 
-    def runs(self) -> list[tuple[Executable, int]]:
+    def run_counts(self) -> list[tuple[Executable, int]]:
         """The programs and how often each runs: this program, once."""
         return [(self, 1)]
 
@@ -106,7 +106,7 @@ class Executables:
         """The optimised programs, as printed by XLA."""
         return "\n\n".join(f"// {name}\n{executable.hlo()}" for name, executable in self.by_name.items())
 
-    def runs(self) -> list[tuple[Executable, int]]:
+    def run_counts(self) -> list[tuple[Executable, int]]:
         """The programs and how often each runs."""
         return [(executable, self.times[name]) for name, executable in self.by_name.items()]
 
@@ -133,12 +133,12 @@ def compile_for_each(
     """
     traced: list[jax.stages.Traced] = []
 
-    def one(index: int) -> jax.stages.Compiled:
+    def compile_set(index: int) -> jax.stages.Compiled:
         executable = make(index)
         traced.append(executable.traced)
         return executable.compiled
 
-    programs = compile_on_each(one, device_sets, by_all_processes=by_all_processes)
+    programs = compile_on_each(compile_set, device_sets, by_all_processes=by_all_processes)
     executables = [Executable(traced[0], program) for program in programs]
     if len({executable.fingerprint() for executable in executables}) > 1:
         logger.warning("the devices run different programs for %s: bits may depend on their number", name)

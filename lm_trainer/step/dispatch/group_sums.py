@@ -25,10 +25,10 @@ Layouts = Mapping[str, ParamSharding]
 """Shardings of the tree of the sums, by parameter name."""
 
 
-def sums_on_group(group: ModelParallelGroup | MeshGroup, layouts: Layouts) -> PyTree:
+def sum_shardings_on_group(group: ModelParallelGroup | MeshGroup, layouts: Layouts) -> PyTree:
     """Shardings of the sums of a microbatch on its group: the shardings of the parameters, with a leading axis."""
-    tree = {name: group.stacked(*layout.compute) for name, layout in layouts.items()}
-    return Sums(group.stacked(), tree)  # pyright: ignore[reportArgumentType]
+    tree = {name: group.stacked_sharding(*layout.compute) for name, layout in layouts.items()}
+    return Sums(group.stacked_sharding(), tree)  # pyright: ignore[reportArgumentType]
 
 
 def stack_sums(parts: Sequence[Sequence[Sums]], shares: Shares, layouts: Layouts, mesh: Mesh) -> list[Sums]:
@@ -45,10 +45,12 @@ def stack_sums(parts: Sequence[Sequence[Sums]], shares: Shares, layouts: Layouts
         its first one.
     """
     slots = range(shares.max_parts)
-    return [_stack([sums[slot if slot < len(sums) else 0] for sums in parts], layouts, mesh) for slot in slots]
+    return [
+        _stack_group_sums([sums[slot if slot < len(sums) else 0] for sums in parts], layouts, mesh) for slot in slots
+    ]
 
 
-def _stack(parts: Sequence[Sums], layouts: Layouts, mesh: Mesh) -> Sums:
+def _stack_group_sums(parts: Sequence[Sums], layouts: Layouts, mesh: Mesh) -> Sums:
     return Sums(
         {name: stack_groups([p.scalars[name] for p in parts], PartitionSpec(), mesh) for name in parts[0].scalars},
         {name: stack_groups([p.tree[name] for p in parts], x.compute, mesh) for name, x in layouts.items()},
@@ -67,13 +69,13 @@ def stacked_shapes(
         scalars: names of the float32 scalars.
     """
 
-    def stacked(shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> jax.Array:
+    def stacked_shape(shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> jax.Array:
         sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec))
         return jax.ShapeDtypeStruct((batch_shards(mesh), *shape), dtype, sharding=sharding)  # pyright: ignore[reportReturnType]
 
     return Sums(
-        {name: stacked((), jnp.float32, PartitionSpec()) for name in scalars},
-        {name: stacked(shapes[name].shape, shapes[name].dtype, x.compute) for name, x in layouts.items()},
+        {name: stacked_shape((), jnp.float32, PartitionSpec()) for name in scalars},
+        {name: stacked_shape(shapes[name].shape, shapes[name].dtype, x.compute) for name, x in layouts.items()},
     )
 
 
@@ -98,7 +100,7 @@ def add_over_groups(
         {name: jax.lax.with_sharding_constraint(x, everywhere) for name, x in part.scalars.items()} for part in stacked
     ]
     trees = [part.tree for part in stacked]
-    if shares.even:
+    if shares.is_even:
         added = {name: tree_sum(x) for name, x in scalars[0].items()}
         return Sums(added, sum_over_shards(trees[0], layouts, mesh, dtypes))
     added = {name: add_parts(jnp.stack([part[name] for part in scalars], axis=1), shares) for name in scalars[0]}

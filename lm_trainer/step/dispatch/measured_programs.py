@@ -13,7 +13,7 @@ from lm_trainer.parallel.rehearsal import Description
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import ProgramBytes
 from lm_trainer.step.dispatch.program import Program
-from lm_trainer.step.dispatch.recorder import Key, Measure, Measured, measure_compiled, measure_traced
+from lm_trainer.step.dispatch.recorder import Key, Measure, MeasuredProgram, measure_compiled, measure_traced
 
 
 class MeasuredPrograms:
@@ -25,19 +25,19 @@ class MeasuredPrograms:
 
     def __init__(self, compiled: Mapping[str, Executable] = MappingProxyType({})) -> None:
         self._compiled = compiled
-        self._by_key = dict[Key, Measured]()
-        self._by_rows = dict[int, dict[str, Measured]]()
-        self._others = dict[Hashable, Measured]()
+        self._by_key = dict[Key, MeasuredProgram]()
+        self._by_rows = dict[int, dict[str, MeasuredProgram]]()
+        self._others = dict[Hashable, MeasuredProgram]()
         self._temporary = dict[str, int]()
         self.texts = dict[Key, str]()
         """The texts of the compiled programs."""
 
     @contextmanager
-    def of_rows(self, rows: int) -> Iterator[Measure]:
+    def measure_for_rows(self, rows: int) -> Iterator[Measure]:
         """Compiles unknown programs, for a step with microbatches of `rows` rows."""
-        growing = dict[str, Measured]()
+        growing = dict[str, MeasuredProgram]()
 
-        def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+        def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
             if key not in self._by_key:
                 if program.grows:
                     program = replace(program, executable=self._compiled.get(program.name))
@@ -54,7 +54,7 @@ class MeasuredPrograms:
         yield measure
         self._by_rows[rows] = growing
 
-    def between(self, rows: int) -> Measure:
+    def interpolate(self, rows: int) -> Measure:
         """Interpolates programs for microbatches of `rows` rows between the two nearest sizes (or uses the only one).
 
         Sizes of axes are linear in the number of rows, and memory nearly so. Programs that only add the results of
@@ -64,9 +64,9 @@ class MeasuredPrograms:
         a, b = sizes[0], sizes[min(1, len(sizes) - 1)]
         near, far, share = self._by_rows[a], self._by_rows[b], (rows - a) / (b - a) if b != a else 0.0
 
-        def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+        def measure(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
             if program.grows:
-                return _between(near[program.name], far[program.name], share)
+                return _interpolate(near[program.name], far[program.name], share)
             if (measured := self._by_key.get(key) or self._others.get(key[:2])) is not None:
                 return measured
             traced, temporary = measure_traced(program, key, args), self._temporary.get(program.name, 0)
@@ -75,7 +75,7 @@ class MeasuredPrograms:
         return measure
 
 
-def _between(near: Measured, far: Measured, share: float) -> Measured:
+def _interpolate(near: MeasuredProgram, far: MeasuredProgram, share: float) -> MeasuredProgram:
     def linear(a: int, b: int) -> int:
         return max(0, round(a + share * (b - a)))
 

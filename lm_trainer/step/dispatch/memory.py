@@ -27,7 +27,7 @@ class ProgramBytes:
     """Held only while the program runs."""
 
     @classmethod
-    def of(cls, program: Executable) -> ProgramBytes:
+    def from_executable(cls, program: Executable) -> ProgramBytes:
         """Reads XLA's memory analysis.
 
         Raises:
@@ -44,7 +44,7 @@ class ProgramBytes:
         )
 
     @property
-    def new(self) -> int:
+    def new_outputs(self) -> int:
         """Outputs in newly allocated memory."""
         return self.outputs - self.aliased
 
@@ -85,6 +85,6 @@ def state_bytes(state: TrainState) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def memory_order(plan: MicrobatchPlan) -> tuple[int, int]:
+def memory_sort_key(plan: MicrobatchPlan) -> tuple[int, int]:
     """Key that orders the batches of a run by memory: either the rows or the number of microbatches increase."""
     return plan.rows, plan.count

@@ -68,7 +68,7 @@ class MeshExecutable:
         exchanges: Sequence[Exchange] = (),
     ):
         self._group, self._signature, self._exchanges = group, signature, exchanges
-        self._program = _with_exchanges(program, function, group, signature, exchanges)
+        self._program = _program_with_exchanges(program, function, group, signature, exchanges)
         self._alone: PerGroupExecutable | None = None
 
     @property
@@ -96,8 +96,8 @@ class MeshExecutable:
         if current_rehearsal() is not None:
             return
         exchanged = [argument for exchange in self._exchanges for argument in exchange.arguments]
-        arguments = self._group.shapes(self._signature)
-        executable = Executable.make(self._program.jitted, params, *arguments, *exchanged)
+        arguments = self._group.argument_shapes(self._signature)
+        executable = Executable.from_jitted(self._program.jitted, params, *arguments, *exchanged)
         expected = output_hashes(alone.program.hlo())
         # The results of exchanges follow.
         if any_process(output_hashes(executable.hlo())[: len(expected)] != expected):
@@ -114,7 +114,7 @@ MicrobatchExecutable = PerGroupExecutable | MeshExecutable
 """The computation of a microbatch on the devices of this process: one program for each group, or one for all."""
 
 
-def _with_exchanges(
+def _program_with_exchanges(
     program: Program,
     function: Callable[..., PyTree],
     group: MeshGroup,
@@ -122,9 +122,9 @@ def _with_exchanges(
     exchanges: Sequence[Exchange],
 ) -> Program:
     """The program of a computation on all devices together with its exchanges."""
-    wide = group.over_devices(function, signature)
+    wide = group.map_over_devices(function, signature)
     if not exchanges:
-        jitted = jax.jit(wide, out_shardings=group.stacked(), donate_argnums=tuple(signature.donated))
+        jitted = jax.jit(wide, out_shardings=group.stacked_sharding(), donate_argnums=tuple(signature.donated))
         return replace(program, jitted=jitted)
     num_own = 1 + len(signature.arguments)
     donated, spans, start = list(signature.donated), list[slice](), num_own
@@ -147,7 +147,7 @@ def _with_exchanges(
         queued=True,
         jitted=jax.jit(
             run,
-            out_shardings=(group.stacked(), *(exchange.shardings for exchange in exchanges)),
+            out_shardings=(group.stacked_sharding(), *(exchange.shardings for exchange in exchanges)),
             donate_argnums=tuple(donated),
         ),
     )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.rehearsal import put_on
+from lm_trainer.parallel.rehearsal import put_abstract
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, PlacedBatch
@@ -56,7 +56,7 @@ class MeshGroup:
         """A sharding of a value that is the same for all batch shards."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def stacked(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
+    def stacked_sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:
         """A sharding of the values of all batch shards, concatenated along the first axis."""
         return NamedSharding(self.mesh, PartitionSpec(BATCH_AXES, *spec))
 
@@ -64,30 +64,30 @@ class MeshGroup:
         """Puts host scalars on all devices."""
         return jax.tree.map(lambda x: replicate(x, self.mesh), values)
 
-    def own_terms(self, shares: Shares) -> range:
+    def microbatch_positions(self, shares: Shares) -> range:
         """Positions of the microbatches of a device among its own."""
-        return range(shares.most)
+        return range(shares.max_terms)
 
-    def tree(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
+    def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
         """The sum over the microbatches of a device: the same subtree of the full sum on every device."""
-        return TreeSum(shares.most, add)
+        return TreeSum(shares.max_terms, add)
 
-    def shapes(self, signature: Signature) -> tuple[PyTree, ...]:
+    def argument_shapes(self, signature: Signature) -> tuple[PyTree, ...]:
         """Global shapes and shardings of the arguments of a function."""
         shards = batch_shards(self.mesh)
 
-        def shared(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def replicated_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding())
 
-        def own(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def concatenated_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             rows, *row_shape = x.shape or (1,)
-            return jax.ShapeDtypeStruct((shards * rows, *row_shape), x.dtype, sharding=self.stacked())
+            return jax.ShapeDtypeStruct((shards * rows, *row_shape), x.dtype, sharding=self.stacked_sharding())
 
-        by_role = {"shared": shared, "own": own}
+        by_role = {"shared": replicated_shape, "own": concatenated_shape}
         pairs = zip(signature.arguments, signature.roles, strict=True)
         return tuple(jax.tree.map(by_role[role], argument) for argument, role in pairs)
 
-    def over_devices(self, function: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
+    def map_over_devices(self, function: Callable[..., PyTree], signature: Signature) -> Callable[..., PyTree]:
         """Maps `function(params, *arguments)` of one device over all devices."""
 
         def on_device(params: Params, *values: PyTree) -> PyTree:
@@ -115,9 +115,9 @@ class MeshWide:
         self.devices, self.sharding = devices, devices.sharding
         self.groups = [MeshGroup(devices.sharding.mesh)]
 
-    def shares(self, plan: MicrobatchPlan) -> Shares:
-        """As `DeviceGroups.shares`."""
-        return self.devices.shares(plan)
+    def divide_microbatches(self, plan: MicrobatchPlan) -> Shares:
+        """As `DeviceGroups.divide_microbatches`."""
+        return self.devices.divide_microbatches(plan)
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Puts this process's rows on their devices: one global array for the n-th microbatches of all devices."""
@@ -126,17 +126,19 @@ class MeshWide:
         def join(*parts: np.ndarray | np.generic) -> jax.Array:
             values = np.concatenate([np.atleast_1d(part) for part in parts])
             shape = (batch_shards(group.mesh) * (len(values) // len(parts)), *values.shape[1:])
-            if (rehearsed := put_on(np.broadcast_to(values[:1], shape), group.stacked(), "batch")) is not None:
+            if (
+                rehearsed := put_abstract(np.broadcast_to(values[:1], shape), group.stacked_sharding(), "batch")
+            ) is not None:
                 return rehearsed
-            return jax.make_array_from_process_local_data(group.stacked(), values, shape)
+            return jax.make_array_from_process_local_data(group.stacked_sharding(), values, shape)
 
         by_microbatch = zip(*self.devices.split(batch, plan), strict=True)
         rows = [jax.tree.map(join, *of_devices) for of_devices in by_microbatch]
-        numbers = zip(*self.devices.numbers(plan), strict=True)
+        numbers = zip(*self.devices.microbatch_indices(plan), strict=True)
         indices = [join(*map(np.int32, of_devices)) for of_devices in numbers]
         return PlacedBatch(plan, [rows], [indices])
 
-    def views(self, arrays: Params) -> list[Params]:
+    def group_views(self, arrays: Params) -> list[Params]:
         """Gathered parameters as the group reads them: global arrays."""
         return [arrays]
 
@@ -145,7 +147,7 @@ def can_be_mesh_wide(devices: DeviceGroups, plans: Sequence[MicrobatchPlan]) -> 
     """True if each of several devices computes its microbatches alone, and as many as every other device."""
     mesh = devices.sharding.mesh
     alone = mesh.size == batch_shards(mesh) > 1
-    return alone and all(devices.shares(plan).even for plan in plans)
+    return alone and all(devices.divide_microbatches(plan).is_even for plan in plans)
 
 
 _DISPATCHES_FOR: ContextVar[str | None] = ContextVar("dispatches_for", default=None)

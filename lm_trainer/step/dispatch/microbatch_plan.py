@@ -58,36 +58,36 @@ class MicrobatchPlan:
             )
         return cls(batch_size, batch_size // rows, rows)
 
-    def rows_like(self, batch: Batch) -> Batch:
+    def microbatch_shapes(self, batch: Batch) -> Batch:
         """Shapes of a microbatch with rows of the same shape as in `batch`, which may have any number of rows."""
         import jax
 
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype), batch)
 
-    def per_shard(self, mesh: Mesh | AbstractMesh) -> int:
+    def microbatches_per_shard(self, mesh: Mesh | AbstractMesh) -> int:
         """Microbatches of each batch shard of a mesh whose shards have equal numbers of microbatches.
 
         Raises:
             UserError: the microbatches cannot be divided equally.
         """
-        shares = self.shares(mesh)
+        shares = self.divide_microbatches(mesh)
         if self.count % shares.shards:
             raise UserError(
                 f"{shares.shards} devices along the data axes cannot share {self.count} microbatches of {self.rows} "
                 f"rows equally, as trainer.determinism: fast needs; use a divisor of {self.count}, or elastic"
             )
-        return shares.most
+        return shares.max_terms
 
-    def shares(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> Shares:
+    def divide_microbatches(self, mesh: Mesh | AbstractMesh, microbatches_per_gather: int | None = None) -> Shares:
         """Division of all microbatches, or of one microbatch group, among the batch shards of a mesh.
 
         The microbatches of a group form a subtree of the tree over all microbatches, so grouping changes no bit.
 
         Args:
             mesh: device mesh.
-            together: maximum number of microbatches of a shard in a microbatch group. Groups may be larger: every shard
-                has at least one microbatch in each group, and the leaves of the tree, runs of an odd number of
-                microbatches, are not split.
+            microbatches_per_gather: maximum number of microbatches of a shard in a microbatch group. Groups may be
+                larger: every shard has at least one microbatch in each group, and the leaves of the tree, runs of an
+                odd number of microbatches, are not split.
 
         Raises:
             UserError: there are more shards than microbatches.
@@ -100,15 +100,18 @@ class MicrobatchPlan:
                 f"rows: use at most {self.count} device{ending[1:]}, or change trainer.train_batch_size, "
                 f"trainer.per_device_parallelism or trainer.elastic_shards (which changes the run's numbers)"
             )
-        if together is None:
+        if microbatches_per_gather is None:
             return Shares(self.count, shards)
         group = self.count // (self.count & -self.count)
-        while group < self.count and (group < shards or 2 * group <= together * shards):
+        while group < self.count and (group < shards or 2 * group <= microbatches_per_gather * shards):
             group *= 2
         return Shares(group, shards)
 
-    def smaller_groups(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> list[int]:
-        """The possible sizes of a shard's part of a microbatch group, below the size with `together`; largest first."""
-        current = self.shares(mesh, together).most
-        sizes = {self.shares(mesh, limit).most for limit in range(1, current)}
+    def smaller_group_sizes(self, mesh: Mesh | AbstractMesh, microbatches_per_gather: int | None = None) -> list[int]:
+        """The possible sizes of a shard's part of a microbatch group, largest first.
+
+        They are below the size with `microbatches_per_gather`.
+        """
+        current = self.divide_microbatches(mesh, microbatches_per_gather).max_terms
+        sizes = {self.divide_microbatches(mesh, limit).max_terms for limit in range(1, current)}
         return sorted(sizes - {current}, reverse=True)

@@ -47,7 +47,7 @@ class Microbatches(Generic[T]):
                     results[i].append(function(values[j], *(other.by_group[i][j] for other in others)))
         return Microbatches(results)
 
-    def lasts(self) -> list[T]:
+    def last_values(self) -> list[T]:
         """The last value of each device group."""
         return [values[-1] for values in self.by_group]
 
@@ -66,9 +66,9 @@ class MicrobatchGroup:
 
 def microbatch_groups(batch: PlacedBatch, devices: DeviceGroups | MeshWide, step: int) -> Iterator[MicrobatchGroup]:
     """The microbatches of a batch, in groups that share gathered parameters, in computation order."""
-    shares = devices.shares(batch.plan)
+    shares = devices.divide_microbatches(batch.plan)
     steps = [group.put(np.int32(step)) for group in devices.groups]
-    sizes = [len(group.own_terms(shares)) for group in devices.groups]
+    sizes = [len(group.microbatch_positions(shares)) for group in devices.groups]
     for number in range(batch.plan.count // shares.count):
         slices = [slice(number * size, (number + 1) * size) for size in sizes]
         yield MicrobatchGroup(

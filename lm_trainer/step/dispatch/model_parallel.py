@@ -50,7 +50,7 @@ def shard_over_group(
         added = sum_over_group(tree, param_shardings, mesh)
         return {name: group_sum(x) for name, x in scalars.items()}, added
 
-    def divided(params: Params, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def run_sharded(params: Params, batch: Batch, key: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         rows, length = batch.tokens.shape
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         check_rows(rows // shards, mesh.shape)
@@ -66,7 +66,7 @@ def shard_over_group(
         )
         return mapped(params, batch, jax.random.key_data(key))
 
-    return divided
+    return run_sharded
 
 
 def manual_axes(mesh: Mesh) -> set[str]:
@@ -78,7 +78,7 @@ def manual_axes(mesh: Mesh) -> set[str]:
 def manual_specs(param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> dict[str, PartitionSpec]:
     """Partition specs over the manual axes of the parameters of a group."""
     manual = manual_axes(mesh)
-    return {name: _only(sharding.compute, manual) for name, sharding in param_shardings.items()}
+    return {name: _restrict_to_axes(sharding.compute, manual) for name, sharding in param_shardings.items()}
 
 
 def sum_over_group(
@@ -93,22 +93,22 @@ def sum_over_group(
     """
     axes, specs = model_parallel_axes(mesh.shape), manual_specs(param_shardings, mesh)
     return {
-        name: all_reduce(x, _missing(specs[name], axes), _free_dim(x, param_shardings[name], mesh, axes))
+        name: all_reduce(x, _unused_axes(specs[name], axes), _find_unsharded_dim(x, param_shardings[name], mesh, axes))
         for name, x in tree.items()
     }
 
 
-def _only(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
+def _restrict_to_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     entries = (tuple(a for a in spec_axes(entry) if a in axes) for entry in spec)
     return PartitionSpec(*(e if len(e) > 1 else (e[0] if e else None) for e in entries))
 
 
-def _missing(spec: PartitionSpec, axes: Iterable[str]) -> tuple[str, ...]:
+def _unused_axes(spec: PartitionSpec, axes: Iterable[str]) -> tuple[str, ...]:
     used = {a for entry in spec for a in spec_axes(entry)}
     return tuple(a for a in axes if a not in used)
 
 
-def _free_dim(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, axes: Iterable[str]) -> int | None:
+def _find_unsharded_dim(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, axes: Iterable[str]) -> int | None:
     """An unsharded dimension whose size is divisible by the number of devices along all `axes`."""
     pieces = math.prod(mesh.shape[a] for a in axes)
     sharded = [bool(spec_axes(entry)) for entry in param_sharding.compute] + [False] * x.ndim

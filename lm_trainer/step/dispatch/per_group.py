@@ -20,7 +20,7 @@ from lm_trainer.parallel.rehearsal import current_rehearsal
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.dispatch.device_groups import ModelParallelGroup
 from lm_trainer.step.dispatch.executable import Executable
-from lm_trainer.step.dispatch.program import Program, on_each
+from lm_trainer.step.dispatch.program import Program, create_programs
 
 _COMPUTATION = Program("computation", None, "results", grows=True, overlaps=True)
 
@@ -57,7 +57,7 @@ class PerGroupExecutable:
     ) -> None:
         """Compiles for all groups at once, for parameters in `compute` sharding and a microbatch like `batch`."""
 
-        def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
+        def arguments_on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
             replicated = group.sharding()
             placed = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*param_shardings[name].compute))
@@ -67,7 +67,7 @@ class PerGroupExecutable:
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
             return placed, rows, scalar, scalar
 
-        self.compile_for(on_group)
+        self.compile_for(arguments_on_group)
 
     def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[PyTree, ...]]) -> None:
         """Compiles for all groups at once; `arguments` returns the shapes with shardings of the arguments on a group.
@@ -75,14 +75,14 @@ class PerGroupExecutable:
         All processes of a run must call it at the same point.
         """
 
-        def jitted_for(index: int) -> jax.stages.Wrapped:
+        def jit_for(index: int) -> jax.stages.Wrapped:
             group = self.groups[index]
             results = None if self._results is None or group.mesh.size == 1 else self._results(group)
             return jax.jit(self._function, out_shardings=results, donate_argnums=self._donated)
 
-        self._programs = on_each(
+        self._programs = create_programs(
             self._program,
-            jitted_for,
+            jit_for,
             lambda index: arguments(self.groups[index]),
             [list(group.mesh.devices.flat) for group in self.groups],
             "one computation",
@@ -90,7 +90,7 @@ class PerGroupExecutable:
         )
 
     @property
-    def compiled(self) -> bool:
+    def is_compiled(self) -> bool:
         """True after `compile` has been called."""
         return bool(self._programs)
 

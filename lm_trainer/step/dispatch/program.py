@@ -33,7 +33,7 @@ class Program:
     queued: bool = False
     """True if the host may call it long before it runs, so its results take memory until the host has waited."""
     repeatable: bool = True
-    """As for `Executable.make`."""
+    """As for `Executable.from_jitted`."""
     exchanges: str = ""
     """The end of its name that tells what it sends beside a computation, where programs without that exist too."""
     executable: Executable | None = None
@@ -53,12 +53,12 @@ class Program:
 
     def compile(self, *args: PyTree) -> Executable:
         """Compiles the program for these arguments, which may be shapes; returns `executable` if it is set."""
-        return self.executable or Executable.make(self.jitted, *args, repeatable=self.repeatable)
+        return self.executable or Executable.from_jitted(self.jitted, *args, repeatable=self.repeatable)
 
 
-def on_each(
+def create_programs(
     program: Program,
-    jitted_for: Callable[[int], jax.stages.Wrapped],
+    jit_for: Callable[[int], jax.stages.Wrapped],
     arguments: Callable[[int], tuple[PyTree, ...]],
     device_sets: Sequence[Sequence[Device]],
     name: str,
@@ -69,17 +69,17 @@ def on_each(
 
     Args:
         program: description of the program.
-        jitted_for: returns the function for the set with the given index.
+        jit_for: returns the function for the set with the given index.
         arguments: returns the shapes of its arguments.
         device_sets: as for `compile_for_each`.
         name: name of the computation for a warning.
         by_all_processes: as for `compile_on_each`.
     """
     if current_rehearsal() is not None:
-        return [replace(program, jitted=jitted_for(index)) for index in range(len(device_sets))]
+        return [replace(program, jitted=jit_for(index)) for index in range(len(device_sets))]
 
-    def one(index: int) -> Executable:
-        return Executable.make(jitted_for(index), *arguments(index))
+    def compile_set(index: int) -> Executable:
+        return Executable.from_jitted(jit_for(index), *arguments(index))
 
-    executables = compile_for_each(one, device_sets, name, by_all_processes=by_all_processes)
+    executables = compile_for_each(compile_set, device_sets, name, by_all_processes=by_all_processes)
     return [replace(program, executable=executable) for executable in executables]

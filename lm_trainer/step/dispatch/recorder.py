@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from lm_trainer.core.jax_types import Device, PyTree
-from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, abstract
+from lm_trainer.parallel.rehearsal import AbstractArray, Description, Memory, create_abstract_array
 from lm_trainer.step.dispatch.executable import Executable
 from lm_trainer.step.dispatch.memory import PhaseBytes, ProgramBytes, bytes_per_device
 from lm_trainer.step.dispatch.program import Program
@@ -21,7 +21,7 @@ Key = tuple[str, *tuple[Hashable, ...]]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProgram:
     """A program for arguments of certain shapes."""
 
     bytes: ProgramBytes
@@ -35,7 +35,7 @@ class Measured:
 class Measure(Protocol):
     """Measures the results and memory of programs."""
 
-    def __call__(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+    def __call__(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
         """Measures a program with arguments of these shapes."""
         ...
 
@@ -44,7 +44,7 @@ class Measure(Protocol):
 class _Call:
     """Calls of a program with arguments of certain shapes."""
 
-    measured: Measured
+    measured: MeasuredProgram
     sizes: list[int]
     """Bytes of its results on the device."""
     purposes: list[str]
@@ -82,21 +82,23 @@ class Recorder:
         """Runs of each program on the device."""
         return {key: call.runs for key, call in self._calls.items()}
 
-    def hold(self, tree: PyTree, purpose: str) -> PyTree:
+    def create_abstract_arrays(self, tree: PyTree, purpose: str) -> PyTree:
         """Creates abstract arrays from shapes with shardings; they are held from now on."""
-        return jax.tree.map(lambda x: abstract(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree)
+        return jax.tree.map(
+            lambda x: create_abstract_array(Description(x.shape, x.dtype, x.sharding), self.memory, purpose), tree
+        )
 
     def run(self, program: Program, args: tuple[PyTree, ...]) -> PyTree:
         """Records a run of a program, and returns its results."""
         leaves, structure = jax.tree.flatten(args)
-        key = (program.name, structure, tuple(x.about if isinstance(x, AbstractArray) else x for x in leaves))
+        key = (program.name, structure, tuple(x.description if isinstance(x, AbstractArray) else x for x in leaves))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._measured(program, key, args)
+            call = self._calls[key] = self._measure_call(program, key, args)
         memory, measured = self.memory, call.measured
         memory.calls += 1
         call.runs += 1
-        self._note(program, measured.bytes)
+        self._record_peak(program, measured.bytes)
         # Static arguments are not arguments of the compiled program.
         arguments = [x for x in leaves if isinstance(x, AbstractArray | np.generic)]
         buffers = [x.buffer if isinstance(x, AbstractArray) else None for x in arguments]
@@ -107,34 +109,34 @@ class Recorder:
             if buffer is not None:
                 buffer.last_call = memory.calls
         results = [
-            abstract(about, memory, purpose, queued=program.queued, size=size)
-            for about, size, purpose in zip(measured.results, call.sizes, call.purposes, strict=True)
+            create_abstract_array(description, memory, purpose, queued=program.queued, size=size)
+            for description, size, purpose in zip(measured.results, call.sizes, call.purposes, strict=True)
         ]
         return jax.tree.unflatten(measured.structure, results)
 
-    def _measured(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
-        shapes = jax.tree.map(lambda x: x.about.struct if isinstance(x, AbstractArray) else x, args)
+    def _measure_call(self, program: Program, key: Key, args: tuple[PyTree, ...]) -> _Call:
+        shapes = jax.tree.map(lambda x: x.description.struct if isinstance(x, AbstractArray) else x, args)
         measured = self._measure(program, key, shapes)
-        sizes = [about.bytes_on(self.memory.device) for about in measured.results]
-        return _Call(measured, sizes, _purposes(program, measured.structure))
+        sizes = [description.bytes_on(self.memory.device) for description in measured.results]
+        return _Call(measured, sizes, _result_purposes(program, measured.structure))
 
-    def _note(self, program: Program, sizes: ProgramBytes) -> None:
+    def _record_peak(self, program: Program, sizes: ProgramBytes) -> None:
         """Records the memory of the device while a program runs, before its results replace donated arguments."""
         at_once = self._at_once if program.overlaps else 1
-        total = self.memory.total + at_once * (sizes.new + sizes.temporary)
+        total = self.memory.total + at_once * (sizes.new_outputs + sizes.temporary)
         peak = self._peaks.get(program.name)
         if peak is not None and peak.bytes >= total:
             return
         parts = {purpose: size for purpose, size in self.memory.held.items() if size}
         # If results have several purposes, the results of the computation come first and are the largest.
         purpose = program.results if isinstance(program.results, str) else program.results[0]
-        parts[purpose] = parts.get(purpose, 0) + at_once * sizes.new
+        parts[purpose] = parts.get(purpose, 0) + at_once * sizes.new_outputs
         self._peaks[program.name] = PhaseBytes(program.name, {**parts, "temporary": at_once * sizes.temporary})
         if self._limit is not None and total > self._limit:
             raise MemoryLimitExceeded
 
 
-def _purposes(program: Program, structure: PyTree) -> list[str]:
+def _result_purposes(program: Program, structure: PyTree) -> list[str]:
     """The purpose of each array that a program returns."""
     if isinstance(program.results, str):
         return [program.results] * structure.num_leaves
@@ -142,35 +144,37 @@ def _purposes(program: Program, structure: PyTree) -> list[str]:
     return [purpose for purpose, child in pairs for _ in range(child.num_leaves)]
 
 
-def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[Measured, Executable]:
+def measure_compiled(program: Program, args: tuple[PyTree, ...]) -> tuple[MeasuredProgram, Executable]:
     """Compiles a program and reads XLA's memory analysis; also returns the `Executable`.
 
     Raises:
-        UserError: as `ProgramBytes.of`.
+        UserError: as `ProgramBytes.from_executable`.
     """
     executable = program.compile(*args)
     shapes, structure = jax.tree.flatten(executable.traced.out_info)
     shardings = jax.tree.leaves(executable.compiled.output_shardings)
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(executable.traced.args_info)) if info.donated]
-    return Measured(ProgramBytes.of(executable), structure, results, consumed), executable
+    return MeasuredProgram(ProgramBytes.from_executable(executable), structure, results, consumed), executable
 
 
-def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> Measured:
+def measure_traced(program: Program, key: Key, args: tuple[PyTree, ...]) -> MeasuredProgram:
     """Measures a program by its trace; a result without sharding gets the sharding of an argument of the same shape."""
     del key
     traced = program.jitted.trace(*args)
     shapes, structure = jax.tree.flatten(traced.out_info)
     arguments = [x for x in jax.tree.leaves(args) if isinstance(x, jax.ShapeDtypeStruct)]
     alike = {x.shape: x.sharding for x in arguments}
-    shardings: list[Sharding] = [x.sharding or alike.get(x.shape) or _everywhere(arguments[0].sharding) for x in shapes]
+    shardings: list[Sharding] = [
+        x.sharding or alike.get(x.shape) or _replicate_over_mesh(arguments[0].sharding) for x in shapes
+    ]
     results = [Description(x.shape, x.dtype, sharding) for x, sharding in zip(shapes, shardings, strict=True)]
     consumed = [i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-    outputs = bytes_per_device([about.struct for about in results])
+    outputs = bytes_per_device([description.struct for description in results])
     donated = bytes_per_device([arguments[i] for i in consumed])
     figures = ProgramBytes(bytes_per_device(arguments), outputs, min(donated, outputs), 0)
-    return Measured(figures, structure, results, consumed)
+    return MeasuredProgram(figures, structure, results, consumed)
 
 
-def _everywhere(sharding: PyTree) -> Sharding:
+def _replicate_over_mesh(sharding: PyTree) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

@@ -33,7 +33,7 @@ def ask_for_fixed_order(lowered: jax.stages.Lowered) -> None:
         if operation.name == "stablehlo.custom_call":
             name = ir.StringAttr(operation.attributes["call_target_name"]).value
             if name.startswith(_ATTENTION) and name.endswith(_BACKWARD):
-                _force(operation)
+                _force_determinism(operation)
         return ir.WalkResult.ADVANCE
 
     module = lowered.compiler_ir("stablehlo")
@@ -42,7 +42,7 @@ def ask_for_fixed_order(lowered: jax.stages.Lowered) -> None:
     module.operation.walk(visit)
 
 
-def _force(operation: ir.Operation) -> None:
+def _force_determinism(operation: ir.Operation) -> None:
     key = next(key for key in ("backend_config", "mhlo.backend_config") if key in operation.attributes)
     config = json.loads(ir.StringAttr(operation.attributes[key]).value)
     config["cudnn_fmha_backend_config"]["force_deterministic"] = True

@@ -46,42 +46,42 @@ def loss_of_params(
 ) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """Turns the loss into a function of all parameters that also returns logged values as metrics.
 
-    The function raises as `checked_loss`.
+    The function raises as `validate_loss`.
     """
 
     def losses(params: Params, batch: Batch, key: jax.Array | None) -> Losses:
-        return checked_loss(loss(model.merge(params), batch, key))
+        return validate_loss(loss(model.merge(params), batch, key))
 
     return with_logged(losses)
 
 
-def checked_loss(result: object) -> Losses:
+def validate_loss(result: object) -> Losses:
     """Checks the result of a `LossFn`, and copies its metrics to a new dict.
 
     Raises:
         UserError: the result has another form, or a metric has a name that is reserved for the step.
     """
-    total, weight, metrics = _sums(result)
+    total, weight, metrics = _validate_sums(result)
     if reserved := sorted(RESERVED & metrics.keys()):
         raise UserError(f"the loss returns a metric {reserved[0]!r}, a name of the step's own; choose another")
     return total, weight, metrics
 
 
-def _sums(result: PyTree) -> Losses:
+def _validate_sums(result: PyTree) -> Losses:
     if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
         if all(jnp.shape(x) == () for x in result[:2]):
             return result[0], result[1], dict(result[2])
         shapes = " and ".join(str(jnp.shape(x)) for x in result[:2])
         problem = f"the first two have the shapes {shapes}, and are to be scalars: sum them over all positions"
     else:
-        problem = f"it returned {_described(result)}"
+        problem = f"it returned {_describe_result(result)}"
     raise UserError(
         f"the loss must return (sum of the weighted losses, sum of the weights, dict of further sums, which may be "
         f"empty); {problem}"
     )
 
 
-def _described(result: object) -> str:
+def _describe_result(result: object) -> str:
     if isinstance(result, tuple | list):
         return f"{len(result)} values, as {type(result).__name__}"
     return "one value; a mean becomes two sums" if isinstance(result, jax.Array) else type(result).__name__
@@ -107,7 +107,7 @@ def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collectio
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
         sums = curvature(model.merge(params), batch, key)
-        named = model.named(sums)
+        named = model.flatten(sums)
         return Sums({}, {name: named[name] for name in trainable})
 
     return function

@@ -46,7 +46,7 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
     # Remembers shapes, so the loss is traced twice only once: each group of devices compiles its own program.
     without_logs: set[PyTree] = set()
 
-    def joined(*args: PyTree) -> Losses:
+    def losses_with_logs(*args: PyTree) -> Losses:
         leaves, structure = jax.tree.flatten(args)
         shape = structure, tuple((x.shape, x.dtype) for x in leaves)
         with collecting_logs():
@@ -54,22 +54,22 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
                 return losses(*args)
             # A new function each time, because JAX would reuse the trace of a known one.
             closed, shapes = jax.make_jaxpr(lambda *xs: losses(*xs), return_shape=True)(*args)
-            if not _logs(closed.jaxpr):
+            if not _calls_log(closed.jaxpr):
                 without_logs.add(shape)
                 # Inside the context, where JAX reuses the traces of inner functions from the line above.
                 return losses(*args)
-        results, values = _evaluate(closed.jaxpr, closed.consts, leaves)
+        results, values = _evaluate_jaxpr(closed.jaxpr, closed.consts, leaves)
         total, weight, metrics = jax.tree.unflatten(jax.tree.structure(shapes), results)
         check_logged_names(values, metrics)
         return total, weight, {**metrics, **logged_metrics(values, weight)}
 
-    return joined
+    return losses_with_logs
 
 
 def logged_shapes(function: Callable[..., PyTree], *shapes: PyTree) -> Mapping[Entry, jax.ShapeDtypeStruct]:
     """Shapes of the values logged inside `function` for arguments of these shapes."""
     with collecting_logs():
-        if not _logs(jax.make_jaxpr(lambda *xs: function(*xs))(*shapes).jaxpr):
+        if not _calls_log(jax.make_jaxpr(lambda *xs: function(*xs))(*shapes).jaxpr):
             return {}
     return jax.eval_shape(lambda *xs: with_logged_values(function)(*xs)[1], *shapes)
 
@@ -80,15 +80,15 @@ def with_logged_values(function: Callable[..., PyTree]) -> Callable[..., tuple[P
     If nothing is logged, `function` itself is called.
     """
 
-    def joined(*args: PyTree) -> tuple[PyTree, LoggedValues]:
+    def call_with_logs(*args: PyTree) -> tuple[PyTree, LoggedValues]:
         with collecting_logs():
             closed, shapes = jax.make_jaxpr(lambda *xs: function(*xs), return_shape=True)(*args)
-            if not _logs(closed.jaxpr):
+            if not _calls_log(closed.jaxpr):
                 return function(*args), {}
-        results, values = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        results, values = _evaluate_jaxpr(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results), values
 
-    return joined
+    return call_with_logs
 
 
 def logged_metrics(logged: LoggedValues, weight: jax.Array) -> dict[str, jax.Array]:
@@ -115,23 +115,23 @@ def check_logged_names(logged: LoggedValues, metrics: Mapping[str, jax.Array]) -
         places[entry.name] = entry.place
 
 
-def _logs(jaxpr: Jaxpr) -> bool:
-    return any(equation.primitive is log_p or _has_logs(equation) for equation in jaxpr.eqns)
+def _calls_log(jaxpr: Jaxpr) -> bool:
+    return any(equation.primitive is log_p or _contains_log(equation) for equation in jaxpr.eqns)
 
 
-def _has_logs(equation: JaxprEqn) -> bool:
-    return any(map(_logs, jaxprs_in_params(equation.params)))
+def _contains_log(equation: JaxprEqn) -> bool:
+    return any(map(_calls_log, jaxprs_in_params(equation.params)))
 
 
-def _entries(jaxpr: Jaxpr) -> Iterator[Entry]:
+def _find_entries(jaxpr: Jaxpr) -> Iterator[Entry]:
     for equation in jaxpr.eqns:
         if equation.primitive is log_p:
             yield equation.params["entry"]
         for inner in jaxprs_in_params(equation.params):
-            yield from _entries(inner)
+            yield from _find_entries(inner)
 
 
-def _evaluate(
+def _evaluate_jaxpr(
     jaxpr: Jaxpr, consts: Sequence[PyTree], args: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], LoggedValues]:
     """Evaluates a jaxpr as `jax.core.eval_jaxpr`, and returns its results and its logged values."""
@@ -150,8 +150,8 @@ def _evaluate(
             stack.enter_context(equation.ctx.manager)
             if scope := str(equation.source_info.name_stack):
                 stack.enter_context(jax.named_scope(scope))
-            if _has_logs(equation):
-                results, inner = _handler(equation)(equation, inputs)
+            if _contains_log(equation):
+                results, inner = _find_handler(equation)(equation, inputs)
                 for entry, more in inner.items():
                     logged.setdefault(entry, []).append(more)
             else:
@@ -163,10 +163,12 @@ def _evaluate(
     }
 
 
-def _handler(equation: JaxprEqn) -> Handler:
+def _find_handler(equation: JaxprEqn) -> Handler:
     name = equation.primitive.name
     if name not in _HANDLERS:
-        entries = {f"{e.name!r} ({e.place})" for inner in jaxprs_in_params(equation.params) for e in _entries(inner)}
+        entries = {
+            f"{e.name!r} ({e.place})" for inner in jaxprs_in_params(equation.params) for e in _find_entries(inner)
+        }
         raise UserError(
             f"log: {', '.join(sorted(entries))} cannot be brought out of {_WORDS.get(name, name)}; return the value "
             f"from there and log it outside"
@@ -174,32 +176,32 @@ def _handler(equation: JaxprEqn) -> Handler:
     return _HANDLERS[name]
 
 
-def _call(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
+def _evaluate_call(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
     params = equation.params
     inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    return _evaluate(inner.jaxpr, inner.consts, inputs)
+    return _evaluate_jaxpr(inner.jaxpr, inner.consts, inputs)
 
 
-def _checkpoint(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
+def _evaluate_checkpoint(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
     params = equation.params
     run = jax.checkpoint(
-        lambda *args: _evaluate(params["jaxpr"], (), args),
+        lambda *args: _evaluate_jaxpr(params["jaxpr"], (), args),
         policy=params["policy"],
         prevent_cse=params["prevent_cse"],
     )
     return run(*inputs)
 
 
-def _scan(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
+def _evaluate_scan(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
     params, inner = equation.params, equation.params["jaxpr"]
     # The params that count operands differ between versions of JAX. Scanned operands have one axis more outside.
-    num_carry = _same_rank(equation.outvars, inner.jaxpr.outvars)
-    last = _same_rank(equation.invars, inner.jaxpr.invars)
+    num_carry = _count_equal_ranks(equation.outvars, inner.jaxpr.outvars)
+    last = _count_equal_ranks(equation.invars, inner.jaxpr.invars)
     first = last - num_carry
     consts, start, items = inputs[:first], inputs[first:last], inputs[last:]
 
     def body(carry: list[jax.Array], item: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
-        results, logged = _evaluate(inner.jaxpr, inner.consts, [*consts, *carry, *item])
+        results, logged = _evaluate_jaxpr(inner.jaxpr, inner.consts, [*consts, *carry, *item])
         return results[:num_carry], (results[num_carry:], logged)
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -208,26 +210,28 @@ def _scan(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array],
     return [*carry, *stacked], {entry: values[in_order].reshape(-1) for entry, values in logged.items()}
 
 
-def _same_rank(outside: Sequence[PyTree], inside: Sequence[PyTree]) -> int:
+def _count_equal_ranks(outside: Sequence[PyTree], inside: Sequence[PyTree]) -> int:
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
-def _cond(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
+def _evaluate_cond(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array], LoggedValues]:
     index, *operands = inputs
     entries: dict[tuple[str, str, bool], Entry] = {}
 
-    def run(branch: ClosedJaxpr) -> Callable[..., tuple[list[jax.Array], dict[tuple[str, str, bool], jax.Array]]]:
+    def make_branch(
+        branch: ClosedJaxpr,
+    ) -> Callable[..., tuple[list[jax.Array], dict[tuple[str, str, bool], jax.Array]]]:
         def evaluated(*args: jax.Array) -> tuple[list[jax.Array], dict[tuple[str, str, bool], jax.Array]]:
-            results, logged = _evaluate(branch.jaxpr, branch.consts, args)
+            results, logged = _evaluate_jaxpr(branch.jaxpr, branch.consts, args)
             check_logged_names(logged, {})
             # Branches call `log` at different lines; values of one name are joined for all branches.
             for entry in logged:
-                entries.setdefault(_alike(entry), entry)
-            return results, {_alike(entry): values for entry, values in logged.items()}
+                entries.setdefault(_branch_key(entry), entry)
+            return results, {_branch_key(entry): values for entry, values in logged.items()}
 
         return evaluated
 
-    branches = [run(branch) for branch in equation.params["branches"]]
+    branches = [make_branch(branch) for branch in equation.params["branches"]]
     shapes = [jax.eval_shape(branch, *operands)[1] for branch in branches]
     if any(branch_shapes != shapes[0] for branch_shapes in shapes):
         places = ", ".join(sorted(f"{entry.name!r} ({entry.place})" for entry in entries.values()))
@@ -236,7 +240,7 @@ def _cond(equation: JaxprEqn, inputs: list[jax.Array]) -> tuple[list[jax.Array],
     return results, {entries[key]: values for key, values in logged.items()}
 
 
-def _alike(entry: Entry) -> tuple[str, str, bool]:
+def _branch_key(entry: Entry) -> tuple[str, str, bool]:
     return entry.name, entry.reduce, entry.each
 
 
@@ -244,12 +248,12 @@ Handler = Callable[[JaxprEqn, list[jax.Array]], tuple[list[jax.Array], LoggedVal
 """Evaluates an equation, and returns its results and its logged values."""
 
 _HANDLERS: dict[str, Handler] = {
-    "jit": _call,
-    "pjit": _call,
-    "closed_call": _call,
-    "checkpoint": _checkpoint,
-    "remat2": _checkpoint,
-    "scan": _scan,
-    "cond": _cond,
+    "jit": _evaluate_call,
+    "pjit": _evaluate_call,
+    "closed_call": _evaluate_call,
+    "checkpoint": _evaluate_checkpoint,
+    "remat2": _evaluate_checkpoint,
+    "scan": _evaluate_scan,
+    "cond": _evaluate_cond,
 }
 """Name of a primitive -> its evaluation with logged values."""

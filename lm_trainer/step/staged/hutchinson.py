@@ -19,7 +19,7 @@ from jax.extend.random import threefry_2x32
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
-from lm_trainer.nn.curvature import derivative_along, sign_keys
+from lm_trainer.nn.curvature import jvp_of_gradient, sign_keys
 from lm_trainer.nn.stages import Stream
 from lm_trainer.step.loss.gradient import Sums
 from lm_trainer.step.staged.split_loss import SplitLoss
@@ -49,9 +49,9 @@ class Hutchinson:
 
     def stages(self, batch: Batch) -> list[StageFunctions]:
         """As `SplitLoss.stages`. No residuals are saved: the derivative of a gradient recomputes everything."""
-        return [self._of_stage(stage) for stage in self.loss.stages(batch)]
+        return [self._differentiate_stage(stage) for stage in self.loss.stages(batch)]
 
-    def _of_stage(self, stage: StageFunctions) -> StageFunctions:
+    def _differentiate_stage(self, stage: StageFunctions) -> StageFunctions:
         def forward(
             params: Params,
             stream: StreamPair | None,
@@ -62,12 +62,12 @@ class Hutchinson:
         ) -> tuple[StreamPair, tuple[()]]:
             run = stage.forward
             assert run is not None
-            pair, signs = stream or _NONE, self._signs(params, step, index, number)
+            pair, signs = stream or _NONE, self._draw_signs(params, step, index, number)
 
             def function(params: Params, stream: Stream | None) -> Stream:
                 return run(params, stream, batch, number, step, index)[0]
 
-            return StreamPair(*_pushed_forward(function, (params, pair.value), (signs, pair.tangent))), ()
+            return StreamPair(*_jvp(function, (params, pair.value), (signs, pair.tangent))), ()
 
         def gradient(  # noqa: PLR0913 - the signature of every stage gradient
             params: Params,
@@ -81,32 +81,32 @@ class Hutchinson:
         ) -> tuple[StreamPair | None, Sums]:
             run = stage.gradient
             assert run is not None
-            pair, d_pair, signs = stream or _NONE, d_stream or _NONE, self._signs(params, step, index, number)
+            pair, d_pair, signs = stream or _NONE, d_stream or _NONE, self._draw_signs(params, step, index, number)
 
             def function(params: Params, stream: Stream | None, d_stream: Stream | None) -> tuple[PyTree, Params]:
                 d_input, sums = run(params, stream, handed_on, batch, number, d_stream, step, index)
                 return d_input, sums.tree
 
             primals, tangents = (params, pair.value, d_pair.value), (signs, pair.tangent, d_pair.tangent)
-            values, along = derivative_along(function, primals, tangents)
+            values, along = jvp_of_gradient(function, primals, tangents)
             d_input = None if stream is None else StreamPair(values[0], along[0])
-            return d_input, _times(signs, along[1])
+            return d_input, _multiply_by_signs(signs, along[1])
 
         return replace(stage, forward=stage.forward and forward, gradient=gradient)
 
-    def _signs(self, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None) -> Params:
+    def _draw_signs(self, params: Params, step: jax.Array, index: jax.Array, number: jax.Array | None) -> Params:
         """The signs of the parameters a stage reads; for layer `number`, the same as `hutchinson` draws for it."""
-        key = self.loss.key(step, index)
+        key = self.loss.microbatch_key(step, index)
         assert key is not None
         shapes = self.loss.model.shapes
         keys = dict(zip(shapes, sign_keys(key, len(shapes)), strict=True))
         if number is None:
             return {name: jax.random.rademacher(keys[name], x.shape, x.dtype) for name, x in params.items()}
         row = number // self.loss.loss.period
-        return {name: signs_of_row(keys[name], shapes[name].shape, row, x.dtype) for name, x in params.items()}
+        return {name: rademacher_row(keys[name], shapes[name].shape, row, x.dtype) for name, x in params.items()}
 
 
-def signs_of_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype: DTypeLike) -> jax.Array:
+def rademacher_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`jax.random.rademacher(key, shape, dtype)[row]`, without drawing the other rows.
 
     JAX draws element i of an array from the i-th block of the cipher: see `jax_threefry_partitionable`.
@@ -128,13 +128,11 @@ def signs_of_row(key: jax.Array, shape: tuple[int, ...], row: jax.Array, dtype: 
     return (1 - 2 * negative_E.astype(jnp.int32)).astype(dtype).reshape(shape[1:])
 
 
-def _pushed_forward(
-    function: Callable[..., PyTree], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
-) -> PyTree:
+def _jvp(function: Callable[..., PyTree], primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]) -> PyTree:
     """`jax.jvp` that also works for functions with a custom derivative for reverse mode only."""
-    return derivative_along(lambda *args: jax.vjp(function, *args)[0], primals, tangents)
+    return jvp_of_gradient(lambda *args: jax.vjp(function, *args)[0], primals, tangents)
 
 
-def _times(signs: Params, products: Params) -> Sums:
+def _multiply_by_signs(signs: Params, products: Params) -> Sums:
     # Gradients have a leading axis.
     return Sums({}, {name: signs[name][None] * product for name, product in products.items()})

@@ -28,7 +28,7 @@ class LoggedStages:
     """Total number of values."""
 
     @classmethod
-    def make(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
+    def from_shapes(cls, embed: _Shapes, layers: Sequence[_Shapes], num_layers: int) -> LoggedStages:
         """Computes the index of each value.
 
         Args:
@@ -39,28 +39,28 @@ class LoggedStages:
         entries = dict.fromkeys(entry for shapes in (embed, *layers) for entry in shapes)
         starts, counts = {}, {}
         for entry in entries:
-            times = [_times(layers[layer % len(layers)], entry) for layer in range(num_layers)]
-            *begins, counts[entry] = np.cumsum([_times(embed, entry), *times]).tolist()
+            times = [_num_values(layers[layer % len(layers)], entry) for layer in range(num_layers)]
+            *begins, counts[entry] = np.cumsum([_num_values(embed, entry), *times]).tolist()
             starts[entry] = np.array(begins, np.int32)
         return cls(starts, counts)
 
-    def start(self, values: LoggedValues) -> Logged:
+    def start_arrays(self, values: LoggedValues) -> Logged:
         """Puts the values logged before the layers into arrays with room for the values of the layers."""
         rooms = {entry: jnp.zeros(count, jnp.float32) for entry, count in self.counts.items()}
         filled = {entry: rooms[entry].at[: len(x)].set(x) for entry, x in values.items()}
-        return {_key(entry): room for entry, room in {**rooms, **filled}.items()}
+        return {_entry_name(entry): room for entry, room in {**rooms, **filled}.items()}
 
-    def add(self, logged: Logged, number: jax.Array, values: LoggedValues) -> Logged:
+    def add_layer(self, logged: Logged, number: jax.Array, values: LoggedValues) -> Logged:
         """Adds the values of layer `number` to `logged`."""
         put = {
-            _key(entry): jax.lax.dynamic_update_slice(
-                logged[_key(entry)], x, (jnp.asarray(self.starts[entry])[number],)
+            _entry_name(entry): jax.lax.dynamic_update_slice(
+                logged[_entry_name(entry)], x, (jnp.asarray(self.starts[entry])[number],)
             )
             for entry, x in values.items()
         }
         return {**logged, **put}
 
-    def metrics(
+    def add_to_metrics(
         self, logged: Logged, head: LoggedValues, weight: jax.Array, metrics: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Adds all logged values to the metrics of a loss.
@@ -74,7 +74,7 @@ class LoggedStages:
         Raises:
             UserError: names are not unique.
         """
-        values: dict[Entry, list[jax.Array]] = {entry: [logged[_key(entry)]] for entry in self.counts}
+        values: dict[Entry, list[jax.Array]] = {entry: [logged[_entry_name(entry)]] for entry in self.counts}
         for entry, more in head.items():
             values.setdefault(entry, []).append(more)
         joined = {entry: jnp.concatenate(parts) for entry, parts in values.items()}
@@ -82,9 +82,9 @@ class LoggedStages:
         return {**metrics, **logged_metrics(joined, weight)}
 
 
-def _times(shapes: _Shapes, entry: Entry) -> int:
+def _num_values(shapes: _Shapes, entry: Entry) -> int:
     return shapes[entry].shape[0] if entry in shapes else 0
 
 
-def _key(entry: Entry) -> str:
+def _entry_name(entry: Entry) -> str:
     return " ".join(map(str, entry))

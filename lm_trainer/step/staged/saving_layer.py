@@ -36,8 +36,8 @@ class SavingLayer:
     ) -> tuple[Stream, list[jax.Array]]:
         """The output of the layer, and the residuals for `gradient`."""
         arguments = (params, stream, batch, number, step, index)
-        output, vjp = self._differentiated(*arguments)
-        saved = zip(jax.tree.leaves(vjp), self._is_saved(*arguments), strict=True)
+        output, vjp = self._vjp(*arguments)
+        saved = zip(jax.tree.leaves(vjp), self._find_saved_residuals(*arguments), strict=True)
         return output, [x for x, is_saved in saved if is_saved]
 
     def gradient(  # noqa: PLR0913 - the arguments of the layer, residuals and derivative
@@ -64,13 +64,13 @@ class SavingLayer:
             index: as for `forward`.
         """
         arguments, residuals = (params, stream, batch, number, step, index), iter(handed_on)
-        leaves, structure = jax.tree.flatten(self._differentiated(*arguments)[1])
-        saved = zip(leaves, self._is_saved(*arguments), strict=True)
+        leaves, structure = jax.tree.flatten(self._vjp(*arguments)[1])
+        saved = zip(leaves, self._find_saved_residuals(*arguments), strict=True)
         leaves = [next(residuals) if is_saved else x for x, is_saved in saved]
         grads, d_input = jax.tree.unflatten(structure, leaves)(d_stream)
         return d_input, Sums({}, {name: x[None] for name, x in grads.items()})
 
-    def _differentiated(self, params: Params, stream: Stream, *others: PyTree) -> tuple[Stream, PyTree]:
+    def _vjp(self, params: Params, stream: Stream, *others: PyTree) -> tuple[Stream, PyTree]:
         """The results of `jax.vjp`; its second result is a tree of residuals."""
 
         def function(trained: Params, stream: Stream) -> Stream:
@@ -78,11 +78,11 @@ class SavingLayer:
 
         return jax.vjp(function, {name: x for name, x in params.items() if name in self.trainable}, stream)
 
-    def _is_saved(self, params: Params, stream: Stream, batch: Batch, *scalars: jax.Array) -> list[bool]:
+    def _find_saved_residuals(self, params: Params, stream: Stream, batch: Batch, *scalars: jax.Array) -> list[bool]:
         """For each residual of `jax.vjp`, whether `forward` returns it."""
 
         def values(stream: Stream, scalars: PyTree, params: Params, batch: Batch) -> list[jax.Array]:
-            return jax.tree.leaves(self._differentiated(params, stream, batch, *scalars)[1])
+            return jax.tree.leaves(self._vjp(params, stream, batch, *scalars)[1])
 
         jaxpr = jax.make_jaxpr(values)(stream, scalars, params, batch).jaxpr
         varying = set(jaxpr.invars[: len(jax.tree.leaves((stream, scalars)))])

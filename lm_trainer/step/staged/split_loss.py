@@ -15,7 +15,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.jax_types import PyTree
 from lm_trainer.nn.stages import LossSums, StagedLoss, Stream
 from lm_trainer.parallel.collectives import device_key
-from lm_trainer.step.loss.gradient import Sums, checked_loss
+from lm_trainer.step.loss.gradient import Sums, validate_loss
 from lm_trainer.step.loss.logged import logged_shapes, with_logged_values
 from lm_trainer.step.staged.logged_stages import LoggedStages
 from lm_trainer.step.staged.saving_layer import SavingLayer
@@ -59,66 +59,66 @@ class SplitLoss:
             batch: shapes of a microbatch.
             saves: layers save residuals for their backward pass, if the loss selects any.
         """
-        reads = self.reads(batch)
-        logged = self._logged(reads, batch) if self.logs else None
-        embed = self._embed(logged)
-        stages = [StageFunctions("enter", reads.embed, _without_residuals(embed), self._gradient(embed))]
+        reads = self.find_reads(batch)
+        logged = self._find_logged(reads, batch) if self.logs else None
+        embed = self._make_embed(logged)
+        stages = [StageFunctions("enter", reads.embed, _without_residuals(embed), self._make_gradient(embed))]
         for kind, names in enumerate(reads.layers):
             layers = range(kind, self.loss.num_layers, self.loss.period)
             if saves and self.loss.saving_layer is not None:
-                saving = SavingLayer(self._layer(kind, self.loss.saving_layer, logged), self.trainable)
+                saving = SavingLayer(self._make_layer(kind, self.loss.saving_layer, logged), self.trainable)
                 forward, gradient = saving.forward, saving.gradient
             else:
-                layer = self._layer(kind, self.loss.layer, logged)
-                forward, gradient = _without_residuals(layer), self._gradient(layer)
+                layer = self._make_layer(kind, self.loss.layer, logged)
+                forward, gradient = _without_residuals(layer), self._make_gradient(layer)
             stages.append(StageFunctions(f"layer {kind}", names, forward, gradient, layers=layers))
-        head = self._head(logged)
-        return [*stages, StageFunctions("leave", reads.head, gradient=self._head_gradient(head), losses=head)]
+        head = self._make_head(logged)
+        return [*stages, StageFunctions("leave", reads.head, gradient=self._make_head_gradient(head), losses=head)]
 
-    def reads(self, batch: Batch) -> Reads:
+    def find_reads(self, batch: Batch) -> Reads:
         """Traces the stages to find the parameters each of them reads; `batch` has the shapes of a microbatch."""
         shapes, prefixes = self.model.shapes, self.loss.layers
         outside_layers = {name: x for name, x in shapes.items() if not name.startswith(prefixes)}
-        embed, arguments = self._embed(), (batch, None, SCALAR, SCALAR)
-        first = dtypes_read(embed, outside_layers, None, *arguments)
-        stream = jax.eval_shape(embed, _shapes(shapes, first), None, *arguments)
+        embed, arguments = self._make_embed(), (batch, None, SCALAR, SCALAR)
+        first = find_read_dtypes(embed, outside_layers, None, *arguments)
+        stream = jax.eval_shape(embed, _shapes_with_dtypes(shapes, first), None, *arguments)
         layers = []
         for kind, prefix in enumerate(prefixes):
             of_layer = {
                 n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes.items() if n.startswith(prefix)
             }
-            layer = self._layer(kind, self.loss.layer)
-            layers.append(dtypes_read(layer, of_layer, stream, batch, SCALAR, SCALAR, SCALAR))
-        return Reads(first, layers, dtypes_read(self._head(), outside_layers, stream, *arguments), stream)
+            layer = self._make_layer(kind, self.loss.layer)
+            layers.append(find_read_dtypes(layer, of_layer, stream, batch, SCALAR, SCALAR, SCALAR))
+        return Reads(first, layers, find_read_dtypes(self._make_head(), outside_layers, stream, *arguments), stream)
 
-    def key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
+    def microbatch_key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
         """The random key of a microbatch, and of this device if several devices share the microbatch."""
         if self.key_data is None:
             return None
         return device_key(jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index))
 
-    def _embed(self, logged: LoggedStages | None = None) -> Forward:
+    def _make_embed(self, logged: LoggedStages | None = None) -> Forward:
         def enter(
             params: Params, stream: None, batch: Batch, number: None, step: jax.Array, index: jax.Array
         ) -> Stream:
             del stream, number
-            return self.loss.embed(self.model.merge_some(params), batch, self.key(step, index))
+            return self.loss.embed(self.model.merge_some(params), batch, self.microbatch_key(step, index))
 
         if logged is None:
             return enter
 
         def logging_enter(*args: PyTree) -> Stream:
             stream, values = with_logged_values(enter)(*args)
-            return stream._replace(logged=logged.start(values))
+            return stream._replace(logged=logged.start_arrays(values))
 
         return logging_enter
 
-    def _layer(self, kind: int, run: Callable[..., Stream], logged: LoggedStages | None = None) -> Forward:
+    def _make_layer(self, kind: int, run: Callable[..., Stream], logged: LoggedStages | None = None) -> Forward:
         def layer(
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             model = self.model.merge_some(params)
-            return run(model, kind, stream, batch, number, self.key(step, index))
+            return run(model, kind, stream, batch, number, self.microbatch_key(step, index))
 
         if logged is None:
             return layer
@@ -127,16 +127,18 @@ class SplitLoss:
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             output, values = with_logged_values(layer)(params, stream, batch, number, step, index)
-            return output._replace(logged=logged.add(stream.logged, number, values))
+            return output._replace(logged=logged.add_layer(stream.logged, number, values))
 
         return logging_layer
 
-    def _head(self, logged: LoggedStages | None = None) -> Callable[..., dict[str, jax.Array]]:
+    def _make_head(self, logged: LoggedStages | None = None) -> Callable[..., dict[str, jax.Array]]:
         def function(
             params: Params, stream: Stream, batch: Batch, number: None, step: jax.Array, index: jax.Array
         ) -> LossSums:
             del number
-            return checked_loss(self.loss.head(self.model.merge_some(params), stream, batch, self.key(step, index)))
+            return validate_loss(
+                self.loss.head(self.model.merge_some(params), stream, batch, self.microbatch_key(step, index))
+            )
 
         def leave(
             params: Params, stream: Stream, batch: Batch, number: None, step: jax.Array, index: jax.Array
@@ -146,12 +148,12 @@ class SplitLoss:
             else:
                 arguments = (params, stream, batch, number, step, index)
                 (total, weight, metrics), values = with_logged_values(function)(*arguments)
-                metrics = logged.metrics(stream.logged, values, weight, metrics)
+                metrics = logged.add_to_metrics(stream.logged, values, weight, metrics)
             return {"loss": total, "weight": weight, **metrics}
 
         return leave
 
-    def _gradient(self, forward: Forward) -> Callable[..., tuple[PyTree, Sums]]:
+    def _make_gradient(self, forward: Forward) -> Callable[..., tuple[PyTree, Sums]]:
         """The backward pass of a stage that recomputes its activations."""
 
         def gradient(  # noqa: PLR0913 - the signature of every stage gradient
@@ -169,12 +171,12 @@ class SplitLoss:
             def function(trained: Params, stream: Stream | None) -> Stream:
                 return forward({**params, **trained}, stream, batch, number, step, index)
 
-            grads, d_input = jax.vjp(function, self._trained(params), stream)[1](d_stream)
-            return d_input, _lead(Sums({}, grads))
+            grads, d_input = jax.vjp(function, self._select_trained(params), stream)[1](d_stream)
+            return d_input, _add_group_axis(Sums({}, grads))
 
         return gradient
 
-    def _head_gradient(self, head: Callable[..., dict[str, jax.Array]]) -> Callable[..., tuple[PyTree, Sums]]:
+    def _make_head_gradient(self, head: Callable[..., dict[str, jax.Array]]) -> Callable[..., tuple[PyTree, Sums]]:
         def leave_gradient(  # noqa: PLR0913 - the signature of every stage gradient
             params: Params,
             stream: Stream,
@@ -191,19 +193,21 @@ class SplitLoss:
                 scalars = head({**params, **trained}, stream, batch, number, step, index)
                 return scalars["loss"], scalars
 
-            (grads, d_input), scalars = jax.grad(objective, argnums=(0, 1), has_aux=True)(self._trained(params), stream)
-            return d_input, _lead(Sums(scalars, grads))
+            (grads, d_input), scalars = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+                self._select_trained(params), stream
+            )
+            return d_input, _add_group_axis(Sums(scalars, grads))
 
         return leave_gradient
 
-    def _logged(self, reads: Reads, batch: Batch) -> LoggedStages | None:
+    def _find_logged(self, reads: Reads, batch: Batch) -> LoggedStages | None:
         """The calls of `log` in the stages; None if no stage logs."""
         shapes, stream, arguments = self.model.shapes, reads.stream, (batch, None, SCALAR, SCALAR)
-        first = logged_shapes(self._embed(), _shapes(shapes, reads.embed), None, *arguments)
+        first = logged_shapes(self._make_embed(), _shapes_with_dtypes(shapes, reads.embed), None, *arguments)
         layers = [
             logged_shapes(
-                self._layer(kind, self.loss.layer),
-                _shapes(shapes, names, layered=True),
+                self._make_layer(kind, self.loss.layer),
+                _shapes_with_dtypes(shapes, names, layered=True),
                 stream,
                 batch,
                 SCALAR,
@@ -212,11 +216,17 @@ class SplitLoss:
             )
             for kind, names in enumerate(reads.layers)
         ]
-        if not any((first, *layers, logged_shapes(self._head(), _shapes(shapes, reads.head), stream, *arguments))):
+        if not any(
+            (
+                first,
+                *layers,
+                logged_shapes(self._make_head(), _shapes_with_dtypes(shapes, reads.head), stream, *arguments),
+            )
+        ):
             return None
-        return LoggedStages.make(first, layers, self.loss.num_layers)
+        return LoggedStages.from_shapes(first, layers, self.loss.num_layers)
 
-    def _trained(self, params: Params) -> Params:
+    def _select_trained(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name in self.trainable}
 
 
@@ -237,18 +247,18 @@ def _without_residuals(forward: Forward) -> Callable[..., tuple[PyTree, PyTree]]
     return after
 
 
-def _lead(sums: Sums) -> Sums:
+def _add_group_axis(sums: Sums) -> Sums:
     return jax.tree.map(lambda x: x[None], sums)
 
 
-def _shapes(
+def _shapes_with_dtypes(
     shapes: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, DTypeLike], *, layered: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
     dims = slice(1 if layered else 0, None)
     return {name: jax.ShapeDtypeStruct(shapes[name].shape[dims], dtype) for name, dtype in dtypes.items()}
 
 
-def dtypes_read(
+def find_read_dtypes(
     function: Callable[..., PyTree], params: Mapping[str, jax.ShapeDtypeStruct], *others: PyTree
 ) -> dict[str, DTypeLike]:
     """The parameters a function reads, each with the narrowest dtype in which it can be passed.
@@ -270,10 +280,10 @@ def dtypes_read(
                 uses.setdefault(var, []).append(equation)
     # Dicts are flattened in key order.
     arguments = zip(sorted(params), jaxpr.invars, strict=False)
-    return {name: _narrowest(params[name].dtype, uses[var]) for name, var in arguments if var in uses}
+    return {name: _narrowest_dtype(params[name].dtype, uses[var]) for name, var in arguments if var in uses}
 
 
-def _narrowest(dtype: np.dtype, uses: Sequence[JaxprEqn]) -> DTypeLike:
+def _narrowest_dtype(dtype: np.dtype, uses: Sequence[JaxprEqn]) -> DTypeLike:
     casts = {use.params["new_dtype"] if use.primitive.name == "convert_element_type" else dtype for use in uses}
     narrow = jnp.dtype(casts.pop())
     return narrow if not casts and narrow.itemsize < dtype.itemsize else dtype

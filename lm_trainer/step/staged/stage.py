@@ -18,7 +18,7 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.dispatch.device_groups import DeviceGroups, ModelParallelGroup, same_sharding
-from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
+from lm_trainer.step.dispatch.group_sums import add_over_groups, stack_sums, stacked_shapes, sum_shardings_on_group
 from lm_trainer.step.dispatch.mesh_executable import Exchange
 from lm_trainer.step.dispatch.mesh_group import MeshGroup, MeshWide
 from lm_trainer.step.dispatch.program import Program
@@ -104,7 +104,7 @@ class Stage:
         self.trained = [name for name in dtypes if name in trainable]
         sharding, self._mesh = devices.sharding, devices.sharding.mesh
         stored = {name: sharding.params[name] for name in dtypes}
-        self.layouts = {n: _of_one(x) for n, x in stored.items()} if layered else stored
+        self.layouts = {n: _layer_sharding(x) for n, x in stored.items()} if layered else stored
         self._trained_layouts = {name: self.layouts[name] for name in self.trained}
         self._shapes, self.labels = {name: shapes[name] for name in dtypes}, labels
         self._stored = {name: NamedSharding(self._mesh, self.layouts[name].storage) for name in dtypes}
@@ -139,24 +139,24 @@ class Stage:
             params: all parameters of the model.
             row: index of the layer in the stacked parameters, an int32 scalar on all devices.
         """
-        read = self.read(params)
+        read = self.select_params(params)
         gathered = read if self._gather is None else wait_on_cpu(self._gather(read, row))
-        return self.devices.views(gathered)
+        return self.devices.group_views(gathered)
 
-    def gathering(self) -> Exchange:
-        """`gather` of a layer for a program that computes meanwhile: `(params, row)`, with the result of `read`."""
+    def gather_exchange(self) -> Exchange:
+        """`gather` of a layer for a program that computes meanwhile: `(params, row)`; see `select_params`."""
         computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in self.dtypes}
-        arguments = (self._at_rest, _row(self._mesh))
+        arguments = (self._at_rest, _row_shape(self._mesh))
         return Exchange(self.labels.gather, self._gathered, arguments, computed, self.labels.gathered)
 
-    def reducing(self, shares: Shares) -> Exchange:
-        """`reduce_layer` for a program that computes meanwhile: `(grads, sums, row)`, with the result of `stacked`.
+    def reduce_exchange(self, shares: Shares) -> Exchange:
+        """`reduce_layer` for a program that computes meanwhile: `(grads, sums, row)`; see `stack_for_exchange`.
 
         Args:
             shares: division of the microbatches among the devices.
         """
         shapes = {name: x for name, x in self.shapes().items() if name in self.trained}
-        if shares.most > 1:
+        if shares.max_terms > 1:
             # Sums over several microbatches have the dtype of the parameters.
             shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
         stacked = stacked_shapes(shapes, self._trained_layouts, self._mesh, ())
@@ -166,7 +166,7 @@ class Stage:
 
         grads = {name: self._at_rest[name] for name in self.trained}
         shardings = {name: x.sharding for name, x in grads.items()}
-        arguments = (grads, stacked, _row(self._mesh))
+        arguments = (grads, stacked, _row_shape(self._mesh))
         return Exchange(self.labels.reduce, reduce, arguments, shardings, self.labels.sums, donated=(0,))
 
     def reduce(self, sums: list[list[Sums]], shares: Shares) -> Sums:
@@ -176,38 +176,38 @@ class Stage:
             sums: partial sums of each local group.
             shares: division of the microbatches among the groups.
         """
-        return wait_on_cpu(self._reduce(self._stack(sums, shares), shares))
+        return wait_on_cpu(self._reduce(self._stack_sums(sums, shares), shares))
 
-    def no_gradients(self) -> Params:
+    def zero_gradients(self) -> Params:
         """Zeros in the shape of the gradients of all layers."""
         return self._zeros()
 
-    def stacked(self, sums: list[list[Sums]], shares: Shares) -> Sums:
-        """The sums of all devices, as `reducing` takes them."""
-        return self._stack(sums, shares)[0]
+    def stack_for_exchange(self, sums: list[list[Sums]], shares: Shares) -> Sums:
+        """The sums of all devices, as `reduce_exchange` takes them."""
+        return self._stack_sums(sums, shares)[0]
 
-    def read(self, params: Params) -> Params:
+    def select_params(self, params: Params) -> Params:
         """The stored parameters that the stage reads."""
         return {name: params[name] for name in self.dtypes}
 
     def reduce_layer(self, grads: Params, sums: list[list[Sums]], shares: Shares, row: jax.Array) -> Params:
         """As `reduce`, and writes the result to one layer (`row`) of `grads`, which are consumed."""
-        return wait_on_cpu(self._reduce_layer(grads, self._stack(sums, shares), shares, row))
+        return wait_on_cpu(self._reduce_layer(grads, self._stack_sums(sums, shares), shares, row))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the gathered parameters."""
-        return {name: jax.ShapeDtypeStruct(self._shape(name), dtype) for name, dtype in self.dtypes.items()}
+        return {name: jax.ShapeDtypeStruct(self._gathered_shape(name), dtype) for name, dtype in self.dtypes.items()}
 
-    def on(self, group: ModelParallelGroup | MeshGroup) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes_on_group(self, group: ModelParallelGroup | MeshGroup) -> dict[str, jax.ShapeDtypeStruct]:
         """`shapes` with their shardings on a group."""
         shardings = {name: group.sharding(*self.layouts[name].compute) for name in self.dtypes}
         return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in self.shapes().items()}
 
-    def sums_on(self, group: ModelParallelGroup | MeshGroup) -> PyTree:
+    def sum_shardings_on(self, group: ModelParallelGroup | MeshGroup) -> PyTree:
         """Shardings on a group of the sums of a microbatch, which have a leading axis."""
-        return sums_on_group(group, self._trained_layouts)
+        return sum_shardings_on_group(group, self._trained_layouts)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _gathered_shape(self, name: str) -> tuple[int, ...]:
         shape = self._shapes[name].shape
         return shape[1:] if self.layered else shape
 
@@ -230,15 +230,15 @@ class Stage:
         sums = self._over_devices(stacked, shares).tree
         return {name: jax.lax.dynamic_update_index_in_dim(x, sums[name], row, 0) for name, x in grads.items()}
 
-    def _stack(self, parts: list[list[Sums]], shares: Shares) -> list[Sums]:
+    def _stack_sums(self, parts: list[list[Sums]], shares: Shares) -> list[Sums]:
         return stack_sums(parts, shares, self._trained_layouts, self._mesh)
 
 
-def _row(mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _row_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
-def _of_one(sharding: ParamSharding) -> ParamSharding:
+def _layer_sharding(sharding: ParamSharding) -> ParamSharding:
     """The sharding of one layer of a parameter with stacked layers."""
     dim = sharding.scatter_dim
     return replace(

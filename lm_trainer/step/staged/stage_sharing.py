@@ -51,9 +51,9 @@ def share_stage(
     kinds = {"stream": stream, "sums": sums, "scalars": PartitionSpec(), "nothing": PartitionSpec()}
 
     def of_device(params: PyTree, *others: PyTree) -> PyTree:
-        arguments = (_without_device(x) if isinstance(x, Stream) else x for x in others)
+        arguments = (_remove_device_axis(x) if isinstance(x, Stream) else x for x in others)
         results = function(params, *arguments)
-        return jax.tree.map(lambda kind, result: _result(kind, result, stage, mesh), returns, results)
+        return jax.tree.map(lambda kind, result: _reduce_result(kind, result, stage, mesh), returns, results)
 
     return jax.shard_map(
         of_device,
@@ -65,9 +65,9 @@ def share_stage(
     )
 
 
-def put_on_group(others: Sequence[PyTree], mesh: Mesh) -> tuple[PyTree, ...]:
+def with_group_shardings(others: Sequence[PyTree], mesh: Mesh) -> tuple[PyTree, ...]:
     """Adds shardings to shapes of arguments as for `share_stage`; batches are replicated within the group."""
-    shardings = stream_on_group(mesh)
+    shardings = stream_shardings(mesh)
 
     def with_shardings(argument: PyTree) -> PyTree:
         if isinstance(argument, Stream) and isinstance(shardings, Stream):
@@ -77,7 +77,7 @@ def put_on_group(others: Sequence[PyTree], mesh: Mesh) -> tuple[PyTree, ...]:
     return tuple(map(with_shardings, others))
 
 
-def stream_on_group(mesh: Mesh) -> PyTree:
+def stream_shardings(mesh: Mesh) -> PyTree:
     """Shardings of a stream on a group; a single sharding without model parallelism."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _stream_specs(mesh))
 
@@ -98,27 +98,27 @@ def _argument_specs(argument: PyTree, mesh: Mesh) -> Stream | PartitionSpec:
     return ROWS_AND_POSITIONS if isinstance(argument, Batch) else PartitionSpec()
 
 
-def _result(kind: str, result: PyTree, stage: Stage, mesh: Mesh) -> PyTree:
+def _reduce_result(kind: str, result: PyTree, stage: Stage, mesh: Mesh) -> PyTree:
     match kind:
         case "stream":
-            return result._replace(**jax.tree.map(lambda x: x[None], _per_device(result)))
+            return result._replace(**jax.tree.map(lambda x: x[None], _per_device_values(result)))
         case "sums":
             # The leading axis, over groups, is removed for the addition.
             tree = sum_over_group({name: x[0] for name, x in result.tree.items()}, stage.layouts, mesh)
-            return Sums(_added(result.scalars), {name: x[None] for name, x in tree.items()})
+            return Sums(_sum_scalars(result.scalars), {name: x[None] for name, x in tree.items()})
         case "nothing":
             return result
         case _:
-            return _added(result)
+            return _sum_scalars(result)
 
 
-def _added(scalars: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _sum_scalars(scalars: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: group_sum(x) for name, x in scalars.items()}
 
 
-def _without_device(stream: Stream) -> Stream:
-    return stream._replace(**jax.tree.map(lambda x: x[0], _per_device(stream)))
+def _remove_device_axis(stream: Stream) -> Stream:
+    return stream._replace(**jax.tree.map(lambda x: x[0], _per_device_values(stream)))
 
 
-def _per_device(stream: Stream) -> dict[str, PyTree]:
+def _per_device_values(stream: Stream) -> dict[str, PyTree]:
     return {"stats": stream.stats, "logged": stream.logged}

@@ -37,8 +37,8 @@ from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.staged.stages import (
     FirstExchange,
     Overlap,
+    PreparedParams,
     Queue,
-    Ready,
     SavedForBackward,
     StageCall,
     StagedForward,
@@ -65,29 +65,29 @@ class _Programs:
         self.gradients = [stages.compile_gradient(index, batch) if need else None for index, need in enumerate(needed)]
         self._exchanging = dict[bool, dict[int, MicrobatchExecutable]]()
 
-    def exchanging(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
+    def programs_with_exchanges(self, shares: Shares) -> Mapping[int, MicrobatchExecutable]:
         """Backward passes of layers that also gather the layer below and reduce the gradients of the layer above.
 
         Keys are positions in `Stages.kinds`. Empty if parameters and gradients are exchanged by separate programs only.
         """
         # Sums over several microbatches have a wider dtype than gradients of one.
-        several = shares.most > 1
+        several = shares.max_terms > 1
         if several not in self._exchanging:
-            self._exchanging[several] = self._compile_exchanging(shares)
+            self._exchanging[several] = self._compile_with_exchanges(shares)
         return self._exchanging[several]
 
-    def _compile_exchanging(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
+    def _compile_with_exchanges(self, shares: Shares) -> dict[int, MicrobatchExecutable]:
         stages = self.stages
 
         def compile_gradient(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
             below, above = stages.kinds[stages.layer_kind(index, -1)], stages.kinds[stages.layer_kind(index, 1)]
-            overlap = Overlap([below.gathering(), above.reducing(shares)], alone)
+            overlap = Overlap([below.gather_exchange(), above.reduce_exchange(shares)], alone)
             return stages.compile_gradient(index, self._batch, overlap)
 
         # The first and the last layer have a neighbour that is not a layer.
         return stages.compile_overlapped(self.gradients, compile_gradient, min_layers=3)
 
-    def named(self) -> dict[str, MicrobatchExecutable]:
+    def programs_by_name(self) -> dict[str, MicrobatchExecutable]:
         """All programs by name."""
         names, kinds = [kind.functions.name for kind in self.stages.kinds], range(len(self.stages.kinds))
         if len(kinds) == 1:
@@ -143,14 +143,14 @@ class StagedSum:
     def prepare(self, batch: Batch, plan: MicrobatchPlan) -> None:
         """Compiles for microbatches of `plan` with rows of the same shape as in `batch`, unless already compiled."""
         if plan.rows not in self._programs:
-            rows = plan.rows_like(batch)
+            rows = plan.microbatch_shapes(batch)
             self._programs[plan.rows] = _Programs(self._stages_for(rows), rows)
-        self._programs[plan.rows].exchanging(self.devices.shares(plan))
+        self._programs[plan.rows].programs_with_exchanges(self.devices.divide_microbatches(plan))
 
     def compile(self, batch: Batch, plan: MicrobatchPlan) -> Executable | Executables:
         """As `prepare`; returns the programs of a microbatch."""
         self.prepare(batch, plan)
-        stages, by_name = self._programs[plan.rows].stages, self._programs[plan.rows].named()
+        stages, by_name = self._programs[plan.rows].stages, self._programs[plan.rows].programs_by_name()
         if len(by_name) == 1:
             return next(iter(by_name.values())).program
         counts = {kind.functions.name: len(kind.functions.layers or (0,)) for kind in stages.kinds}
@@ -180,19 +180,19 @@ class StagedSum:
 
     @cached_property
     def _cast(self) -> Program:
-        cast = jax.jit(lambda sums: Sums(sums.scalars, self._as_parameters(sums.tree)))
+        cast = jax.jit(lambda sums: Sums(sums.scalars, self._cast_to_param_dtypes(sums.tree)))
         return Program("cast", cast, self._terms, elementwise=True)
 
-    def ready(self, params: Params) -> Ready:
+    def prepare_params(self, params: Params) -> PreparedParams:
         """Prepares the parameters for `__call__`; call it after compiling."""
         assert self._stages is not None
-        return self._stages.ready(params)
+        return self._stages.prepare_params(params)
 
-    def compiled(self, plan: MicrobatchPlan) -> bool:
+    def is_compiled(self, plan: MicrobatchPlan) -> bool:
         """True if microbatches of `plan` need no compilation."""
         return plan.rows in self._programs
 
-    def __call__(self, ready: Ready, batch: PlacedBatch, step: int) -> Sums:
+    def __call__(self, ready: PreparedParams, batch: PlacedBatch, step: int) -> Sums:
         """Computes the sums over the global batch: scalars on every device, gradients in storage sharding.
 
         Args:
@@ -206,12 +206,12 @@ class StagedSum:
             len(groups), lambda a, b: wait_on_cpu(self._add_groups(a, b))
         )
         for group in groups:
-            total.push(self._of_group(programs, ready, group))
+            total.push(self._sum_group(programs, ready, group))
         scalars, grads = total.result()
-        return Sums(scalars, self._joined(grads))
+        return Sums(scalars, self._join_gradients(grads))
 
-    def _of_group(
-        self, programs: _Programs, ready: Ready, group: MicrobatchGroup
+    def _sum_group(
+        self, programs: _Programs, ready: PreparedParams, group: MicrobatchGroup
     ) -> tuple[dict[str, jax.Array], list[Params]]:
         """Sums over the microbatches of a group: scalars, and the gradients of each kind of stage in storage."""
         stages, saved, queue = programs.stages, list[Microbatches[SavedForBackward]](), Queue()
@@ -220,9 +220,9 @@ class StagedSum:
         scalars: dict[str, jax.Array] = {}
         grads: list[Params | None] = [None] * len(stages.kinds)
         calls = [*reversed(stages.order)]
-        exchanging = programs.exchanging(group.shares)
+        exchanging = programs.programs_with_exchanges(group.shares)
         overlapped = {
-            n for n, call in enumerate(calls) if call.kind in exchanging and _between_layers(stages, calls, n)
+            n for n, call in enumerate(calls) if call.kind in exchanging and _is_between_layers(stages, calls, n)
         }
         gathered: list[Params] | None = None
         unreduced: list[list[Sums]] = []
@@ -236,24 +236,26 @@ class StagedSum:
                 exchange = FirstExchange(
                     exchanging[call.kind],
                     (
-                        stages.kinds[below.kind].read(ready.params),
+                        stages.kinds[below.kind].select_params(ready.params),
                         below.row,
-                        self._layer_grads(stages, grads, above),
-                        stages.kinds[above.kind].stacked(unreduced, group.shares),
+                        self._take_layer_grads(stages, grads, above),
+                        stages.kinds[above.kind].stack_for_exchange(unreduced, group.shares),
                         above.row,
                     ),
                 )
                 unreduced = []
-            derivatives, sums = self._backward(programs, group, call, saved.pop(), derivatives, gathered, exchange)
+            derivatives, sums = self._compute_gradients(
+                programs, group, call, saved.pop(), derivatives, gathered, exchange
+            )
             gathered = None
             if exchange is not None:
-                gathered_below, grads[calls[n - 1].kind] = exchange.results()
+                gathered_below, grads[calls[n - 1].kind] = exchange.take_results()
                 gathered = [gathered_below]
             if kind.layered:
                 if n + 1 in overlapped:
                     unreduced = sums
                 else:
-                    layer_grads = self._layer_grads(stages, grads, call)
+                    layer_grads = self._take_layer_grads(stages, grads, call)
                     grads[call.kind] = kind.reduce_layer(layer_grads, sums, group.shares, call.row)
                 queue.push(derivatives)
             elif sums:
@@ -261,12 +263,12 @@ class StagedSum:
                 scalars = scalars or reported
         return scalars, [kind_grads or {} for kind_grads in grads]
 
-    def _layer_grads(self, stages: Stages, grads: list[Params | None], call: StageCall) -> Params:
+    def _take_layer_grads(self, stages: Stages, grads: list[Params | None], call: StageCall) -> Params:
         """Takes the gradients of all layers of one kind out of `grads`: zeros before the first one is reduced."""
         layer_grads, grads[call.kind] = grads[call.kind], None
-        return stages.kinds[call.kind].no_gradients() if layer_grads is None else layer_grads
+        return stages.kinds[call.kind].zero_gradients() if layer_grads is None else layer_grads
 
-    def _backward(  # noqa: PLR0913 - a stage, its inputs, and the exchange that overlaps with it
+    def _compute_gradients(  # noqa: PLR0913 - a stage, its inputs, and the exchange that overlaps with it
         self,
         programs: _Programs,
         group: MicrobatchGroup,
@@ -290,20 +292,20 @@ class StagedSum:
         run, shares = programs.gradients[call.kind], group.shares
         if run is None or gathered is None:
             return derivatives, []
-        trees: list[TreeSum[Sums]] = [group.tree(shares, self._add_to) for group in self.devices.groups]
+        trees: list[TreeSum[Sums]] = [group.make_tree_sum(shares, self._add_to) for group in self.devices.groups]
 
-        def one(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
+        def differentiate(microbatch: Microbatch, inputs: SavedForBackward, derivative: PyTree) -> PyTree:
             i, rows, step, index = microbatch
             arguments = (gathered[i], *inputs, rows, call.numbers[i], derivative, step, index)
             derivative, sums = run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
             trees[i].push(sums)
             return derivative
 
-        derivatives = group.microbatches.map(one, saved, derivatives)
-        parts = [[part for _, part in tree.parts()] for tree in trees]
+        derivatives = group.microbatches.map(differentiate, saved, derivatives)
+        parts = [[part for _, part in tree.partial_sums()] for tree in trees]
         # Devices exchange arrays of one dtype: if some of them have added microbatches, all cast to the dtype of sums.
-        if shares.most > 1 and not shares.even:
-            parts = [[self._wide(part) for part in of_group] for of_group in parts]
+        if shares.max_terms > 1 and not shares.is_even:
+            parts = [[self._widen_sums(part) for part in of_group] for of_group in parts]
         return derivatives, parts
 
     def _add_to(self, total: Sums, item: Sums) -> Sums:
@@ -312,20 +314,20 @@ class StagedSum:
     def _is_wide(self, sums: Sums) -> bool:
         return all(x.dtype == self._shapes[name].dtype for name, x in sums.tree.items())
 
-    def _wide(self, sums: Sums) -> Sums:
+    def _widen_sums(self, sums: Sums) -> Sums:
         return sums if self._is_wide(sums) else self._cast(sums)
 
     def _added(self, total: Sums, item: Sums) -> Sums:
-        left, right = self._as_parameters(total.tree), self._as_parameters(item.tree)
+        left, right = self._cast_to_param_dtypes(total.tree), self._cast_to_param_dtypes(item.tree)
         return Sums(
             {name: x + item.scalars[name] for name, x in total.scalars.items()},
             {name: x + right[name] for name, x in left.items()},
         )
 
-    def _as_parameters(self, tree: Params) -> Params:
+    def _cast_to_param_dtypes(self, tree: Params) -> Params:
         return {name: x.astype(self._shapes[name].dtype) for name, x in tree.items()}
 
-    def _joined(self, grads: Sequence[Params]) -> Params:
+    def _join_gradients(self, grads: Sequence[Params]) -> Params:
         """Joins the gradients of all stages; if two stages read a parameter, the later stage is the first term."""
         first, *layers, last = grads if len(grads) > 1 else ({}, *grads)
         joined = dict(last)
@@ -340,6 +342,6 @@ class StagedSum:
         return {name: joined[name] if name in joined else self._zeros[name]() for name in self._zeros}
 
 
-def _between_layers(stages: Stages, calls: Sequence[StageCall], position: int) -> bool:
+def _is_between_layers(stages: Stages, calls: Sequence[StageCall], position: int) -> bool:
     """True if the calls before and after a call are layers."""
     return all(stages.kinds[calls[neighbour].kind].layered for neighbour in (position - 1, position + 1))

@@ -24,7 +24,7 @@ from lm_trainer.step.dispatch.per_group import PerGroupExecutable
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.staged.stage import Stage, StageLabels
 from lm_trainer.step.staged.stage_functions import SCALAR, StageFunctions
-from lm_trainer.step.staged.stage_sharing import put_on_group, share_stage, stream_on_group
+from lm_trainer.step.staged.stage_sharing import share_stage, stream_shardings, with_group_shardings
 from lm_trainer.step.state.model_def import Params
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class StageCall(NamedTuple):
     """Number of the layer on each device group, an int32 scalar; None if not a layer."""
 
 
-class Ready(NamedTuple):
+class PreparedParams(NamedTuple):
     """All parameters, in the form that the stages take."""
 
     params: Params
@@ -115,11 +115,11 @@ class Stages:
             for index, row, n in calls
         ]
 
-    def ready(self, params: Params) -> Ready:
+    def prepare_params(self, params: Params) -> PreparedParams:
         """Prepares the parameters of the state for `gather`."""
-        return Ready(params, self.last.gather(params, self.order[0].row) if len(self.order) == 1 else None)
+        return PreparedParams(params, self.last.gather(params, self.order[0].row) if len(self.order) == 1 else None)
 
-    def gather(self, ready: Ready, call: StageCall) -> list[Params]:
+    def gather(self, ready: PreparedParams, call: StageCall) -> list[Params]:
         """The parameters of a stage, gathered for computation on each local group."""
         return self.kinds[call.kind].gather(ready.params, call.row) if ready.gathered is None else ready.gathered
 
@@ -143,7 +143,7 @@ class Stages:
         """
         kind = self.kinds[index]
         program = Program(kind.labels.forward, None, "activations of layers", grows=True, overlaps=True)
-        signature = Signature(self._arguments(index, batch), _FORWARD, ("stream", "nothing"))
+        signature = Signature(self._argument_shapes(index, batch), _FORWARD, ("stream", "nothing"))
         return self._compile(program, kind.functions.forward, kind, signature, overlap)
 
     def compile_gradient(self, index: int, batch: Batch, overlap: Overlap | None = None) -> MicrobatchExecutable:
@@ -155,9 +155,9 @@ class Stages:
             overlap: exchanges that overlap with the computation.
         """
         kind = self.kinds[index]
-        arguments = stream, rows, number, step, microbatch = self._arguments(index, batch)
+        arguments = stream, rows, number, step, microbatch = self._argument_shapes(index, batch)
         residuals = () if kind is self.last else self._forward_shapes(index, arguments)[1]
-        derivative = None if kind is self.last else self._stream(batch)
+        derivative = None if kind is self.last else self._stream_shapes(batch)
         # The input of the stage is not needed afterwards: its derivative reuses the memory.
         donated = () if stream is None else (1,)
         returns = ("nothing" if stream is None else "stream", "sums")
@@ -194,26 +194,26 @@ class Stages:
 
     def compile_losses(self, batch: Batch) -> MicrobatchExecutable:
         """The sums the loss reports, computed from the input of the last stage; otherwise as a forward pass."""
-        signature = Signature(self._arguments(len(self.kinds) - 1, batch), _FORWARD, "scalars")
+        signature = Signature(self._argument_shapes(len(self.kinds) - 1, batch), _FORWARD, "scalars")
         program = Program(self.last.labels.forward, None, "sums", grows=True, overlaps=True)
         return self._compile(program, self.last.functions.losses, self.last, signature)
 
-    def _arguments(self, index: int, batch: Batch) -> tuple[PyTree, ...]:
+    def _argument_shapes(self, index: int, batch: Batch) -> tuple[PyTree, ...]:
         """Shapes of the arguments of a forward pass after the parameters."""
         number = SCALAR if self.kinds[index].layered else None
-        return (self._stream(batch) if index else None, batch, number, SCALAR, SCALAR)
+        return (self._stream_shapes(batch) if index else None, batch, number, SCALAR, SCALAR)
 
-    def _stream(self, batch: Batch) -> PyTree:
+    def _stream_shapes(self, batch: Batch) -> PyTree:
         """Shapes of the values passed from stage to stage for a microbatch like `batch`."""
         return self._forward_shapes(0, (None, batch, None, SCALAR, SCALAR))[0]
 
     def _forward_shapes(self, index: int, arguments: tuple[PyTree, ...]) -> PyTree:
         kind = self.kinds[index]
-        forward = self._shared(kind.functions.forward, kind, arguments, ("stream", "nothing"))
+        forward = self._share_function(kind.functions.forward, kind, arguments, ("stream", "nothing"))
         # Wrapped in another function: JAX would reuse this trace, without names of arguments, for the compilation.
         return jax.eval_shape(lambda *args: forward(*args), kind.shapes(), *arguments)
 
-    def _shared(
+    def _share_function(
         self, function: Callable[..., PyTree] | None, kind: Stage, arguments: Sequence[PyTree], returns: PyTree
     ) -> Callable[..., PyTree]:
         assert function is not None
@@ -245,7 +245,7 @@ class Stages:
         (group,) = self.devices.groups
         exchanges = () if overlap is None else overlap.exchanges
         wide = MeshExecutable(function, group, signature, program, exchanges)
-        wide.compile_for(kind.on(group), alone)
+        wide.compile_for(kind.shapes_on_group(group), alone)
         return wide
 
     def _compile_alone(
@@ -255,15 +255,17 @@ class Stages:
         arguments, returns = signature.arguments, signature.returns
 
         def on_group(group: ModelParallelGroup) -> tuple[PyTree, ...]:
-            return kind.on(group), *put_on_group(arguments, group.mesh)
+            return kind.shapes_on_group(group), *with_group_shardings(arguments, group.mesh)
 
-        def results(group: ModelParallelGroup) -> PyTree:
+        def result_shardings(group: ModelParallelGroup) -> PyTree:
             kinds: dict[str, PyTree] = dict.fromkeys(("scalars", "nothing"), group.sharding())
-            kinds |= {"stream": stream_on_group(group.mesh), "sums": kind.sums_on(group)}
+            kinds |= {"stream": stream_shardings(group.mesh), "sums": kind.sum_shardings_on(group)}
             return jax.tree.map(lambda name: kinds[name], returns)
 
-        shared = self._shared(function, kind, arguments, returns)
-        executable = PerGroupExecutable(shared, self._alone, results, donated=signature.donated, program=program)
+        shared = self._share_function(function, kind, arguments, returns)
+        executable = PerGroupExecutable(
+            shared, self._alone, result_shardings, donated=signature.donated, program=program
+        )
         executable.compile_for(on_group)
         return executable
 
@@ -303,7 +305,7 @@ class FirstExchange:
         results, *self._results = self._program(group, *arguments, *exchanged)
         return results
 
-    def results(self) -> list[PyTree]:
+    def take_results(self) -> list[PyTree]:
         """Returns the results of the exchanges once, so that nothing here keeps them alive."""
         results, self._results = self._results, []
         return results
@@ -329,19 +331,19 @@ class StagedForward:
         programs = [stages.compile_forward(index, batch) for index in range(len(stages.kinds) - 1)]
 
         def compile_forward(index: int, alone: PerGroupExecutable) -> MicrobatchExecutable:
-            overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gathering()], alone)
+            overlap = Overlap([stages.kinds[stages.layer_kind(index, 1)].gather_exchange()], alone)
             return stages.compile_forward(index, batch, overlap)
 
         gathering = stages.compile_overlapped(programs, compile_forward, min_layers=2)
         return cls(stages, programs, gathering)
 
     def __call__(
-        self, ready: Ready, group: MicrobatchGroup, saved: list[Microbatches[SavedForBackward]] | None = None
+        self, ready: PreparedParams, group: MicrobatchGroup, saved: list[Microbatches[SavedForBackward]] | None = None
     ) -> Microbatches[PyTree]:
         """Computes the inputs of the last stage for each microbatch.
 
         Args:
-            ready: all parameters, as returned by `Stages.ready`.
+            ready: all parameters, as returned by `Stages.prepare_params`.
             group: the microbatches.
             saved: receives the values for the backward pass of each stage except the last.
         """
@@ -351,7 +353,7 @@ class StagedForward:
         for call, following in pairwise(stages.order):
             gathered = stages.gather(ready, call) if gathered is None else gathered
             overlaps = call.kind in self.gathering and stages.kinds[following.kind].layered
-            results, gathered = self._through(ready, group, call, streams, gathered, following if overlaps else None)
+            results, gathered = self._run_stage(ready, group, call, streams, gathered, following if overlaps else None)
             if saved is not None:
                 saved.append(streams.map(lambda stream, result: SavedForBackward(stream, result[1]), results))
             streams = results.map(lambda result: result[0])
@@ -359,9 +361,9 @@ class StagedForward:
                 queue.push(streams)
         return streams
 
-    def _through(
+    def _run_stage(
         self,
-        ready: Ready,
+        ready: PreparedParams,
         group: MicrobatchGroup,
         call: StageCall,
         streams: Microbatches[PyTree],
@@ -371,15 +373,15 @@ class StagedForward:
         """The results of a stage, and the parameters of the `following` stage, gathered with the first microbatch."""
         run, exchange = self.programs[call.kind], None
         if following is not None:
-            params = self.stages.kinds[following.kind].read(ready.params)
+            params = self.stages.kinds[following.kind].select_params(ready.params)
             exchange = FirstExchange(self.gathering[call.kind], (params, following.row))
 
-        def one(microbatch: Microbatch, stream: PyTree) -> PyTree:
+        def run_microbatch(microbatch: Microbatch, stream: PyTree) -> PyTree:
             i, rows, step, index = microbatch
             arguments = (gathered[i], stream, rows, call.numbers[i], step, index)
             return run(i, *arguments) if exchange is None else exchange.run_first(run, i, arguments)
 
-        return group.microbatches.map(one, streams), None if exchange is None else exchange.results()
+        return group.microbatches.map(run_microbatch, streams), None if exchange is None else exchange.take_results()
 
 
 class Queue:
@@ -391,6 +393,6 @@ class Queue:
     def push(self, results: Microbatches[PyTree]) -> None:
         """Adds the results of a layer, and waits until the device has finished an earlier one."""
         # Waiting for one array of each group is enough; the others may be donated.
-        self._waiting.append(results.lasts())
+        self._waiting.append(results.last_values())
         if len(self._waiting) == LAYERS_AT_ONCE:
             jax.block_until_ready(self._waiting.popleft())

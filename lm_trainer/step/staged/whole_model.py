@@ -14,7 +14,7 @@ from lm_trainer.step.staged.stage_functions import StageFunctions
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 
-def whole_model(
+def whole_model_stages(
     name: str,
     function: MicrobatchFn,
     model: ModelDef,
@@ -32,7 +32,7 @@ def whole_model(
         devices: devices that share a microbatch.
         key: random key; step and microbatch index are folded in.
     """
-    key_data, divided = jax.random.key_data(key), devices.shard(function, trainable)
+    key_data, divided = jax.random.key_data(key), devices.shard_function(function, trainable)
 
     # XLA names instructions after this function and its arguments, so these names are part of the program hash that
     # runs record. Renaming them would make `lmt verify` report a different program.
@@ -55,7 +55,7 @@ def whole_model(
     return lambda _: [StageFunctions(name, dtypes, gradient=lane, divided=True)]
 
 
-def whole_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callable[[Batch], list[StageFunctions]]:
+def whole_model_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callable[[Batch], list[StageFunctions]]:
     """A loss of one stage for evaluation, without derivatives and dropout."""
     losses = loss_of_params(model, loss)
 
@@ -64,7 +64,7 @@ def whole_losses(model: ModelDef, loss: LossFn, devices: DeviceGroups) -> Callab
         total, weight, metrics = losses(params, batch, None)
         return Sums({"loss": total, "weight": weight, **metrics}, {})
 
-    divided = devices.shard(sums, ())
+    divided = devices.shard_function(sums, ())
 
     def of_microbatch(
         params: Params, stream: None, batch: Batch, number: None, step: jax.Array, index: jax.Array

@@ -84,24 +84,24 @@ class ModelDef:
             if name in self.trainable
         }
 
-    def nested(self, params: Mapping[str, PyTree]) -> PyTree:
+    def nest(self, params: Mapping[str, PyTree]) -> PyTree:
         """The nested dict for `nnx.merge`."""
         return from_named_leaves(self.abstract, dict(params))
 
-    def named(self, nested: PyTree) -> dict[str, PyTree]:
-        """The inverse of `nested`."""
+    def flatten(self, nested: PyTree) -> dict[str, PyTree]:
+        """The inverse of `nest`."""
         return named_leaves(nested)
 
     def merge(self, params: Mapping[str, PyTree]) -> PyTree:
         """The module with these parameters."""
-        return nnx.merge(self.graphdef, self.nested(params))
+        return nnx.merge(self.graphdef, self.nest(params))
 
     def merge_some(self, params: Mapping[str, PyTree]) -> PyTree:
         """The module with these parameters; the others are only shapes, and must not be read.
 
         A parameter may have another shape than in the model, such as one layer of stacked layers.
         """
-        return nnx.merge(self.graphdef, self.nested({**self.shapes, **params}))
+        return nnx.merge(self.graphdef, self.nest({**self.shapes, **params}))
 
     def init(self) -> Params:
         """All parameters with initial values. Call it under `jax.jit`: eager initialisers differ by an ulp."""

@@ -70,7 +70,7 @@ def plan_state_sharding(
         if name is not None and leaf.shape == trainable[name].shape:
             return params[name]
         if name is not None and path[-1] == _BLOCK_EXPONENTS:
-            return _sharded_alike(params[name], leaf.shape)
+            return _adapt_sharding(params[name], leaf.shape)
         # Factors and bases of a parameter's blocks are as large as the parameter. Other statistics are small.
         return stacked if name is not None and _is_stack(leaf, mesh.shape["data"]) else replicated
 
@@ -79,7 +79,7 @@ def plan_state_sharding(
     return StateSharding(mesh, param_shardings, TrainedShardings(params, opt_state), storage)
 
 
-def _sharded_alike(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+def _adapt_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The same sharding for an array of this shape; dimensions that are not divisible are not sharded."""
     mesh, spec = sharding.mesh, sharding.spec
     pieces = [math.prod(mesh.shape[axis] for axis in spec_axes(entry)) for entry in spec]

@@ -44,12 +44,12 @@ def abstract_state(
 ) -> TrainState:
     """A state of shapes with shardings, without memory; `shapes` are the shapes of all parameters."""
 
-    def placed(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    params: PyTree = {name: placed(x, sharding.storage[name]) for name, x in shapes.items()}
+    params: PyTree = {name: with_sharding(x, sharding.storage[name]) for name, x in shapes.items()}
     trained = {name: params.pop(name) for name in sharding.trained.params}
-    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, trained), sharding.trained.opt_state)
+    opt_state = jax.tree.map(with_sharding, jax.eval_shape(tx.init, trained), sharding.trained.opt_state)
     return TrainState(0, trained, opt_state, dict(trained) if averaged else None, params)
 
 
@@ -74,16 +74,16 @@ def fresh_params(init: Callable[[], Params], sharding: StateSharding) -> Params:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     small = {name for name, x in shapes.items() if x.size <= _COMPUTED_REPLICATED}
 
-    def program(names: Collection[str], shardings: Mapping[str, NamedSharding]) -> Params:
+    def create(names: Collection[str], shardings: Mapping[str, NamedSharding]) -> Params:
         return jax.jit(lambda: {n: x for n, x in init().items() if n in names}, out_shardings=dict(shardings))()
 
     # If the size of a shard is not a multiple of a CPU's vectors, it is computed by other instructions than the full
     # array, which round differently (XLA of jax 0.12). Shards of large arrays are multiples, and large arrays are never
     # computed in full. A second program shards the small arrays: in one program, XLA would compute only the shards.
-    full = program(small, dict.fromkeys(small, everywhere))
+    full = create(small, dict.fromkeys(small, everywhere))
     shard = jax.jit(lambda x: x, out_shardings={name: storage[name] for name in small})
     sharded = wait_on_cpu(shard(wait_on_cpu(full)))
-    return {**program(shapes.keys() - small, {n: x for n, x in storage.items() if n not in small}), **sharded}
+    return {**create(shapes.keys() - small, {n: x for n, x in storage.items() if n not in small}), **sharded}
 
 
 def state_from_params(
@@ -99,10 +99,10 @@ def state_from_params(
     trained = {name: placed.pop(name) for name in shardings.params}
     # Under jit with shardings, so no device ever holds the unsharded state.
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(trained)
-    return TrainState(0, trained, opt_state, copied(trained) if averaged else None, placed)
+    return TrainState(0, trained, opt_state, copy_params(trained) if averaged else None, placed)
 
 
-def copied(params: Params) -> Params:
+def copy_params(params: Params) -> Params:
     """Copies of the parameters in new memory."""
     return jax.jit(lambda p: jax.tree.map(jnp.copy, p))(params)
 

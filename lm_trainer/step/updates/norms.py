@@ -38,7 +38,7 @@ class _Inputs(TypedDict):
     opt_state: PyTree
 
 
-class Watched(NamedTuple):
+class WatchedStep(NamedTuple):
     """Norms and histograms of one step, in the form for trackers."""
 
     step: int
@@ -49,7 +49,7 @@ class Watched(NamedTuple):
 
 
 class Watcher:
-    """Observes steps: call `before` and `after` each step, and `report` to get the values.
+    """Observes steps: call `before_step` and `after_step` each step, and `report` to get the values.
 
     Args:
         config: quantities to watch.
@@ -80,15 +80,15 @@ class Watcher:
         copies = state.params if "updates" in self._config.watch_targets else None
         self._measure.lower(self._inputs(copies, state.params, state)).compile()
 
-    def before(self, state: TrainState) -> Params | None:
+    def before_step(self, state: TrainState) -> Params | None:
         """Copies the parameters if the targets need their values before the step, which consumes the state."""
         return self._copy(state.params) if "updates" in self._config.watch_targets else None
 
-    def after(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
+    def after_step(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
         """Enqueues the computation and returns at once.
 
         Args:
-            before: result of `before`.
+            before: result of `before_step`.
             grads: gradients, summed over the batch, in storage sharding.
             weight: the number to divide `grads` by.
             state: state after the step.
@@ -96,11 +96,11 @@ class Watcher:
         values = wait_on_cpu(self._measure(self._inputs(before, grads, state)))
         self._pending.append((state.step, (weight, values)))
 
-    def report(self, until: int | None = None) -> list[Watched]:
+    def report(self, until: int | None = None) -> list[WatchedStep]:
         """Reports the steps watched since the last report, up to step `until`; waits until they are computed."""
         due = [(step, values) for step, values in self._pending if until is None or step <= until]
         self._pending = self._pending[len(due) :]
-        return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in due]
+        return [self._make_record(step, jax.tree.map(_to_host, values)) for step, values in due]
 
     def _inputs(self, before: Params | None, grads: Params, state: TrainState) -> _Inputs:
         """The arrays from which the targets are measured."""
@@ -114,23 +114,27 @@ class Watcher:
 
     def _values(self, inputs: _Inputs) -> dict[str, dict[str, PyTree]]:
         """By target: `squares` [1 or layers], `counts` and `edges` by name. Values of `grads` refer to the sums."""
-        return {target: self._measured(*self._leaves(target, inputs)) for target in self._config.watch_targets}
+        return {
+            target: self._measure_arrays(*self._select_arrays(target, inputs)) for target in self._config.watch_targets
+        }
 
-    def _leaves(self, target: Target, inputs: _Inputs) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
+    def _select_arrays(
+        self, target: Target, inputs: _Inputs
+    ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
         """The arrays of a target, their shardings, and the names of the arrays with a leading axis over layers."""
         params = inputs["params"]
         if target == "opt_state":
-            return self._moments(inputs["opt_state"], params)
+            return self._select_moments(inputs["opt_state"], params)
         arrays = inputs["grads"] if target == "grads" else params
         if target == "updates":
             arrays = {n: x.astype(jnp.float32) - inputs["before"][n].astype(jnp.float32) for n, x in arrays.items()}
         return arrays, {name: self._layouts[name] for name in arrays}, self._layered & arrays.keys()
 
-    def _moments(
+    def _select_moments(
         self, opt_state: optax.OptState, params: Params
     ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
         arrays, param_shardings, layered = {}, {}, set()
-        for name, param, x in _moments(opt_state, params):
+        for name, param, x in _find_moments(opt_state, params):
             arrays[name] = x
             replicated = PartitionSpec(*(None,) * x.ndim)
             like_param = x.shape == params[param].shape
@@ -141,7 +145,7 @@ class Watcher:
                 layered.add(name)
         return arrays, param_shardings, layered
 
-    def _measured(
+    def _measure_arrays(
         self, arrays: Params, param_shardings: Mapping[str, ParamSharding], layered: Collection[str]
     ) -> dict[str, PyTree]:
         config, result = self._config, {}
@@ -156,7 +160,7 @@ class Watcher:
             result["edges"] = {name: edges for name, (_, edges) in histograms.items()}
         return result
 
-    def _watched(self, step: int, values: tuple[PyTree, PyTree]) -> Watched:
+    def _make_record(self, step: int, values: tuple[PyTree, PyTree]) -> WatchedStep:
         weight, targets = values
         scalars, histograms = {}, {}
         for target, measured in targets.items():
@@ -169,20 +173,22 @@ class Watcher:
                 scalars[f"{target}/norm/total"] = math.sqrt(total) * scale
             if self._config.include_per_parameter_norms:
                 norms = {name: np.sqrt(layers.astype(np.float64)) * scale for name, layers in squares.items()}
-                scalars |= {f"{target}/norm/{name}": float(x) for name, x in _split(norms)}
+                scalars |= {f"{target}/norm/{name}": float(x) for name, x in _split_first_axis(norms)}
             counts = measured.get("counts", {})
             if not self._config.split_scan_layers:
                 counts = {name: layers.sum(0, keepdims=True, dtype=np.int64) for name, layers in counts.items()}
-            edges = dict(_split({name: measured["edges"][name][: len(layers)] for name, layers in counts.items()}))
-            for name, layer in _split(counts):
+            edges = dict(
+                _split_first_axis({name: measured["edges"][name][: len(layers)] for name, layers in counts.items()})
+            )
+            for name, layer in _split_first_axis(counts):
                 histograms[f"{target}/histogram/{name}"] = (
                     layer.astype(np.int64),
                     edges[name].astype(np.float64) * scale,
                 )
-        return Watched(step, scalars, histograms)
+        return WatchedStep(step, scalars, histograms)
 
 
-def _moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
+def _find_moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
     """The optimizer's arrays for each parameter, as (name, parameter, array).
 
     A name is `mu/blocks.0.mlp.up.weight` or, if two parts of the optimizer have such an array,
@@ -199,7 +205,7 @@ def _moments(opt_state: optax.OptState, params: Params) -> Iterator[tuple[str, s
         yield f"{kind}/{leaf}", param, x
 
 
-def _split(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def _split_first_axis(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """The entries along the first dimension, with their index in the name if there are several."""
     for name, stack in arrays.items():
         for i, x in enumerate(stack):

@@ -19,8 +19,8 @@ from lm_trainer.optim import Optimizer, Param
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.rehearsal import join_parts, local_devices
-from lm_trainer.parallel.sharded_array import by_device, replicate
-from lm_trainer.step.dispatch.program import Program, on_each
+from lm_trainer.parallel.sharded_array import replicate, shards_by_device
+from lm_trainer.step.dispatch.program import Program, create_programs
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 from lm_trainer.step.updates.update import Metrics, make_update
@@ -59,7 +59,7 @@ class Weight:
     kinds: tuple[Kind, ...]
 
     @classmethod
-    def of(
+    def from_param(
         cls,
         param: Param,
         dtype: np.dtype,
@@ -84,7 +84,7 @@ class Weight:
         state = jax.eval_shape(tx.init, {param.name: jax.ShapeDtypeStruct(shape, dtype)})
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-        kinds = [_kind(param, path, leaf, full.get(path), layered=layered) for path, leaf in named]
+        kinds = [_find_kind(param, path, leaf, full.get(path), layered=layered) for path, leaf in named]
         if None in kinds:
             return None
         count = param.shape[0] if layered else 1
@@ -101,14 +101,14 @@ class Weight:
         """Paths of the arrays that belong to this weight, with their kinds."""
         return {path: kind for path, kind in zip(self.paths, self.kinds, strict=True) if kind != "shared"}
 
-    def rows(self, x: jax.Array, kind: Kind) -> jax.Array:
+    def to_rows(self, x: jax.Array, kind: Kind) -> jax.Array:
         """Reshapes an array in storage to [count, ...]."""
         if not self.layered:
             return x[None]
         return x if kind == "row" else x.reshape(self.count, -1, *x.shape[1:])
 
 
-def _kind(
+def _find_kind(
     param: Param, path: str, leaf: jax.ShapeDtypeStruct, full: jax.ShapeDtypeStruct | None, *, layered: bool
 ) -> Kind | None:
     if full is None:
@@ -146,7 +146,7 @@ class OwnedUpdate:
         state = dict(zip(paths, jax.tree.leaves(shardings.opt_state), strict=True))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._dealt = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._groups = [*_groups(weights)]
+        self._groups = [*_group_weights(weights)]
         self._gather, self._scatter = [], []
         for group in self._groups:
             stored = {w.name: [shardings.params[w.name], *(state[path] for path in w.own_arrays)] for w in group}
@@ -169,8 +169,8 @@ class OwnedUpdate:
     def _rows_of_all(
         self, group: Sequence[Weight], arrays: Rows, grads: Params, first: jax.Array
     ) -> tuple[Rows, Params]:
-        rows = {w.name: self._rows_of(w, self._kinds(w), arrays[w.name], first) for w in group}
-        return rows, {w.name: self._rows_of(w, ["row"], [grads[w.name]], first)[0] for w in group}
+        rows = {w.name: self._take_rows(w, self._kinds(w), arrays[w.name], first) for w in group}
+        return rows, {w.name: self._take_rows(w, ["row"], [grads[w.name]], first)[0] for w in group}
 
     def _with_rows_of_all(
         self,
@@ -180,20 +180,20 @@ class OwnedUpdate:
         rows: Rows,
         first: jax.Array,
     ) -> Rows:
-        return {w.name: self._with_rows(w, shardings[w.name], arrays[w.name], rows[w.name], first) for w in group}
+        return {w.name: self._replace_rows(w, shardings[w.name], arrays[w.name], rows[w.name], first) for w in group}
 
-    def _rows_of(
+    def _take_rows(
         self, weight: Weight, kinds: Sequence[Kind], arrays: Sequence[jax.Array], first: jax.Array
     ) -> list[jax.Array]:
         """The next rows of arrays: one row for each shard, padded by copies of the last row."""
-        stacks = [weight.rows(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
+        stacks = [weight.to_rows(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
         if weight.count % self._shards == 0:
             # A slice copies rows, where a gather would visit all elements.
             return [jax.lax.dynamic_slice_in_dim(x, first, self._shards) for x in stacks]
         index = first + jnp.arange(self._shards)
         return [jnp.take(x, index, axis=0, mode="clip") for x in stacks]
 
-    def _with_rows(
+    def _replace_rows(
         self,
         weight: Weight,
         shardings: Sequence[NamedSharding],
@@ -212,7 +212,7 @@ class OwnedUpdate:
                 # Constrained to storage before the update, so no device needs the unsharded array.
                 spec = PartitionSpec(None, *(stored.spec[1:] if weight.layered else stored.spec))
                 new = jax.lax.with_sharding_constraint(new, NamedSharding(self._mesh, spec))
-            stack = weight.rows(x, kind)
+            stack = weight.to_rows(x, kind)
             if weight.count % self._shards == 0:
                 stack = jax.lax.dynamic_update_slice_in_dim(stack, new, first, 0)
             else:
@@ -238,7 +238,7 @@ class OwnedUpdate:
             for first in self._firsts[: -(-group[0].count // self._shards)]:
                 shared = {path: old[path] for weight in group for path in weight.shared}
                 rows, row_grads = wait_on_cpu(gather(arrays, group_grads, first))
-                rows, new_shared, metrics = self._run(group, rows, row_grads, shared, scalars)
+                rows, new_shared, metrics = self._run_update(group, rows, row_grads, shared, scalars)
                 state |= new_shared
                 arrays = wait_on_cpu(scatter(arrays, rows, first))
             for weight in group:
@@ -247,7 +247,7 @@ class OwnedUpdate:
         assert metrics is not None, "there are weights"
         return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
 
-    def _run(
+    def _run_update(
         self,
         group: Sequence[Weight],
         rows: Rows,
@@ -257,29 +257,29 @@ class OwnedUpdate:
     ) -> tuple[Rows, dict[str, jax.Array], Metrics]:
         """Each device updates its own rows, which are consumed."""
         arguments = (rows, grads, shared, dict(scalars))
-        programs = self._compiled(group, *arguments)
+        programs = self._compile_group(group, *arguments)
         leaves, structure = jax.tree.flatten(arguments)
-        parts = [by_device(x) for x in leaves]
+        parts = [shards_by_device(x) for x in leaves]
         results = [
             program(*jax.tree.unflatten(structure, [part[device] for part in parts]))
             for program, device in zip(programs, self._devices, strict=True)
         ]
 
-        def joined(parts: Sequence[PyTree], sharding: NamedSharding, count: int | None) -> PyTree:
-            def one(*x: jax.Array) -> jax.Array:
+        def join_results(parts: Sequence[PyTree], sharding: NamedSharding, count: int | None) -> PyTree:
+            def join_array(*x: jax.Array) -> jax.Array:
                 shape = x[0].shape if count is None else (count, *x[0].shape[1:])
                 return join_parts(shape, sharding, x)
 
-            return jax.tree.map(one, *parts)
+            return jax.tree.map(join_array, *parts)
 
         new, new_shared, metrics = zip(*results, strict=True)
         return (
-            joined(new, self._dealt, self._shards),
-            joined(new_shared, self._everywhere, None),
-            joined(metrics, self._everywhere, None),
+            join_results(new, self._dealt, self._shards),
+            join_results(new_shared, self._everywhere, None),
+            join_results(metrics, self._everywhere, None),
         )
 
-    def _jitted(self, group: Sequence[Weight]) -> jax.stages.Wrapped:
+    def _jit_group(self, group: Sequence[Weight]) -> jax.stages.Wrapped:
         def of_group(
             rows: Rows, grads: Params, shared: dict[str, jax.Array], scalars: Mapping[str, jax.Array]
         ) -> tuple[Rows, dict[str, jax.Array], Metrics]:
@@ -287,7 +287,7 @@ class OwnedUpdate:
             for weight in group:
                 # The barrier separates the weights: the bits of a weight do not depend on its group.
                 inputs = rows[weight.name], grads[weight.name], shared, dict(scalars)
-                new[weight.name], counts, metrics = _updated(
+                new[weight.name], counts, metrics = _update_row(
                     weight, self._optimizer, *jax.lax.optimization_barrier(inputs)
                 )
                 new_shared |= counts
@@ -295,12 +295,12 @@ class OwnedUpdate:
 
         return jax.jit(of_group, donate_argnums=0)
 
-    def _compiled(self, group: Sequence[Weight], *args: PyTree) -> list[Program]:
+    def _compile_group(self, group: Sequence[Weight], *args: PyTree) -> list[Program]:
         name = group[0].name
         if name not in self._programs:
-            jitted = self._jitted(group)
+            jitted = self._jit_group(group)
 
-            def arguments(index: int) -> tuple[PyTree, ...]:
+            def argument_shapes(index: int) -> tuple[PyTree, ...]:
                 on = SingleDeviceSharding(self._devices[index])
                 return jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype, sharding=on), args
@@ -309,11 +309,11 @@ class OwnedUpdate:
             devices = [[device] for device in self._devices]
             names = name if len(group) == 1 else f"{name} to {group[-1].name}"
             program, computation = Program("update", jitted, _ROWS), f"the update of {names}"
-            self._programs[name] = on_each(program, lambda _: jitted, arguments, devices, computation)
+            self._programs[name] = create_programs(program, lambda _: jitted, argument_shapes, devices, computation)
         return self._programs[name]
 
 
-def _updated(
+def _update_row(
     weight: Weight,
     optimizer: Optimizer,
     rows: list[jax.Array],
@@ -337,7 +337,7 @@ def _updated(
     return [x[None] for x in new], {path: new_state[path] for path in weight.shared}, metrics
 
 
-def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
+def _group_weights(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
     """Groups consecutive weights with equal numbers of layers and a small total size, to be moved by one program."""
     group, size = list[Weight](), 0
     for weight in weights:
@@ -349,7 +349,7 @@ def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
     yield group
 
 
-def owned_update(
+def make_owned_update(
     optimizer: Optimizer,
     params: Mapping[str, Param],
     tx: optax.GradientTransformationExtraArgs,
@@ -369,7 +369,9 @@ def owned_update(
     """
     leaves = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, {name: shapes[name] for name in params}))[0]
     full = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-    candidates = [Weight.of(param, shapes[name].dtype, optimizer, params, full) for name, param in params.items()]
+    candidates = [
+        Weight.from_param(param, shapes[name].dtype, optimizer, params, full) for name, param in params.items()
+    ]
     weights = [weight for weight in candidates if weight is not None]
     covered = {path for weight in weights for path in weight.paths}
     # An array of the state that belongs to no weight would not be updated.

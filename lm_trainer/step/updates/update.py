@@ -16,8 +16,8 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.rehearsal import join_parts, local_devices
-from lm_trainer.parallel.sharded_array import by_device, replicate
-from lm_trainer.step.dispatch.program import Program, on_each
+from lm_trainer.parallel.sharded_array import replicate, shards_by_device
+from lm_trainer.step.dispatch.program import Program, create_programs
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.state_sharding import TrainedShardings
 
@@ -121,9 +121,9 @@ class ReplicatedUpdate:
         """Computes the update; consumes parameters and optimizer state."""
         gathered = wait_on_cpu(self._gather(args))
         leaves, structure = jax.tree.flatten(gathered)
-        programs = self._programs(structure, leaves)
+        programs = self._get_programs(structure, leaves)
         # All parts are extracted before a program runs, because it deletes its part together with the global array.
-        parts = [by_device(x) for x in leaves]
+        parts = [shards_by_device(x) for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
         results = [program(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
@@ -132,14 +132,16 @@ class ReplicatedUpdate:
     def _join(self, *parts: jax.Array) -> jax.Array:
         return join_parts(parts[0].shape, self._everywhere, parts)
 
-    def _programs(self, structure: Hashable, leaves: list[jax.Array]) -> list[Program]:
+    def _get_programs(self, structure: Hashable, leaves: list[jax.Array]) -> list[Program]:
         if structure not in self._updates:
 
-            def arguments(index: int) -> tuple[PyTree, ...]:
+            def argument_shapes(index: int) -> tuple[PyTree, ...]:
                 on = SingleDeviceSharding(self._devices[index])
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
                 return jax.tree.unflatten(structure, shapes)
 
             program, devices = Program("update", self._jitted, "new state"), [[device] for device in self._devices]
-            self._updates[structure] = on_each(program, lambda _: self._jitted, arguments, devices, "the update")
+            self._updates[structure] = create_programs(
+                program, lambda _: self._jitted, argument_shapes, devices, "the update"
+            )
         return self._updates[structure]
