@@ -17,7 +17,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from lm_trainer.checkpoint.event_loops import use_waiting_loops, waiting_loops
-from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
+from lm_trainer.checkpoint.record import CheckpointError, root_cause, verify_record
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock, move_damaged_aside
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import make_writable
@@ -41,20 +41,20 @@ class DiskSteps:
         self.directory = directory.absolute()
         logging.getLogger("absl").addFilter(_is_not_reported_here)
 
-    def committed(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []
         return sorted(int(p.name) for p in self.directory.iterdir() if re.fullmatch(r"\d+", p.name) and p.is_dir())
 
-    def record(self, step: int) -> dict[str, Any]:
+    def read_record(self, step: int) -> dict[str, Any]:
         try:
             with waiting_loops():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax passes on the errors of its many readers
-            raise self._unreadable(step, "metadata", error) from error
-        return checked(meta)
+            raise self._unreadable_error(step, "metadata", error) from error
+        return verify_record(meta)
 
-    def arrays(
+    def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         # Orbax does not read arrays with a placeholder.
@@ -63,10 +63,10 @@ class DiskSteps:
             with waiting_loops():
                 loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": targets})["state"]
         except Exception as error:
-            raise self._unreadable(step, "arrays", error) from error
+            raise self._unreadable_error(step, "arrays", error) from error
         return {name: loaded[name] for name in like}
 
-    def _unreadable(self, step: int, part: str, error: Exception) -> Exception:
+    def _unreadable_error(self, step: int, part: str, error: Exception) -> Exception:
         """Returns CheckpointError for a damaged step, MachineError if a possibly intact step cannot be read now."""
         cause = root_cause(error)
         if any(os.strerror(code) in cause for code in _TRANSIENT):
@@ -76,7 +76,7 @@ class DiskSteps:
             )
         return CheckpointError(f"its {part} cannot be read ({cause})")
 
-    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> DiskWriter:
+    def open_writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> DiskWriter:
         del lock  # this process holds the lock of the run directory until it ends
         return DiskWriter(self, all_damaged)
 
@@ -119,10 +119,10 @@ class DiskWriter:
     def wait(self) -> None:
         self._orbax.wait()
 
-    def present(self) -> list[int]:
-        return self._steps.committed()
+    def known_steps(self) -> list[int]:
+        return self._steps.list_steps()
 
-    def limit_time(self, seconds: float) -> None:
+    def limit_save_time(self, seconds: float) -> None:
         """No-op: writes to a local disk are not retried."""
 
     def discard_unfinished(self) -> None:
@@ -171,10 +171,10 @@ class DiskWriter:
                 self._orbax = _open(self.directory, cleanup=cleanup)
         except Exception as error:
             bad: dict[int, CheckpointError] = {}
-            steps = self._steps.committed()
+            steps = self._steps.list_steps()
             for step in steps:
                 try:
-                    self._steps.record(step)
+                    self._steps.read_record(step)
                 except CheckpointError as problem:
                     bad[step] = problem
             if len(bad) == len(steps):

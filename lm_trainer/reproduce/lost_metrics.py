@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
+from lm_trainer.checkpoint.store import CheckpointError, list_steps, read_record
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers.json_lines import parse
@@ -34,7 +34,7 @@ def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
     Returns:
         The missing lines; None if no checkpoint is readable, or its version recorded no lines.
     """
-    saved = committed_steps(checkpoints)
+    saved = list_steps(checkpoints)
     try:
         series = read_record(checkpoints, saved[-1]).get(SERIES) if saved else None
     except CheckpointError:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
+from lm_trainer.checkpoint.store import CheckpointError, list_steps, read_record
 from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
@@ -56,7 +56,7 @@ class RunRecord:
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
         checkpoints = checkpoints_of(path)
-        if not attempts or not (steps or committed_steps(checkpoints)):
+        if not attempts or not (steps or list_steps(checkpoints)):
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
@@ -99,7 +99,7 @@ class RunRecord:
 
     def saved(self) -> list[int]:
         """The steps with a checkpoint at present; a running run replaces its temporary ones."""
-        return committed_steps(self.checkpoints)
+        return list_steps(self.checkpoints)
 
     def checkpoint(self, step: int) -> dict[str, Any]:
         """Reads the JSON of a checkpoint; empty if it is missing or unreadable."""

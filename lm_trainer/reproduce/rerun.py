@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.checkpoint.digest import digests, hashes
+from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket import Bucket, StoragePath
@@ -80,7 +80,7 @@ class Rerun:
 
     def hashes(self) -> dict[str, str]:
         """The hash of each parameter, by name."""
-        return hashes(self.state.params)
+        return compute_hashes(self.state.params)
 
     def fingerprint(self) -> str | None:
         """The fingerprint the run should have recorded at this step; None if the checkpoint has no hash chain."""
@@ -88,7 +88,7 @@ class Rerun:
 
     def digests(self) -> dict[str, int]:
         """The checksum of every array in a checkpoint of this state, by name."""
-        return digests(saved_arrays(self.state, self.run.setup))
+        return compute_checksums(saved_arrays(self.state, self.run.setup))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore, committed_steps, root_cause
+from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore, list_steps, root_cause
 from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
 from tests.checkpoint.steps import (
@@ -79,20 +79,20 @@ def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(directory: P
 def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: Path) -> None:
     config = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10),))
     saved(directory, 3, 7, 10, 12, 20, 23, 25, config=config).close()
-    assert committed_steps(directory) == [10, 20, 25]
+    assert list_steps(directory) == [10, 20, 25]
     assert not [p.name for p in directory.iterdir() if p.name.startswith(".trash")]
 
 
 def test_two_temporary_checkpoints_remain_between_saves_and_after_a_kill(directory: Path) -> None:
     killed = saved(directory, 3, 5, 7)
     killed.wait()
-    assert committed_steps(directory) == [5, 7]
+    assert list_steps(directory) == [5, 7]
     # Not closed, as after a kill.
     resumed = saved(directory, 9)
     resumed.wait()
-    assert committed_steps(directory) == [7, 9]
+    assert list_steps(directory) == [7, 9]
     resumed.close()
-    assert committed_steps(directory) == [9]
+    assert list_steps(directory) == [9]
     killed.close()
 
 
@@ -113,7 +113,7 @@ def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) 
     saved(directory, 3).close()
     config = NEVER.model_copy(update={"delete_old_temp_checkpoints": False})
     saved(directory, 5, 7, config=config).close()
-    assert committed_steps(directory) == [3, 7]
+    assert list_steps(directory) == [3, 7]
 
 
 def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) -> None:
@@ -129,10 +129,10 @@ def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) ->
         assert f"rm -r {directory / '10'}" in (again.extra_permanent_note() or "")
         again.close()
     saved(directory, 30, 33, config=rare).close()
-    assert committed_steps(directory) == [10, 13, 20, 33]
+    assert list_steps(directory) == [10, 13, 20, 33]
     # Nor does a policy that asks for less make permanent what was saved as temporary.
     saved(directory, 34, config=every_ten).close()
-    assert committed_steps(directory) == [10, 13, 20, 34]
+    assert list_steps(directory) == [10, 13, 20, 34]
 
 
 def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
@@ -147,7 +147,7 @@ def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
         )
         saved(directory, 10, 20, 21, config=NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})).close()
     saved(directory, 22, 23).close()
-    assert committed_steps(directory) == [10, 20, 21, 23]
+    assert list_steps(directory) == [10, 20, 21, 23]
 
 
 def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> None:
@@ -157,10 +157,10 @@ def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> No
     for step in (22, 23):
         store.save(step, arrays(step, sharded(1)), {})
     store.close()
-    assert committed_steps(directory) == [20, 23]
+    assert list_steps(directory) == [20, 23]
     (directory / "20" / "_CHECKPOINT_METADATA").write_text(SPOILT)
     saved(directory, 24, config=config).close()
-    assert committed_steps(directory) == [24]
+    assert list_steps(directory) == [24]
     assert (directory / "10.corrupt").is_dir()
     assert (directory / "20.corrupt").is_dir()
 
@@ -176,7 +176,7 @@ def test_without_any_good_step_nothing_starts_over(directory: Path, how: str) ->
     for _ in range(2):
         with pytest.raises(MachineError, match=r"no checkpoint can be used, and nothing was changed:\n  step"):
             CheckpointStore(directory, NEVER).restore(like(sharded(8)))
-        assert committed_steps(directory) == [1, 2]
+        assert list_steps(directory) == [1, 2]
 
 
 def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch
     now = time.time()
     for jump in (-86400, 86400):
         monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
-        assert not store.due(5)
+        assert not store.is_due(5)
 
 
 def test_a_clock_that_jumps_ends_no_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,13 +192,13 @@ def test_a_clock_that_jumps_ends_no_save(directory: Path, monkeypatch: pytest.Mo
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 86400 * next(days))
     saved(directory, 3, 6).close()
-    assert committed_steps(directory) == [6]
+    assert list_steps(directory) == [6]
 
 
 def test_when_a_checkpoint_is_due(directory: Path) -> None:
     store = CheckpointStore(directory, CheckpointerConfig(keep=(KeepEvery(every=10),)))
-    assert [step for step in range(25) if store.due(step)] == [10, 20]
-    assert CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(0)})).due(1)
+    assert [step for step in range(25) if store.is_due(step)] == [10, 20]
+    assert CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(0)})).is_due(1)
 
 
 def damage(step: Path, how: str) -> None:
@@ -230,7 +230,7 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
     assert (directory / "2.corrupt").is_dir()
     store.save(2, arrays(2, sharded(8)), {})
     store.close()
-    assert committed_steps(directory) == [1, 2]
+    assert list_steps(directory) == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["index", "bit", "half deleted"])
@@ -281,7 +281,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> No
         assert restored.record["note"] == f"step {restored.step}", file
         store.save(3, arrays(3, sharded(1)), {})
         store.close()
-        assert 3 in committed_steps(directory)
+        assert 3 in list_steps(directory)
         used.append(restored.step)
         shutil.rmtree(directory)
         shutil.copytree(pristine, directory)
@@ -314,7 +314,7 @@ def test_a_machine_that_cannot_read_now_is_no_damage(
     with pytest.raises(MachineError, match=rf"checkpoints/6: its arrays cannot be read now \(.*{os.strerror(code)}"):
         store.restore(like(sharded(8)))
     monkeypatch.undo()
-    assert committed_steps(directory) == [3, 6]
+    assert list_steps(directory) == [3, 6]
     restored = store.restore(like(sharded(8)))
     assert restored is not None
     assert restored.step == 6
@@ -333,7 +333,7 @@ def test_another_model_is_refused_by_name_and_nothing_is_moved(directory: Path) 
         CheckpointStore(directory, NEVER).restore(other)
     assert "params.w: the checkpoint has float32[64,32], the configuration asks for float32[64,48]" in str(caught.value)
     assert "params.new: the checkpoint has nothing" in str(caught.value)
-    assert committed_steps(directory) == [4]
+    assert list_steps(directory) == [4]
 
 
 def test_a_step_that_does_not_exist(directory: Path) -> None:
@@ -358,8 +358,8 @@ def test_a_directory_that_vanishes_is_not_made_again(directory: Path) -> None:
     directory.mkdir()
     with pytest.raises(MachineError, match="removed or replaced"):
         store.save(6, arrays(6, sharded(8)), {})
-    assert committed_steps(gone) == [3]
-    assert committed_steps(directory) == []
+    assert list_steps(gone) == [3]
+    assert list_steps(directory) == []
 
 
 @pytest.fixture

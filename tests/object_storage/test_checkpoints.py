@@ -9,7 +9,7 @@ import pytest
 
 from lm_trainer.checkpoint.in_bucket import record_key
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.checkpoint.store import CheckpointStore, list_steps
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.key_values import MISSING
@@ -38,7 +38,7 @@ def test_what_was_saved_comes_back_on_any_mesh(bucket: Bucket, devices: int) -> 
 def test_policies_keep_the_same_steps_as_on_disk(bucket: Bucket) -> None:
     config = CheckpointerConfig(keep=(KeepEvery(every=10),))
     saved(bucket, 10, 15, 20, 23, config=config).close()
-    assert committed_steps(bucket) == [10, 20, 23]
+    assert list_steps(bucket) == [10, 20, 23]
     assert data_of(bucket) == {"10", "20", "23"}
 
 
@@ -54,7 +54,7 @@ def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Buck
     content = bucket.read(record_key(7))
     assert content is not None
     bucket.delete(record_key(7))
-    assert committed_steps(bucket) == []
+    assert list_steps(bucket) == []
     CheckpointStore(bucket, NEVER).close()
     assert bucket.list("arrays") == []
 
@@ -78,7 +78,7 @@ def test_damaged_arrays_are_named_and_the_step_before_is_used(
     assert restored is not None
     assert restored.step == 4
     assert "checkpoint 6 cannot be used" in caplog.text
-    assert committed_steps(bucket) == [4]
+    assert list_steps(bucket) == [4]
     # Kept for whoever wants to look, also by later attempts.
     CheckpointStore(bucket, NEVER).close()
     assert data_of(bucket) == {"4", "6"}
@@ -107,9 +107,9 @@ def test_a_save_that_failed_is_known_when_it_is_asked_for(bucket: Bucket, monkey
     assert store._saving is not None
     store._saving.exception()
     with pytest.raises(MachineError, match=r"a checkpoint could not be written: .*no more room.*\[1\] are untouched"):
-        store.poll()
+        store.check_for_errors()
     monkeypatch.undo()
-    assert committed_steps(bucket) == [1]
+    assert list_steps(bucket) == [1]
 
 
 def fail(*args: object, **kwargs: object) -> None:

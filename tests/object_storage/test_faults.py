@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.checkpoint.store import CheckpointStore, list_steps
 from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import EXIT_CONFIG, MachineError, Preempted, UserError
@@ -49,7 +49,7 @@ def test_saves_reads_and_deletions_get_through_faults_that_pass(behind: Bucket, 
     assert equal(store, 3)
     store.close()
     proxy.fault = None
-    assert committed_steps(behind) == [3]
+    assert list_steps(behind) == [3]
     assert {name.split("-")[0] for name in behind.list("arrays")} == {"3"}
 
 
@@ -71,13 +71,13 @@ def test_a_save_that_does_not_get_through_is_told_and_leaves_the_one_before(
     saving = store._saving
     assert saving is not None
     while not saving.done():
-        store.poll()
+        store.check_for_errors()
         time.sleep(0.05)
     with pytest.raises(MachineError, match="could not be written") as raised:
-        store.poll()
+        store.check_for_errors()
     assert len(str(raised.value).splitlines()) == 1
     proxy.fault = None
-    assert committed_steps(behind) == [1]
+    assert list_steps(behind) == [1]
     assert equal(store, 1)
     # The same process may try again, since nothing is left in the way.
     store.save(2, arrays(2, sharded(8)), {})
@@ -99,7 +99,7 @@ def test_after_a_stop_signal_a_save_ends_within_the_grace_period(behind: Bucket,
         store.wait()
     assert time.monotonic() - started < 60
     proxy.fault = None
-    assert committed_steps(behind) == [1]
+    assert list_steps(behind) == [1]
 
 
 @pytest.mark.parametrize("fault", [refuse(403), only(refuse(403), "GET", path="arrays/")])

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint import digest
-from lm_trainer.checkpoint.digest import digests, hashes
+from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes
 from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
 
 
@@ -57,9 +57,9 @@ def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.Monkey
     cut = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, PartitionSpec()))) for n, x in arrays.items()}
     expected = {name: numpy_hash(x) for name, x in arrays.items()}
     checksums = {name: numpy_checksum(x) for name, x in arrays.items()}
-    assert hashes({name: jnp.asarray(x) for name, x in arrays.items()}) == expected
-    assert hashes(cut) == hashes(arrays) == expected
-    assert digests(cut) == digests(arrays) == checksums
+    assert compute_hashes({name: jnp.asarray(x) for name, x in arrays.items()}) == expected
+    assert compute_hashes(cut) == compute_hashes(arrays) == expected
+    assert compute_checksums(cut) == compute_checksums(arrays) == checksums
 
     # What one linear sum misses: the signs of two elements.
     x = arrays["a"]
@@ -68,8 +68,8 @@ def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.Monkey
     swapped = x.copy()
     swapped[0, 0], swapped[7, 5] = x[7, 5], x[0, 0]
     found = {name: jnp.asarray(y) for name, y in {"x": x, "flipped": flipped, "swapped": swapped}.items()}
-    assert digests(found)["x"] == digests(found)["flipped"]
-    assert len({*hashes(found).values()}) == 3
+    assert compute_checksums(found)["x"] == compute_checksums(found)["flipped"]
+    assert len({*compute_hashes(found).values()}) == 3
 
 
 def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> None:

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 import pytest
 
-from lm_trainer.checkpoint.store import committed_steps, read_record
+from lm_trainer.checkpoint.store import list_steps, read_record
 from lm_trainer.core.errors import Preempted, UserError
 from lm_trainer.run.trainer import Trainer
 from tests.run.own_model import OPTIMIZER, ROWS, SEQ, STEPS, VOCAB, Bigrams, loss, settings
@@ -76,7 +76,7 @@ def test_a_resume_goes_on_where_the_loader_was(tmp_path: Path, kind: str) -> Non
         run(tmp_path / "b", kind, stop_after=2)
     (checkpoints,) = (tmp_path / "b/checkpoints").iterdir()
     # The hook asks in step 2, which ends before it is noticed.
-    assert committed_steps(checkpoints)[-1] == 3
+    assert list_steps(checkpoints)[-1] == 3
     (state,) = read_record(checkpoints, 3)["loader"]
     assert len(str(state)) < 2000
     again = run(tmp_path / "b", kind)

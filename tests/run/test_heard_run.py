@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.morse import Morse
@@ -120,7 +120,7 @@ class Killed(Progress):
         if step < 2:
             return
         deadline = time.monotonic() + 60
-        while not committed_steps(Path("checkpoints/killed")) and time.monotonic() < deadline:
+        while not list_steps(Path("checkpoints/killed")) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 

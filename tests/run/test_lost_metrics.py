@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, read_record
+from lm_trainer.checkpoint.store import CheckpointStore, list_steps, read_record
 from lm_trainer.core.errors import MachineError, Preempted
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.checkpoints import SERIES
@@ -111,7 +111,7 @@ def test_lost_lines_are_named_at_every_start_until_they_are_back(capfd: pytest.C
 def test_a_run_directory_that_vanishes_is_named_at_once_and_at_the_next_start() -> None:
     with pytest.raises(MachineError, match=r"metrics.jsonl was removed or replaced while the run wrote it"):
         train(at={4: lambda: shutil.rmtree("logs")})
-    assert committed_steps(CHECKPOINTS) == [3]
+    assert list_steps(CHECKPOINTS) == [3]
     (gap,) = train()
     assert "lacks lines that were there at the checkpoint of step 3: train/loss of 1 to 3; fingerprint of 3" in gap
     assert logged_losses() == [*range(4, 9)]
@@ -120,7 +120,7 @@ def test_a_run_directory_that_vanishes_is_named_at_once_and_at_the_next_start() 
 def test_a_file_that_is_renamed_is_named_before_the_next_checkpoint() -> None:
     with pytest.raises(MachineError, match=r"metrics.jsonl was removed or replaced"):
         train(at={4: lambda: METRICS.rename("elsewhere.jsonl")})
-    assert committed_steps(CHECKPOINTS) == [3]
+    assert list_steps(CHECKPOINTS) == [3]
 
 
 def test_a_tracker_that_lost_lines_gets_them_and_is_named(capfd: pytest.CaptureFixture) -> None:

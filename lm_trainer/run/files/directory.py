@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.config.render import to_yaml
 from lm_trainer.core.bucket import Bucket, StoragePath, read_json, storage_path
 from lm_trainer.core.bucket_files import staging_directory
@@ -203,7 +203,7 @@ class RunDirectory:
                 f"warning: {self.path / name} was missing, and is back from the copy beside the checkpoints"
             )
         missing = [name for name in _EFFECTS if not (self.path / name).exists()]
-        if missing and committed_steps(self.checkpoints):
+        if missing and list_steps(self.checkpoints):
             self.notes += [
                 f"warning: {self.path / name} is missing, and there is no copy: {_EFFECTS[name]}" for name in missing
             ]

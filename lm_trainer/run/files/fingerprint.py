@@ -32,7 +32,7 @@ def fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
 
     Args:
         chain: hash chain over all steps, from `extend_chain`.
-        hashes: parameter name -> hash, from `lm_trainer.checkpoint.digest.hashes`.
+        hashes: parameter name -> hash, from `lm_trainer.checkpoint.digest.compute_hashes`.
     """
     lines = [chain, *(f"{name} {hashes[name]}" for name in sorted(hashes))]
     return _digest("\n".join(lines).encode())

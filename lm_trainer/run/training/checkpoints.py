@@ -81,7 +81,7 @@ class Checkpoints:
 
     def overdue(self) -> bool:
         """True if the time for a temporary checkpoint has come, by the clock of this process."""
-        return self._store.overdue()
+        return self._store.is_overdue()
 
     def save(self, state: TrainState, *, keep: bool = False) -> None:
         """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises like `save_state`, and for
@@ -113,7 +113,7 @@ class Checkpoints:
 
     def poll(self) -> None:
         """Raises `MachineError` if the save in progress has failed, or another process has taken over the run."""
-        self._store.poll()
+        self._store.check_for_errors()
 
     def start_grace_period(self) -> None:
         """Limits remaining saves to the grace period after a stop signal, if the storage has one."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lm_trainer.checkpoint.digest import hashes
+from lm_trainer.checkpoint.digest import compute_hashes
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.profile.meter import Meter
@@ -169,7 +169,7 @@ class MetricLogger:
 
     def record_fingerprint(self, state: TrainState) -> dict[str, Any]:
         """Logs the fingerprint of a state with recorded metrics; returns the values to save in its checkpoint."""
-        param_hashes = hashes(state.params)
+        param_hashes = compute_hashes(state.params)
         digest = fingerprint(self.chain, param_hashes)
         self._trackers.log_record({"fingerprint": digest}, step=state.step)
         return {"fingerprint": digest, "chain": self.chain, "hashes": param_hashes}

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lm_trainer.checkpoint.digest import digests
-from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
+from lm_trainer.checkpoint.digest import compute_checksums
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, list_steps, read_record
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
@@ -82,7 +82,7 @@ def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
     # If the base run continues training, its newest checkpoint would change between attempts.
     if (pinned := _recorded_step(store)) is not None:
         return Base(directory, pinned)
-    return Base(directory, max(committed_steps(directory), default=None) if step is None else step)
+    return Base(directory, max(list_steps(directory), default=None) if step is None else step)
 
 
 def _recorded_step(store: CheckpointStore) -> int | None:
@@ -138,7 +138,7 @@ def _check_same_model(directory: StoragePath, actual: Mapping[str, Any], expecte
 def frozen_digest(frozen: Mapping[str, Any]) -> str:
     """Returns 16 hex digits identifying a set of frozen parameters, independent of the sharding."""
     # A hash of the digests, which are computed on the shards without gathering the arrays.
-    text = json.dumps(digests(frozen), sort_keys=True)
+    text = json.dumps(compute_checksums(frozen), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_step
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, list_steps, read_step
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
@@ -164,7 +164,7 @@ def _other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restore
     directory, requested = find_checkpoints(path)
     problems = []
     # A requested step is used or refused; without one, an older step may be used.
-    for step in [requested] if requested is not None else reversed(committed_steps(directory)):
+    for step in [requested] if requested is not None else reversed(list_steps(directory)):
         try:
             return read_step(directory, step, expected_arrays(setup), partial=partial)
         except CheckpointError as error:

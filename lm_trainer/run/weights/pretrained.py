@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 from pydantic import ValidationError
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
@@ -109,7 +109,7 @@ def published_settings(
         checkpoints: checkpoint directory of the run, which contains the settings after its first attempt.
     """
     # A resumed run does not need its original start.
-    if committed_steps(checkpoints):
+    if list_steps(checkpoints):
         return read_settings(checkpoints)
     if start is not None:
         return start.settings(tokenizer)
@@ -160,7 +160,7 @@ def _resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | Non
         return None
     if isinstance(checkpoints, Bucket):
         checkpoints.probe("trainer.checkpointer.base_path")
-    if not committed_steps(checkpoints):
+    if not list_steps(checkpoints):
         return None
     if config.use_hf_model_config:
         config = _with_model(config, read_config(checkpoints).model)

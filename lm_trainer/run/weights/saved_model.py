@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, list_steps, read_record, read_step
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import MachineError, UserError
@@ -88,7 +88,7 @@ def load_model(
     directory, named_step = find_checkpoints(run)
     config = read_config(directory)
     _compare_config(directory, config)
-    steps = committed_steps(directory)
+    steps = list_steps(directory)
     requested = step if step is not None else named_step
     if not steps or (requested is not None and requested not in steps):
         description = f"checkpoint of step {requested}" if requested is not None else "checkpoint"
@@ -110,7 +110,7 @@ def read_vocabulary(run: str | StoragePath) -> tuple[int, Tokenizer]:
         UserError: as in `load_model`.
     """
     directory, step = find_checkpoints(run)
-    for candidate in [step] if step is not None else reversed(committed_steps(directory)):
+    for candidate in [step] if step is not None else reversed(list_steps(directory)):
         with contextlib.suppress(CheckpointError):
             record = read_record(directory, candidate)
             return record["vocab_size"], load_tokenizer(local_copy(directory, TOKENIZER) / TOKENIZER)

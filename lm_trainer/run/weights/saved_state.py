@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.checkpoint.digest import not_finite
+from lm_trainer.checkpoint.digest import find_non_finite
 from lm_trainer.checkpoint.store import CheckpointStore, Restored
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
@@ -31,7 +31,7 @@ def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, 
         NonFiniteError: if a parameter has a non-finite value, from which training could not continue.
         MachineError: if this or the previous save failed.
     """
-    if bad := not_finite(state.params):
+    if bad := find_non_finite(state.params):
         raise NonFiniteError(
             f"after step {state.step} {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} "
             f"{'are' if len(bad) > 1 else 'is'} not finite, so no checkpoint was written of it (there are: "
