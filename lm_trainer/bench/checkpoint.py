@@ -18,7 +18,7 @@ from lm_trainer.core.files import local_path, make_writable
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.run.weights.saved_state import save_state, saved_arrays
 
@@ -29,7 +29,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
     Alternates `steps` training steps, as many with a save before the first, and a plain write of as many bytes.
 
     Raises:
-        UserError: as `configured_setup`, or if the directory cannot be written.
+        UserError: as `configure_and_build_setup`, or if the directory cannot be written.
     """
     base = local_path(config.trainer.checkpointer.base_path)
     # Innermost first.
@@ -59,7 +59,7 @@ class _Run:
     """A run that trains, saves and restores on command."""
 
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
-        self._program, vocab_size = configured_setup(config)
+        self._program, vocab_size = configure_and_build_setup(config)
         step = self._program.step
         batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
         step.compile(batch)

@@ -14,7 +14,7 @@ from lm_trainer.data.dataset import Data
 from lm_trainer.profile.timing import Measured, Spread, si
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
@@ -27,12 +27,12 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     Text without a cache is tokenised first, into the cache training uses.
 
     Raises:
-        UserError: for missing or damaged data, or as `configured_setup`.
+        UserError: for missing or damaged data, or as `configure_and_build_setup`.
     """
     config = resolve_model(config, "bench")
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
     with closing(data):
-        setup, _ = configured_setup(config, data.tokenizer.vocab_size)
+        setup, _ = configure_and_build_setup(config, data.tokenizer.vocab_size)
         tokens = config.trainer.batch_schedule.at(0) * config.model.seq_len
         wall, cpu, waits, steps = [], [], [], []
         train = _trainer(setup)

@@ -13,7 +13,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.step.dispatch.memory import bytes_per_device
 from lm_trainer.step.state.train_state import TrainState
@@ -26,15 +26,15 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     """Compiles the gradient for each way to save memory, reads XLA's memory analysis, and times all of them.
 
     Raises:
-        UserError: as `configured_setup`.
+        UserError: as `configure_and_build_setup`.
     """
-    setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
+    setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     rows, seq_len = setup.step.local_rows(), config.model.seq_len
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
     state = setup.init()
     plan = setup.step.plans.at(0)
     variants = dict(_variants(with_resolved_gather(config, vocab_size), plan.rows * seq_len))
-    programs = {name: configured_setup(variant, vocab_size)[0] for name, variant in variants.items()}
+    programs = {name: configure_and_build_setup(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
     # Untimed, because the first call allocates.

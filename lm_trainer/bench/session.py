@@ -16,7 +16,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.step.dispatch.executable import Executable, Executables
@@ -60,7 +60,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     Raises:
         UserError: if the devices or the sharding rules do not fit.
     """
-    setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
+    setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     config = with_resolved_gather(config, vocab_size)
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = setup.step.local_rows()

@@ -100,7 +100,7 @@ def _measure() -> None:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.dry_run import configured_setup
+    from lm_trainer.run.dry_run import configure_and_build_setup
 
     marks = {"imports": time.time() - started}
     events: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def _measure() -> None:
 
     config = RunConfig.model_validate_json(sys.stdin.read())
     phase_start = time.time()
-    program, vocab_size = configured_setup(config)
+    program, vocab_size = configure_and_build_setup(config)
     batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
     program.step.compile(batch)
     phase_start = mark("compile", phase_start)

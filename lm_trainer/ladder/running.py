@@ -17,7 +17,7 @@ from lm_trainer.profile.matmul import MatmulProbe
 from lm_trainer.profile.mfu import measure
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.files.records import RUN, identity_of, read_run_record
+from lm_trainer.run.files.records import RUN, read_run_record, recorded_identity
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress
@@ -51,7 +51,7 @@ def run_rung(
 def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     if not (folder / RUN).exists():
         return False
-    identity = identity_of(read_run_record(folder), folder)
+    identity = recorded_identity(read_run_record(folder), folder)
     config = config_with_recorded_keys(config, identity)
     expected = numeric_identity(config)
     if differences := changes(identity, expected, config):

@@ -18,7 +18,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.reproduce.lost_metrics import lost_lines
 from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config.run_config import RunConfig, changed_keys
-from lm_trainer.run.files.find_run import checkpoints_of, find_run
+from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.files.records import read_attempts, read_run_record
 from lm_trainer.run.weights.saved_model import read_config
@@ -162,7 +162,7 @@ def _verification(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gaps(path: Path, run_id: str) -> list[str]:
-    checkpoints = checkpoints_of(path)
+    checkpoints = find_checkpoints_of_run(path)
     lost = lost_lines(path, checkpoints) if isinstance(checkpoints, Path) else None
     return lost.named(path, run_id) if lost else []
 

@@ -15,8 +15,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.safe_names import check_name, path_inside
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.files.find_run import checkpoints_of, find_run, run_start_directory
-from lm_trainer.run.files.records import RUN, identity_of, read_attempts, read_run_record
+from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run, run_start_directory
+from lm_trainer.run.files.records import RUN, read_attempts, read_run_record, recorded_identity
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")
@@ -55,14 +55,14 @@ class RunRecord:
             # A step has several lines: metrics, evaluation, fingerprint of its checkpoint.
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
-        checkpoints = checkpoints_of(path)
+        checkpoints = find_checkpoints_of_run(path)
         if not attempts or not (steps or list_steps(checkpoints)):
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
             check_name(content.get("id", path.name), path / RUN),
             checkpoints,
-            identity_of(content, path),
+            recorded_identity(content, path),
             content.get("changes", []),
             attempts,
             {step: {k: v for k, v in steps[step].items() if k not in _IGNORED} for step in sorted(steps)},

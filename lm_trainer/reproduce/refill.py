@@ -14,7 +14,7 @@ from lm_trainer.core.files import write_atomically
 from lm_trainer.reproduce.lost_metrics import Missing, lost_lines
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
-from lm_trainer.run.files.directory import locked
+from lm_trainer.run.files.directory import lock_directory
 from lm_trainer.run.training.batches import DataWait
 from lm_trainer.run.training.evaluations import Evaluations, named_sets
 from lm_trainer.run.training.metrics import evaluation_metrics
@@ -90,7 +90,7 @@ def refill(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progre
         UserError: if the run is in progress, or its steps are not reproduced here (then no file is written), or as
             `rerun`.
     """
-    with locked(record.path):
+    with lock_directory(record.path):
         missing = missing_lines(record)
         lines, proved = _Lines(), []
         for start, end in itertools.pairwise(sorted({record.start, *record.saved()})):

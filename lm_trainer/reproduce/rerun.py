@@ -22,8 +22,8 @@ from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.environment import pinned_cpu_threads
-from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
+from lm_trainer.run.files.environment import num_cpu_threads_to_repeat
+from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.train import PreparedRun, prepare
 from lm_trainer.run.training.hooks import scalar
 from lm_trainer.run.training.metrics import step_metrics
@@ -84,7 +84,7 @@ class Rerun:
 
     def fingerprint(self) -> str | None:
         """The fingerprint the run should have recorded at this step; None if the checkpoint has no hash chain."""
-        return None if self._chain is None else fingerprint(self._chain, self.hashes())
+        return None if self._chain is None else compute_fingerprint(self._chain, self.hashes())
 
     def digests(self) -> dict[str, int]:
         """The checksum of every array in a checkpoint of this state, by name."""
@@ -122,7 +122,7 @@ def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) 
     Call it before JAX's backends start, which reading a checkpoint does.
     """
     configure_jax(
-        trainer.jax_config, trainer.jax_compilation_cache_dir, pinned_cpu_threads(trainer, record.attempt(step))
+        trainer.jax_config, trainer.jax_compilation_cache_dir, num_cpu_threads_to_repeat(trainer, record.attempt(step))
     )
 
 

@@ -14,7 +14,7 @@ from lm_trainer.core.files import append_line
 from lm_trainer.core.safe_names import path_inside
 from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, rerun
-from lm_trainer.run.files.environment import environment, environment_differences
+from lm_trainer.run.files.environment import describe_environment, environment_differences
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.jsonl import encode
 
@@ -82,7 +82,7 @@ def environment_changes(record: RunRecord, chosen: Sequence[Segment], overrides:
     """Differences between this environment and the segments' environments that may change bits."""
     # First: sets the run's number of XLA threads, which is part of the environment.
     configure_as_recorded(record, record.config(record.last, overrides).trainer, record.last)
-    current = environment()
+    current = describe_environment()
     changes = [change for segment in chosen for change in environment_differences(record.attempt(segment.end), current)]
     return list(dict.fromkeys(changes))
 
@@ -167,7 +167,7 @@ def append_result(record: RunRecord, segments: Sequence[Segment], seed: int) -> 
         "seed": seed,
         "equal": not any(segment.difference for segment in segments),
         "segments": [asdict(segment) | {"difference": _plain(segment.difference)} for segment in segments],
-        "devices": environment()["devices"],
+        "devices": describe_environment()["devices"],
     }
     try:
         append_line(path_inside(record.path, VERIFIED, record.path), json.dumps(encode(line)).encode())

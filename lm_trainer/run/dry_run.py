@@ -11,7 +11,7 @@ from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.setup import TrainingSetup, build_setup, check_devices
 from lm_trainer.run.build.startup_notes import configuration_warnings, describe_mesh, schedule_notes
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.directory import run_id
+from lm_trainer.run.files.directory import choose_run_id
 from lm_trainer.run.weights.adapters import describe_size, training_flops
 from lm_trainer.run.weights.pretrained import find_start
 from lm_trainer.run.weights.vocabulary import find_vocabulary
@@ -26,13 +26,13 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         UserError: if the devices, the sharding rules or the initial Hugging Face checkpoint do not fit, a file or the
             tokenizer is missing, or the requested attention backend is not available here.
     """
-    run = run_id(config, name)
+    run = choose_run_id(config, name)
     start = find_start(config, run)
     config = config if start is None else start.config
     if missing := [f"data.{key}: {reason}" for key, reason in missing_data(config.data, network=True)]:
         raise ConfigError(missing)
     vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
-    setup, _ = configured_setup(config, vocab_size)
+    setup, _ = configure_and_build_setup(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     check_attention(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
@@ -59,7 +59,7 @@ def check_attention(config: RunConfig, vocab_size: int, platform: str) -> None:
     check_backends(config.model.spec(vocab_size).blocks, metadata)
 
 
-def configured_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
+def configure_and_build_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
     """Configures JAX, and returns the program of a configuration and its vocabulary size.
 
     Args:

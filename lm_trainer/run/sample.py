@@ -32,7 +32,7 @@ def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: Trai
         prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
     else:
         prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
-    weights = list(setup.weights(state).values())[-1]
+    weights = list(setup.weights_to_evaluate(state).values())[-1]
     params = local_params(setup, weights)
     tokens = generate(
         setup.model.merge(params),
@@ -50,7 +50,7 @@ def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: Trai
 
 def _sample_transcription(setup: TrainingSetup, data: Data, state: TrainState, row: Batch) -> str:
     """Returns the transcript of a recording, and the model's transcription of it."""
-    weights = list(setup.weights(state).values())[-1]
+    weights = list(setup.weights_to_evaluate(state).values())[-1]
     model: Any = setup.model.merge(local_params(setup, weights))
     # The prompt is the tokens before the first one with a loss weight.
     count = int(np.argmax(row.weights[0] > 0)) + 1

@@ -26,7 +26,7 @@ from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
 from lm_trainer.run.build.startup_notes import recomputation_note, schedule_notes
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.directory import run_id
+from lm_trainer.run.files.directory import choose_run_id
 from lm_trainer.run.sample import draw_sample
 from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.summary import Summary
@@ -162,7 +162,7 @@ def prepare(
 
     All checks that need no data are made before text is tokenised, which may take hours.
     """
-    name = run_id(config, name)
+    name = choose_run_id(config, name)
     pretrained = find_start(config, name)
     # The checkpoint may determine the model section, so it is read before planning.
     if pretrained is not None:

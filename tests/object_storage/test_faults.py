@@ -205,6 +205,6 @@ def test_a_run_asks_first_whether_its_bucket_can_be_used(proxy: Proxy, tmp_path:
     directory, started = RunDirectory(trainer, RunConfig(trainer=trainer), "run"), time.monotonic()
     # The threads of the attempt before are the first that is read, and reading is repeated for minutes.
     with pytest.raises(UserError, match=r"the clock of this machine is wrong; set it.*base_path") as raised:
-        directory.cpu_threads(trainer)
+        directory.num_cpu_threads(trainer)
     assert raised.value.exit_code == EXIT_CONFIG
     assert time.monotonic() - started < 60

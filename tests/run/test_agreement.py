@@ -13,7 +13,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.start import agreement
-from lm_trainer.run.start.agreement import check_agreement, check_data, check_programs
+from lm_trainer.run.start.agreement import check_agreement, check_data_agreement, check_program_agreement
 from tests.conftest import StartLmt
 from tests.run.conftest import MakeConfig
 from tests.run.test_processes import free_port
@@ -95,28 +95,28 @@ def test_other_packages_and_devices_are_warned_of(others: Others) -> None:
 
 def test_different_programs_are_warned_of(others: Others) -> None:
     others(same, same)
-    assert check_programs("0123") == []
+    assert check_program_agreement("0123") == []
     others(same, lambda _: "4567")
-    (found,) = check_programs("0123")
+    (found,) = check_program_agreement("0123")
     assert "0123 in processes 0, 1, 4567 in process 2" in found
 
 
 def test_different_tokens_are_refused(others: Others) -> None:
     others(same, with_value("b", "tokens"))
     with pytest.raises(UserError, match="a in processes 0, 1, b in process 2"):
-        check_data({"tokens": "a", "sources": "s"})
+        check_data_agreement({"tokens": "a", "sources": "s"})
     others(lambda _: json.dumps({"tokens": "b"}))
     with pytest.raises(UserError, match="a in process 0, b in process 1"):
-        check_data("a")
+        check_data_agreement("a")
 
 
 def test_files_whose_tokens_are_not_known_yet_may_be_copies(others: Others) -> None:
     others(with_value("other times", "sources"))
-    assert check_data({"tokens": "a", "sources": "s"}) == []
-    (found,) = check_data({"sources": "s"})
+    assert check_data_agreement({"tokens": "a", "sources": "s"}) == []
+    (found,) = check_data_agreement({"sources": "s"})
     assert "s in process 0, other times in process 1" in found
     others(lambda _: json.dumps({"sources": "s"}))
-    assert check_data({"tokens": "a", "sources": "s"}) == []
+    assert check_data_agreement({"tokens": "a", "sources": "s"}) == []
 
 
 @pytest.mark.slow

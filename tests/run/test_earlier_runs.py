@@ -17,7 +17,7 @@ from lm_trainer.run.config.gather import LARGE_MODEL_PARAMS, resolve_gather, wit
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
-from lm_trainer.run.files.records import identity_of, read_run_record
+from lm_trainer.run.files.records import read_run_record, recorded_identity
 from lm_trainer.run.weights.saved_model import read_config
 from tests.conftest import Lmt
 from tests.run.conftest import MakeConfig
@@ -74,7 +74,7 @@ def test_a_run_without_newer_keys_goes_on_as_it_was_begun(
         return {key: trainer[key] if isinstance(trainer, dict) else getattr(trainer, key) for key in expected}
 
     assert values(read_config(in_tmp_path / "checkpoints" / "run").trainer) == expected
-    assert values(identity_of(read_run_record(run), run)["trainer"]) == expected
+    assert values(recorded_identity(read_run_record(run), run)["trainer"]) == expected
     # Written down with the first attempt, and kept by the next one, however the configuration spells it.
     for spelling in (determinism, "fast" if determinism == "fast" else "elastic"):
         assert values(go_on(determinism=spelling).trainer) == expected

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint import digest
 from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes
-from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
+from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 
 
 def mixed(x: int) -> int:
@@ -92,6 +92,8 @@ def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> Non
     assert len({reference, *other}) == 5
 
     found = {"a": "00", "b": "01"}
-    assert fingerprint(reference, found) == fingerprint(reference, dict(reversed(found.items())))
-    prints = [fingerprint(reference, h) for h in (found, {"a": "01", "b": "00"}, {"a": "00"}, {"a": "00", "c": "01"})]
-    assert len({*prints, fingerprint(other[0], found)}) == 5
+    assert compute_fingerprint(reference, found) == compute_fingerprint(reference, dict(reversed(found.items())))
+    prints = [
+        compute_fingerprint(reference, h) for h in (found, {"a": "01", "b": "00"}, {"a": "00"}, {"a": "00", "c": "01"})
+    ]
+    assert len({*prints, compute_fingerprint(other[0], found)}) == 5

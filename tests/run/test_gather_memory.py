@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.run.build.gather_memory import device_memory, plan_for_memory
+from lm_trainer.run.build.gather_memory import min_device_memory, plan_for_memory
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import setup_from_config
 from lm_trainer.run.config.run_config import RunConfig
@@ -83,4 +83,4 @@ def test_what_is_configured_stays(given: dict[str, object]) -> None:
 
 
 def test_a_cpu_does_not_say_how_much_memory_it_has() -> None:
-    assert device_memory() is None
+    assert min_device_memory() is None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.files.find_run import find_checkpoints, find_run, log_directories
+from lm_trainer.run.files.find_run import find_checkpoints, find_log_directories, find_run
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.trainer import Trainer
 from tests.conftest import Lmt
@@ -77,7 +77,7 @@ def test_runs_are_found_where_configurations_say() -> None:
     Path("configs/other.yaml").write_text("trainer: {log_dir: third}\n")
     Path("broken.yaml").write_text("a: [\n")
     Path("list.yaml").write_text("- 1\n")
-    assert log_directories() == [Path("logs"), Path("elsewhere/logs"), Path("third")]
+    assert find_log_directories() == [Path("logs"), Path("elsewhere/logs"), Path("third")]
     path = make_run(Path("elsewhere/logs/b"))
     assert find_run("b") == path.absolute()
     assert find_checkpoints("b") == (Path("elsewhere/checkpoints/b"), None)

@@ -27,7 +27,7 @@ def extend_chain(chain: str, step: int, loss: float, grad_norm: float) -> str:
     return _digest(chain.encode() + struct.pack("<q", step) + bits)
 
 
-def fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
+def compute_fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
     """Returns the fingerprint of the losses and gradient norms of all steps so far and of the current parameters.
 
     Args:

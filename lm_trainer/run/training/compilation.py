@@ -10,7 +10,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.artifacts import Artifacts
 from lm_trainer.run.files.directory import RunDirectory
-from lm_trainer.run.start.agreement import check_programs
+from lm_trainer.run.start.agreement import check_program_agreement
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.norms import Watcher
@@ -62,7 +62,7 @@ class Compilation:
         fingerprint = executable.fingerprint()
         self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
         if self._config.bitwise:
-            for note in check_programs(fingerprint):
+            for note in check_program_agreement(fingerprint):
                 self._progress.note(note)
         if not self._recorded:
             self._record(executable, step, fingerprint)

@@ -94,7 +94,7 @@ class Evaluations:
             self._tokens = self._open_tokens(held_out)
         if self._tokens is not None:
             self._progress.phase("computing the probabilities of tokens")
-            self._tokens.record(state.step, self._program.weights(state)[""])
+            self._tokens.record(state.step, self._program.weights_to_evaluate(state)[""])
             self._metrics.pause()
         groups = groups_of({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
         for weights, sums_by_set in sums.items():
@@ -110,7 +110,7 @@ class Evaluations:
         evaluate = self._program.evaluate
         self._progress.phase(f"evaluating{f' on {name}' if name else ''}")
         results = {}
-        for weights, params in self._program.weights(state).items():
+        for weights, params in self._program.weights_to_evaluate(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
             timed_batches = self._watchdog.timed(batches, f"the evaluation after step {state.step}")
             sums = evaluate.sums(params, timed_batches, _byte_counter(data))

@@ -100,7 +100,7 @@ class HfExports:
         # Read the metrics now, so that the model card reports the loss of this step and not of the previous one.
         metrics.flush()
         # The last set of weights is the one to export.
-        *_, weights = setup.weights(info.state).values()
+        *_, weights = setup.weights_to_evaluate(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
         params = _readable(weights)

@@ -15,7 +15,7 @@ from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.profile.meter import Meter
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
+from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.training.bad_batches import BadBatchDump
 from lm_trainer.run.training.hooks import StepInfo, scalar
 from lm_trainer.step.state.train_state import TrainState
@@ -170,7 +170,7 @@ class MetricLogger:
     def record_fingerprint(self, state: TrainState) -> dict[str, Any]:
         """Logs the fingerprint of a state with recorded metrics; returns the values to save in its checkpoint."""
         param_hashes = compute_hashes(state.params)
-        digest = fingerprint(self.chain, param_hashes)
+        digest = compute_fingerprint(self.chain, param_hashes)
         self._trackers.log_record({"fingerprint": digest}, step=state.step)
         return {"fingerprint": digest, "chain": self.chain, "hashes": param_hashes}
 

@@ -55,7 +55,7 @@ class TaskEvaluation:
         metrics.flush()
         progress.phase("asking the tasks of eval_harness")
         # The last set of weights is the one to export.
-        weights = [*setup.weights(info.state).values()][-1]
+        weights = [*setup.weights_to_evaluate(info.state).values()][-1]
         params = local_params(setup, weights)
         model = HarnessModel(
             setup.model.merge(params),

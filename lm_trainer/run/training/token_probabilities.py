@@ -19,7 +19,7 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.build.model import TokenNll
-from lm_trainer.run.build.setup import TrainingSetup, loss_in_stages
+from lm_trainer.run.build.setup import TrainingSetup, split_loss_into_stages
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES
@@ -48,7 +48,7 @@ class TokenProbabilities:
     def __init__(self, config: RunConfig, setup: TrainingSetup, held_out: EvalSet, directory: Path, tracker: Composite):
         trainer, mesh = config.trainer, setup.sharding.mesh
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
-        staged = loss_in_stages(loss, setup.model, mesh) if setup.gathers_layers else None
+        staged = split_loss_into_stages(loss, setup.model, mesh) if setup.gathers_layers else None
         self._documents = _documents(held_out, trainer.token_probabilities)
         # The smallest number of rows the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)

@@ -30,7 +30,7 @@ from lm_trainer.models.hf_stream import SourceSlice, read_block
 from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.directory import checkpoint_directory, run_id
+from lm_trainer.run.files.directory import checkpoint_directory, choose_run_id
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.hf_transfer import fetch_directory
 from lm_trainer.run.weights.saved_model import read_config, read_settings, read_vocabulary
@@ -132,7 +132,7 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
     """
     if not config.use_hf_model_config:
         return config
-    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run_id(config, name))):
+    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, choose_run_id(config, name))):
         return resumed.config
     directory = _locate(config, weights=False)
     return _with_model(config, _model_section(config, directory, *read_hf_config(directory))[0])

@@ -27,7 +27,7 @@ from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.files.records import identity_from_copy
+from lm_trainer.run.files.records import read_identity_from_copy
 from lm_trainer.step.state.inference_sharding import inference_shardings
 from lm_trainer.step.state.model_def import ModelDef
 
@@ -152,7 +152,7 @@ def _compare_config(directory: StoragePath, config: RunConfig) -> None:
     """Warns if config.yaml differs from the configuration in the record of the run next to it."""
     from lm_trainer.run.config.run_config import numeric_differences, numeric_identity
 
-    identity = identity_from_copy(directory)
+    identity = read_identity_from_copy(directory)
     if identity and (differences := numeric_differences(identity, numeric_identity(config), config)):
         logger.warning(
             "%s is not the configuration of the run, and was damaged or changed: %s",

@@ -46,7 +46,7 @@ def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, 
 
 def saved_arrays(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
     """Returns the arrays of a state to save, by their names in the checkpoint."""
-    *_, export = setup.weights(state).values()
+    *_, export = setup.weights_to_evaluate(state).values()
     params = {**state.params, **{name: state.frozen[name] for name in setup.model.constants}}
     averaged = {name: export[name] for name in params} if _exports_other_weights(setup) else None
     return _named(params, state.opt_state, averaged)
