@@ -79,8 +79,8 @@ def plan_for_memory(
     elif count < max_count:
         note(
             f"microbatches_per_gather={count}: a step needs {_format_gib(needed)} of the {_format_gib(limit)} of each "
-            f"device, and {_format_gib(full_bytes)} with all {max_count} microbatches of a device together. The numbers "
-            f"are the same"
+            f"device, and {_format_gib(full_bytes)} with all {max_count} microbatches of a device together. The "
+            f"numbers are the same"
         )
     return setup if chosen_trainer is trainer else make(chosen_trainer)
 

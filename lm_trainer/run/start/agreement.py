@@ -97,8 +97,8 @@ def check_program_agreement(program: str) -> list[str]:
         return []
     return [
         f"warning: the processes run different programs ({_list_processes_by_value(programs)}), so bits may depend on "
-        "where a microbatch is computed. GPUs choose kernels by timing them: let trainer.jax_compilation_cache_dir be a "
-        "directory that all processes see, from which they read those of process 0"
+        "where a microbatch is computed. GPUs choose kernels by timing them: let trainer.jax_compilation_cache_dir be "
+        "a directory that all processes see, from which they read those of process 0"
     ]
 
 
