@@ -46,9 +46,9 @@ def show(
 
     loaded = load_run(ctx, config, overrides)
     if decays:
-        from lm_trainer.run.weights.parameters import weight_decay
+        from lm_trainer.run.weights.parameters import weight_decay_mask
 
-        for name, decaying in weight_decay(loaded).items():
+        for name, decaying in weight_decay_mask(loaded).items():
             clean.echo(f"{'decays' if decaying else '-':8}{name}")
         return
     run = resolve(loaded.config, config)
@@ -79,9 +79,9 @@ def check(
     """
     loaded = load_run(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
-        from lm_trainer.run.weights.parameters import weight_decay
+        from lm_trainer.run.weights.parameters import weight_decay_mask
 
-        weight_decay(loaded)
+        weight_decay_mask(loaded)
     if (platform := _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")) is not None:
         from lm_trainer.run.dry_run import check_attention
 

@@ -20,7 +20,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
-from lm_trainer.run.weights.saved_state import save_state, saved_arrays
+from lm_trainer.run.weights.saved_state import arrays_to_save, save_state
 
 
 def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measured:
@@ -64,7 +64,7 @@ class _Run:
         batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
         step.compile(batch)
         self._placed, self._state, self._store, self.steps = step.put(batch), self._program.init(), store, steps
-        arrays = saved_arrays(self._state, self._program)
+        arrays = arrays_to_save(self._state, self._program)
         self.num_bytes = sum(x.nbytes for x in arrays.values())
         self._like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in arrays.items()}
         self.blocked: list[float] = []

@@ -29,7 +29,7 @@ from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_merged_model
-from lm_trainer.run.weights.local_params import local_params
+from lm_trainer.run.weights.local_params import gather_full_params
 from lm_trainer.run.weights.open_model import local_hf_directory
 from lm_trainer.run.weights.saved_model import LoadedModel, read_config
 from lm_trainer.step.evaluate import Evaluator
@@ -73,8 +73,8 @@ class EvalModel:
         return self.setup.evaluate
 
     def decoder(self) -> Decoder:
-        """The module with its parameters, from `local_params`."""
-        return self.setup.model.merge(local_params(self.setup, self.params))
+        """The module with its parameters, from `gather_full_params`."""
+        return self.setup.model.merge(gather_full_params(self.setup, self.params))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""

@@ -16,7 +16,7 @@ from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.run.files.directory import lock_directory
 from lm_trainer.run.training.batches import DataWait
-from lm_trainer.run.training.evaluations import Evaluations, named_sets
+from lm_trainer.run.training.evaluations import Evaluations, name_eval_sets
 from lm_trainer.run.training.metrics import evaluation_metrics
 from lm_trainer.step.updates.norms import Watcher
 from lm_trainer.step.updates.watch import Target
@@ -165,7 +165,7 @@ def _compute(
 def _evaluations(recomputed_run: Rerun, lines: _Lines) -> Evaluations:
     run, attempt = recomputed_run.run, recomputed_run.run.attempt
     wait = DataWait(attempt.stop, attempt.progress, attempt.watchdog, keep=lambda _: None)
-    sets = named_sets(run.data.validation())
+    sets = name_eval_sets(run.data.validation())
     return Evaluations(sets, run.config.trainer, run.setup, lines, wait, attempt.watchdog, attempt.progress)
 
 

@@ -24,11 +24,11 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.environment import num_cpu_threads_to_repeat
 from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
-from lm_trainer.run.train import PreparedRun, prepare
-from lm_trainer.run.training.hooks import scalar
+from lm_trainer.run.train import PreparedRun, prepare_run
+from lm_trainer.run.training.hooks import read_scalar
 from lm_trainer.run.training.metrics import step_metrics
 from lm_trainer.run.weights.saved_model import SETTINGS
-from lm_trainer.run.weights.saved_state import saved_arrays
+from lm_trainer.run.weights.saved_state import arrays_to_save
 from lm_trainer.step.base import Observer
 from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import Progress
@@ -73,7 +73,7 @@ class Rerun:
             self.program = program.step.compile(batch, step_index).fingerprint()
         self.state, metrics = program.take_step(self.state, batch, observer)
         self.batch = None
-        values = {name: scalar(x) for name, x in metrics.items()}
+        values = {name: read_scalar(x) for name, x in metrics.items()}
         if self._chain is not None:
             self._chain = extend_chain(self._chain, self.state.step, values["loss"], values["grad_norm"])
         return step_metrics(values, program.learning_rate(step_index))
@@ -88,7 +88,7 @@ class Rerun:
 
     def digests(self) -> dict[str, int]:
         """The checksum of every array in a checkpoint of this state, by name."""
-        return compute_checksums(saved_arrays(self.state, self.run.setup))
+        return compute_checksums(arrays_to_save(self.state, self.run.setup))
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
         changed = any(change["step"] == start for change in record.changes)
         # Old checkpoints have no hash chain.
         chain = saved.get("chain") if saved else record.first_chain
-        with prepare(config, name=record.id, progress=progress, allow_config_change=changed) as run:
+        with prepare_run(config, name=record.id, progress=progress, allow_config_change=changed) as run:
             yield Rerun(run, start, chain)
 
 

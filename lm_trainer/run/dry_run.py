@@ -12,8 +12,8 @@ from lm_trainer.run.build.setup import TrainingSetup, build_setup, check_devices
 from lm_trainer.run.build.startup_notes import configuration_warnings, describe_mesh, schedule_notes
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import choose_run_id
-from lm_trainer.run.weights.adapters import describe_size, training_flops
-from lm_trainer.run.weights.pretrained import find_start
+from lm_trainer.run.weights.adapters import describe_num_params, training_flops
+from lm_trainer.run.weights.pretrained import find_hf_start
 from lm_trainer.run.weights.vocabulary import find_vocabulary
 
 _EMBEDDED = "note: data names no text (train_urls, id or source), so the sources of Python's library are the text"
@@ -27,7 +27,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
             tokenizer is missing, or the requested attention backend is not available here.
     """
     run = choose_run_id(config, name)
-    start = find_start(config, run)
+    start = find_hf_start(config, run)
     config = config if start is None else start.config
     if missing := [f"data.{key}: {reason}" for key, reason in missing_data(config.data, network=True)]:
         raise ConfigError(missing)
@@ -45,7 +45,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         *(f"note: {line}" for line in configuration_warnings(trainer, setup.sharding.mesh)),
         *(f"note: {line}" for line in schedule_notes(config)),
         *(() if all(dataset.names_text for dataset in config.data.sets.values()) else (_EMBEDDED,)),
-        f"{describe_size(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
+        f"{describe_num_params(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
         "nothing was written",

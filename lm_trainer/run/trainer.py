@@ -194,7 +194,7 @@ class Trainer:
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
         """Runs everything due after a step, or with `force` everything possible; see `loop.run_due_actions`."""
         parts = self.loop.parts
-        overdue = any_process(parts.records and parts.checkpoints.overdue())
+        overdue = any_process(parts.records and parts.checkpoints.is_overdue())
         run_due_actions(parts, info, last=force, save=overdue)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:

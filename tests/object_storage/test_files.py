@@ -23,7 +23,7 @@ from lm_trainer.export.settings import HfSettings
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 from lm_trainer.run.files.bucket_mirror import BucketMirror
 from lm_trainer.run.files.find_run import find_run
-from lm_trainer.run.weights.saved_model import SETTINGS, read_settings
+from lm_trainer.run.weights.saved_model import SETTINGS, read_published_settings
 from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
 
 SMALLEST_PART = 5 << 20
@@ -148,11 +148,11 @@ def test_a_key_that_leads_out_is_refused_wherever_a_listing_is_copied(
 
 
 def test_settings_of_a_published_model_lie_beside_checkpoints_and_in_exports(behind: Bucket, tmp_path: Path) -> None:
-    assert read_settings(behind) is None
+    assert read_published_settings(behind) is None
     settings = HfSettings({"eos_token_id": [1, 2]}, {"top_k": 5}, None, {"processor_config.json": b"\xff"})
     with staging_directory(behind) as directory:
         settings.write(directory / SETTINGS)
-    assert read_settings(behind) == settings
+    assert read_published_settings(behind) == settings
     with complete_directory(behind / "out", overwrite=False, replaceable=FILES) as draft:
         settings.write(draft)
         (draft / "additional_chat_templates").mkdir()

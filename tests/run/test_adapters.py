@@ -26,8 +26,8 @@ from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hf_exports import HfExports
-from lm_trainer.run.weights.adapters import find_base, load_merged_model, training_flops
-from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.weights.adapters import find_base_checkpoint, load_merged_model, training_flops
+from lm_trainer.run.weights.initial_weights import StartRequest, load_start
 from lm_trainer.run.weights.saved_model import load_model, write_model
 from lm_trainer.run.weights.saved_state import save_state
 from lm_trainer.step.state.train_state import TrainState, to_host
@@ -66,9 +66,9 @@ def configuration(make_config: MakeConfig, *overrides: str, **changes: Any) -> R
 def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str, Any], TrainingSetup]:
     """The run's checkpoints, what its records say of the base, and the program that starts from the base."""
     store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
-    base = find_base(config, store)
+    base = find_base_checkpoint(config, store)
     assert base is not None
-    model = base.attach(trace_model(config, VOCAB))
+    model = base.with_initial_weights(trace_model(config, VOCAB))
     setup = plan_training(
         config.trainer.model_copy(update={"initialize_from": None}),
         config.optimizer,
@@ -81,7 +81,7 @@ def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str
 
 def start(config: RunConfig, store: CheckpointStore, setup: TrainingSetup) -> TrainState:
     trainer = config.trainer.model_copy(update={"initialize_from": None})
-    return find_start(Request(trainer, setup, store, setup.init, lambda _: "same")).state
+    return load_start(StartRequest(trainer, setup, store, setup.init, lambda _: "same")).state
 
 
 def some_steps(setup: TrainingSetup, state: TrainState) -> tuple[TrainState, list[float]]:

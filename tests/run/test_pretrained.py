@@ -24,7 +24,7 @@ from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.run.weights.hf_transfer import import_model
-from lm_trainer.run.weights.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
+from lm_trainer.run.weights.pretrained import HfCheckpoint, HfStart, find_hf_start, resolve_model
 from tests.conftest import Lmt, MakeHfModel, refused
 from tests.data.test_formats import with_specials
 from tests.export.test_peft_files import LLAMA as LLAMA_FIELDS
@@ -87,7 +87,7 @@ def config(base: Path | bool | str, **sections: Any) -> RunConfig:
 
 
 def start(run: RunConfig) -> HfStart:
-    found = find_start(run, "run")
+    found = find_hf_start(run, "run")
     assert found is not None
     return found
 

@@ -29,7 +29,7 @@ from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.bad_batches import BadBatchDump
 from lm_trainer.run.training.hooks import HookFn, StepInfo
 from lm_trainer.run.training.metrics import MetricLogger
-from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.weights.initial_weights import StartRequest, load_start
 from lm_trainer.run.weights.saved_model import write_model
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -158,7 +158,7 @@ def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:
     it = recorder(trackers=told)
     metrics = {name: jnp.float32(1) for name in ("loss", "grad_norm", "tokens")}
     for number in (1, 2):
-        it.step_done(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
+        it.record_step(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
         # A wait after the first step alone, which is then the time that the second one takes.
         time.sleep(0.5 * (2 - number))
     it.flush()
@@ -177,11 +177,11 @@ def test_each_kind_of_bad_number_has_a_flag_of_its_own(name: str, value: float, 
     other = {"crash_on_nan", "crash_on_inf"} - {flag}
     for flags in ({}, dict.fromkeys(other, False)):
         stopping = recorder(**flags)
-        stopping.step_done(step)
+        stopping.record_step(step)
         with pytest.raises(NonFiniteError, match=f"step 1: {name} is {value}"):
             stopping.flush()
     going_on = recorder(**{flag: False})
-    going_on.step_done(step)
+    going_on.record_step(step)
     going_on.flush()
 
 
@@ -242,7 +242,7 @@ def begun(setup: TrainingSetup, **changes: Any) -> TrainState:
     """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
-    return find_start(Request(trainer, setup, store, setup.init, lambda _: "")).state
+    return load_start(StartRequest(trainer, setup, store, setup.init, lambda _: "")).state
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lm_trainer.health.signals import StopRequest
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.batches import BatchIterator, DataWait
-from lm_trainer.run.weights.initial_weights import _check_data
+from lm_trainer.run.weights.initial_weights import _check_same_data
 from lm_trainer.trackers import Progress
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
 from tests.run.test_trainer import close_to, numpy_adam
@@ -132,7 +132,7 @@ class _Restored:
     ],
 )
 def test_a_run_knows_its_data_by_what_is_known(saved: Any, now: Any) -> None:
-    _check_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
+    _check_same_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,4 @@ def test_a_run_knows_its_data_by_what_is_known(saved: Any, now: Any) -> None:
 )
 def test_a_run_refuses_other_data(saved: Any, now: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _check_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
+        _check_same_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]

@@ -63,7 +63,7 @@ class Growing(Protocol):
 class Resumable(Protocol):
     """An iterator with a state, which is saved with every checkpoint and restored on resume."""
 
-    def saved_state(self) -> Any:
+    def get_state(self) -> Any:
         """Returns the JSON-serialisable state of this process."""
 
     def restore_state(self, state: Any) -> None:
@@ -94,7 +94,7 @@ class _GrainIterator(Iterator[Batch]):
         batch = next(self._iterator)
         return batch if isinstance(batch, Batch) else Batch(**batch)
 
-    def saved_state(self) -> Any:
+    def get_state(self) -> Any:
         state = self._iterator.get_state()
         # Iterators of a `grain.DataLoader` return JSON as bytes.
         return {"json": json.loads(state)} if isinstance(state, bytes) else state
@@ -199,9 +199,9 @@ class BatchIterator:
         self._batches: Any = iter(batches)
         self._data_wait, self._growing = data_wait, True
 
-    def saved_state(self) -> Any:
+    def get_state(self) -> Any:
         """Returns the JSON-serialisable state of the iterator; None if it has no state."""
-        return self._batches.saved_state() if isinstance(self._batches, Resumable) else None
+        return self._batches.get_state() if isinstance(self._batches, Resumable) else None
 
     def restore_state(self, state: Any) -> None:
         """Continues from a saved state; None, from a checkpoint without a state, is ignored.

@@ -42,7 +42,7 @@ class Compilation:
         self._watchdog, self._progress = watchdog, progress
         self._recorded = False
 
-    def ensure(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
+    def ensure_compiled(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
         """Compiles the programs of the next step, for rows with the shape of `batch`, and of its observers.
 
         Returns:
@@ -65,10 +65,10 @@ class Compilation:
             for note in check_program_agreement(fingerprint):
                 self._progress.note(note)
         if not self._recorded:
-            self._record(executable, step, fingerprint)
+            self._record_program(executable, step, fingerprint)
         return True
 
-    def _record(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
+    def _record_program(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
         # Only now, so that an attempt without any step leaves no trace in the records of the run.
         self._recorded = True
         if self._config.log_jaxprs:

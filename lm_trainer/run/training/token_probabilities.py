@@ -49,7 +49,7 @@ class TokenProbabilities:
         trainer, mesh = config.trainer, setup.sharding.mesh
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
         staged = split_loss_into_stages(loss, setup.model, mesh) if setup.gathers_layers else None
-        self._documents = _documents(held_out, trainer.token_probabilities)
+        self._documents = _read_first_documents(held_out, trainer.token_probabilities)
         # The smallest number of rows the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
         count = shards * math.ceil(len(self._documents) / (rows * shards))
@@ -58,7 +58,7 @@ class TokenProbabilities:
         # The first process only writes its local rows.
         self._local = [row for row in self._evaluate.local_rows if row < len(self._documents)]
         length = min(config.model.seq_len, MAX_TOKENS)
-        self._batch = _rows(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
+        self._batch = _build_batch(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
         self._directory, self._tracker = directory, tracker
         self._file: TokenFile | None = None
         if is_lead() and self._local:
@@ -81,7 +81,7 @@ class TokenProbabilities:
         self._tracker.log_artifact("token-probabilities", self._directory / PAGE, type="html")
 
 
-def _documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
+def _read_first_documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
     """Returns the first documents of a set that are not too short, as int32 arrays; at least one."""
     start = np.array([held_out.first_token])
     tokens = held_out.stream.read(start, min(_SEARCHED_TOKENS, held_out.num_tokens))[0]
@@ -91,7 +91,7 @@ def _documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
     return (long_enough or [tokens])[:count]
 
 
-def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
+def _build_batch(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
     """Builds this process's rows of the batch: documents, followed by padding."""
     tokens_BT = np.full((len(rows), length + 1), eos_id, np.int32)
     available_B = np.zeros(len(rows), np.int64)
@@ -102,7 +102,7 @@ def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos
     return make_batch(tokens_BT, available_B, eos_id)
 
 
-def first_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
+def find_first_text_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
     """Returns the first tokenised held-out set of text."""
     for _, held_out in sets:
         completed = getattr(held_out, "complete", lambda held_out=held_out: held_out)()

@@ -33,7 +33,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.directory import checkpoint_directory, choose_run_id
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.hf_transfer import fetch_directory
-from lm_trainer.run.weights.saved_model import read_config, read_settings, read_vocabulary
+from lm_trainer.run.weights.saved_model import read_config, read_published_settings, read_vocabulary
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 
@@ -61,7 +61,7 @@ class HfStart:
         source = self.source
         return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
 
-    def attach(self, model: ModelDef) -> ModelDef:
+    def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of the checkpoint as initial values."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
@@ -71,7 +71,7 @@ class HfStart:
         return dataclasses.replace(model, load=load)
 
 
-def find_start(config: RunConfig, run: str) -> HfStart | None:
+def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
     """Finds a run's initial Hugging Face checkpoint, and resolves the model section; None if the run has none.
 
     All mismatches are reported here, before text is tokenised and anything large is read.
@@ -82,10 +82,10 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     """
     if not config.initialize_from_hf:
         return None
-    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run)):
+    if resumed := _find_resumed_start(config, checkpoint_directory(config.trainer, run)):
         return resumed
     source = HfCheckpoint.open(config)
-    section, notes = _model_section(config, source.directory, source.config, source.vocab_size)
+    section, notes = _resolve_model_section(config, source.directory, source.config, source.vocab_size)
     # Reads only headers, to report missing tensors before text is tokenised.
     source.plan(section)
     difference_notes = (note,) if (note := section.differs_from_hf()) is not None else ()
@@ -97,7 +97,7 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     )
 
 
-def published_settings(
+def published_model_settings(
     config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, checkpoints: StoragePath
 ) -> HfSettings | None:
     """Returns the settings of the published model a run started from; None if it started from none.
@@ -110,13 +110,13 @@ def published_settings(
     """
     # A resumed run does not need its original start.
     if list_steps(checkpoints):
-        return read_settings(checkpoints)
+        return read_published_settings(checkpoints)
     if start is not None:
         return start.settings(tokenizer)
     trainer = config.trainer
     resumed = None if trainer.load_checkpoint is False else trainer.load_checkpoint_path
     other = resumed or trainer.initialize_from
-    return None if other is None else read_settings(find_checkpoints(other)[0])
+    return None if other is None else read_published_settings(find_checkpoints(other)[0])
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
@@ -127,23 +127,23 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
         name: default name of the run, if neither the configuration nor the environment sets one.
 
     Raises:
-        UserError: as in `find_start`.
+        UserError: as in `find_hf_start`.
         MachineError: if the hub is unreachable.
     """
     if not config.use_hf_model_config:
         return config
-    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, choose_run_id(config, name))):
+    if resumed := _find_resumed_start(config, checkpoint_directory(config.trainer, choose_run_id(config, name))):
         return resumed.config
-    directory = _locate(config, weights=False)
-    return _with_model(config, _model_section(config, directory, *read_hf_config(directory))[0])
+    directory = _locate_checkpoint(config, weights=False)
+    return _with_model(config, _resolve_model_section(config, directory, *read_hf_config(directory))[0])
 
 
-def stored_vocabulary(config: RunConfig) -> int:
+def read_checkpoint_vocab_size(config: RunConfig) -> int:
     """Returns the rows of the embedding in the checkpoint `initialize_from_hf`; raises like `resolve_model`."""
-    return read_hf_config(_locate(config, weights=False))[1]
+    return read_hf_config(_locate_checkpoint(config, weights=False))[1]
 
 
-def _model_section(
+def _resolve_model_section(
     config: RunConfig, directory: Path, hf_config: DecoderConfig, vocab_size: int
 ) -> tuple[DecoderConfig, list[str]]:
     """Returns the resolved model section, and notes about it."""
@@ -154,7 +154,7 @@ def _model_section(
         return config.model, compare_with_hf_config(config.model, set_keys, hf_config, vocab_size)
 
 
-def _resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
+def _find_resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
     """Returns the start of a run that already has a checkpoint, with its recorded model."""
     if config.trainer.load_checkpoint is False:
         return None
@@ -194,8 +194,8 @@ class HfCheckpoint:
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
-        """Opens the checkpoint `initialize_from_hf`; raises like `find_start`."""
-        directory = _locate(config)
+        """Opens the checkpoint `initialize_from_hf`; raises like `find_hf_start`."""
+        directory = _locate_checkpoint(config)
         model, vocab_size, settings = read_hf_settings(directory)
         return cls(source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
@@ -224,7 +224,7 @@ class HfCheckpoint:
         if difference := find_difference(tokenizer, self.directory):
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 
-    def plan(self, model: DecoderConfig) -> hf.ReadPlan:
+    def plan_read(self, model: DecoderConfig) -> hf.ReadPlan:
         """Locates every parameter of the model in the files.
 
         Raises:
@@ -245,10 +245,10 @@ class HfCheckpoint:
         The host holds only a part of one tensor at a time.
 
         Raises:
-            UserError: as in `plan`, and for differing copies of a tied tensor.
+            UserError: as in `plan_read`, and for differing copies of a tied tensor.
             MachineError: if a file can no longer be read.
         """
-        stored = self.plan(model)
+        stored = self.plan_read(model)
         # Files of tied models may contain a tensor twice; if the copies differ, the model is ambiguous.
         for copy, first in stored.repeated.items():
             if not self.weights.are_equal(copy, first):
@@ -263,14 +263,14 @@ class HfCheckpoint:
             like.shape,
             like.dtype,
             sharding,
-            lambda block: read_block(pieces, block, self._read, max_elements=max_elements),
+            lambda block: read_block(pieces, block, self._read_region, max_elements=max_elements),
         )
 
-    def _read(self, name: str, region: Region) -> np.ndarray:
+    def _read_region(self, name: str, region: Region) -> np.ndarray:
         return self.weights.stored[name].read(region)
 
 
-def _locate(config: RunConfig, *, weights: bool = True) -> Path:
+def _locate_checkpoint(config: RunConfig, *, weights: bool = True) -> Path:
     name = expanded(source_name(config))
     # A directory name may contain an @.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")

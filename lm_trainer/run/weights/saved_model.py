@@ -128,11 +128,11 @@ def _load_step(
         # Sharded, because a model trained on many devices may not fit on one.
         shapes, shardings = model.shapes, inference_shardings(model, devices)
     else:
-        shapes = _saved_arrays(record, prefix)
+        shapes = _recorded_shapes(record, prefix)
         shardings = dict.fromkeys(shapes, SingleDeviceSharding(devices[0]))
     like = {
         prefix + name: jax.ShapeDtypeStruct(
-            x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=shardings[name]
+            x.shape, _recorded_dtype(record, prefix + name, x.dtype), sharding=shardings[name]
         )
         for name, x in shapes.items()
     }
@@ -144,7 +144,7 @@ def _load_step(
     _compare_tokenizer(directory, copy, record)
     tokenizer = load_tokenizer(copy)
     name = config.trainer.id or directory.name
-    settings = read_settings(directory)
+    settings = read_published_settings(directory)
     return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record, settings)
 
 
@@ -178,7 +178,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def read_settings(directory: StoragePath) -> HfSettings | None:
+def read_published_settings(directory: StoragePath) -> HfSettings | None:
     """Reads the settings of the published model a run started from, saved next to its checkpoints; None if missing.
 
     Raises:
@@ -188,7 +188,7 @@ def read_settings(directory: StoragePath) -> HfSettings | None:
     return HfSettings.read(copy) if copy.is_dir() else None
 
 
-def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
+def _recorded_shapes(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of the arrays of a checkpoint with a name prefix, by the name without the prefix."""
     parts = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
     return {
@@ -199,7 +199,7 @@ def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.Shape
     }
 
 
-def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
+def _recorded_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
     text = record["shapes"].get(name)
     return default if text is None else jax.numpy.dtype(text.split("[")[0])
 
