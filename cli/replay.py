@@ -66,7 +66,7 @@ def replay(
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.replay import replay as run_replay
     from lm_trainer.reproduce.rerun import QuietProgress
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     record = RunRecord.read(run)
     if step is None:
@@ -78,7 +78,7 @@ def replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
         )
     if as_json:
-        clean.echo(json_line(encode(_plain(done, show_batch=show_batch))))
+        clean.echo(json_line(encode_non_finite(_plain(done, show_batch=show_batch))))
         return
     for line in _lines(record.id, done, top_k):
         clean.echo(line)
@@ -96,7 +96,7 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
 
     from lm_trainer.reproduce.refill import refill
     from lm_trainer.reproduce.rerun import QuietProgress
-    from lm_trainer.trackers.series import describe
+    from lm_trainer.trackers.series import format_steps
 
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = refill(record, overrides=overrides, progress=progress)
@@ -105,10 +105,12 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
         return
     for file, names in done.lines.items():
         for name, steps in names.items():
-            clean.echo(f"{record.path / file}: put back {name} of {describe(steps)}")
+            clean.echo(f"{record.path / file}: put back {name} of {format_steps(steps)}")
     for file, names in done.left.items():
         for name, steps in names.items():
-            clean.echo(f"{record.path / file}: still lacks {name} of {describe(steps)}, which is not computed again")
+            clean.echo(
+                f"{record.path / file}: still lacks {name} of {format_steps(steps)}, which is not computed again"
+            )
     if not (done.lines or done.left):
         clean.echo(f"{record.path}: no line is missing")
 

@@ -65,7 +65,7 @@ def verify(
         find_segments,
         verify_segments,
     )
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     record = RunRecord.read(run)
     # Chosen here and printed, so the same segments can be verified later.
@@ -90,7 +90,7 @@ def verify(
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
         content["missing"] = lost.lines if lost else {}
         # The JSON keeps the old key for existing scripts.
-        clean.echo(json.dumps(encode(content | {"stretches": [_plain(segment) for segment in done]})))
+        clean.echo(json.dumps(encode_non_finite(content | {"stretches": [_plain(segment) for segment in done]})))
     elif differs:
         clean.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
         clean.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")

@@ -18,7 +18,7 @@ from lm_trainer.report.saved import tokens_saved
 from lm_trainer.reproduce.compare import compare
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import changed_keys
-from lm_trainer.trackers.token_page import token_page
+from lm_trainer.trackers.token_page import render_token_page
 
 POINTS = 2000
 """Points of a curve on the page."""
@@ -184,7 +184,7 @@ def _tokens(runs: Sequence[ReportedRun]) -> dict[str, str] | None:
     if not histories:
         return None
     try:
-        return {"page": token_page(histories), "note": ""}
+        return {"page": render_token_page(histories), "note": ""}
     except UserError as error:
         name, history = next(iter(histories.items()))
-        return {"page": token_page({name: history}), "note": f"Of {name} alone: {error}."}
+        return {"page": render_token_page({name: history}), "note": f"Of {name} alone: {error}."}

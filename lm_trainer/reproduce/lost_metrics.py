@@ -8,7 +8,7 @@ from pathlib import Path
 from lm_trainer.checkpoint.store import CheckpointError, list_steps, read_record
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.run.training.checkpoints import SERIES
-from lm_trainer.trackers.json_lines import parse
+from lm_trainer.trackers.json_lines import parse_records
 from lm_trainer.trackers.series import Series, describe_gap, line_name
 
 Missing = dict[str, dict[str, list[int]]]
@@ -44,9 +44,9 @@ def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
     missing = {}
     for name, expected in series.items():
         file, present = path / name, Series()
-        for line, _ in parse(file.read_bytes())[0] if file.is_file() else []:
+        for line, _ in parse_records(file.read_bytes())[0] if file.is_file() else []:
             if line["step"] <= saved[-1]:
                 present.add(line_name(line), line["step"])
-        if missing_lines := Series(expected).without(present):
+        if missing_lines := Series(expected).missing_in(present):
             missing[name] = missing_lines
     return LostMetrics(saved[-1], missing)

@@ -21,8 +21,8 @@ from lm_trainer.run.training.metrics import evaluation_metrics
 from lm_trainer.step.updates.norms import Watcher
 from lm_trainer.step.updates.watch import Target
 from lm_trainer.trackers import Progress
-from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse
-from lm_trainer.trackers.jsonl import encode
+from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse_records
+from lm_trainer.trackers.jsonl import encode_non_finite
 from lm_trainer.trackers.series import line_name
 
 _LOSS, _WATCHED, _EVALUATION, _FINGERPRINT = range(4)
@@ -51,7 +51,7 @@ class _Lines:
 
     def add(self, step: int, values: Mapping[str, Any], file: str = METRICS) -> None:
         record = {"step": step, "time": round(time.time(), 3)}
-        self.of_files[file].append({**record, **{name: encode(value) for name, value in values.items()}})
+        self.of_files[file].append({**record, **{name: encode_non_finite(value) for name, value in values.items()}})
 
     def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
         self.add(step, evaluation_metrics(name, means))
@@ -183,7 +183,7 @@ def _write(record: RunRecord, file: str, new_lines: Iterable[Mapping[str, Any]])
 
 def _parsed(record: RunRecord, name: str) -> list[tuple[dict[str, Any], bytes]]:
     file = record.path / name
-    return parse(file.read_bytes())[0] if file.is_file() else []
+    return parse_records(file.read_bytes())[0] if file.is_file() else []
 
 
 def _steps_by_name(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, rerun
 from lm_trainer.run.files.environment import describe_environment, environment_differences
 from lm_trainer.trackers import Progress
-from lm_trainer.trackers.jsonl import encode
+from lm_trainer.trackers.jsonl import encode_non_finite
 
 VERIFIED = "verified.jsonl"
 """File in the run directory, with one line per verification."""
@@ -170,7 +170,7 @@ def append_result(record: RunRecord, segments: Sequence[Segment], seed: int) -> 
         "devices": describe_environment()["devices"],
     }
     try:
-        append_line(path_inside(record.path, VERIFIED, record.path), json.dumps(encode(line)).encode())
+        append_line(path_inside(record.path, VERIFIED, record.path), json.dumps(encode_non_finite(line)).encode())
     except OSError:
         return False
     return True

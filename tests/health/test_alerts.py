@@ -133,7 +133,7 @@ def of_step(loss: float) -> Mapping[str, float]:
 def test_an_alert_goes_to_the_terminal_the_file_and_the_command(tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     alerts, screen = open_alerts(tmp_path, command=f"{program(tmp_path, f'cat > {told}')} --to me")
-    alerts.step(7, of_step(float("inf")), {"throughput/step_time": 0.5})
+    alerts.check_step(7, of_step(float("inf")), {"throughput/step_time": 0.5})
     alerts.close()
     assert "alert: step 7: train/loss is inf (non_finite)" in screen.getvalue()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -146,20 +146,20 @@ def test_an_alert_goes_to_the_terminal_the_file_and_the_command(tmp_path: Path) 
 def test_a_kind_is_silent_for_a_while_after_an_alert(tmp_path: Path) -> None:
     alerts, screen = open_alerts(tmp_path, quiet_steps=10)
     for step in range(1, 25):
-        alerts.step(step, of_step(float("nan")), {})
+        alerts.check_step(step, of_step(float("nan")), {})
     assert [line.split(":")[1] for line in screen.getvalue().splitlines()] == [" step 1", " step 12", " step 23"]
 
 
 def test_a_kind_may_be_off(tmp_path: Path) -> None:
     alerts, screen = open_alerts(tmp_path, non_finite=None)
-    alerts.step(1, of_step(float("nan")), {})
+    alerts.check_step(1, of_step(float("nan")), {})
     assert screen.getvalue() == ""
 
 
 def test_a_slow_command_holds_nothing_up(tmp_path: Path) -> None:
     waits = f"cd {tmp_path}; for i in {{1..600}}; do [ -e go ] && break; sleep 0.05; done; touch done"
     alerts, _ = open_alerts(tmp_path, command=program(tmp_path, waits))
-    alerts.step(1, of_step(float("nan")), {})
+    alerts.check_step(1, of_step(float("nan")), {})
     assert not (tmp_path / "done").exists()
     (tmp_path / "go").touch()
     alerts.close()
@@ -171,7 +171,7 @@ def test_a_command_that_fails_is_told_once(tmp_path: Path, text: str | None, rea
     command = "nowhere-to-be-found" if text is None else program(tmp_path, text)
     alerts, screen = open_alerts(tmp_path, command=command, quiet_steps=1)
     for step in (1, 3, 5):
-        alerts.step(step, of_step(float("nan")), {})
+        alerts.check_step(step, of_step(float("nan")), {})
         time.sleep(0.1)
     alerts.close()
     assert screen.getvalue().count("trainer.alerts.command failed and is switched off") == 1
@@ -183,11 +183,11 @@ def test_the_watchdog_alerts(tmp_path: Path) -> None:
     alerts, _ = open_alerts(tmp_path, command=program(tmp_path, f"cat > {told}"))
     now = [0.0]
     watchdog = Watchdog(WatchdogConfig(), tmp_path, clock=lambda: now[0])
-    watchdog.on_stall = alerts.stalled
+    watchdog.on_stall = alerts.handle_stall
     watchdog.arm("step 4")
     for now[0] in range(0, 700, 10):
         watchdog.check()
-    alerts.step(4, of_step(1.0), {})
+    alerts.check_step(4, of_step(1.0), {})
     alerts.close()
     assert json.loads(told.read_text())["message"] == "no progress for 600 s, waiting for step 4"
     assert '"alert": "no_progress"' in (tmp_path / "metrics.jsonl").read_text()

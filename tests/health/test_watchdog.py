@@ -80,7 +80,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
 def test_each_item_has_the_whole_time(tmp_path: Path) -> None:
     clock = Clock()
     watchdog = Watchdog(MINUTE, tmp_path, clock=clock)
-    for _ in watchdog.timed(range(5), "the evaluation"):
+    for _ in watchdog.time_items(range(5), "the evaluation"):
         clock.pass_time(watchdog, 50)
     assert not (tmp_path / "stacks.txt").exists()
     clock.pass_time(watchdog, 60)

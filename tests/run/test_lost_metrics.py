@@ -16,7 +16,7 @@ from lm_trainer.core.errors import MachineError, Preempted
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers import JsonlConfig, read_metrics
-from lm_trainer.trackers.series import Series, describe
+from lm_trainer.trackers.series import Series, format_steps
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 RUN, CHECKPOINTS, METRICS = Path("logs/own"), Path("checkpoints/own"), Path("logs/own/metrics.jsonl")
@@ -156,18 +156,18 @@ def test_series_are_small_and_exact() -> None:
     for step in [*range(10, 1001, 10), 1003, 1004, 1010, 1020]:
         series.add("train/loss", step)
     series.add("train/loss", 1020)
-    assert series.plain() == {"train/loss": [[10, 1000, 10], [1003, 1004, 1], [1010, 1020, 10]]}
-    again = Series(series.plain())
+    assert series.to_plain() == {"train/loss": [[10, 1000, 10], [1003, 1004, 1], [1010, 1020, 10]]}
+    again = Series(series.to_plain())
     assert [*again.steps("train/loss")] == [*range(10, 1001, 10), 1003, 1004, 1010, 1020]
     other = Series({"train/loss": [[10, 1000, 20]], "eval/loss": [[5, 5, 1]]})
-    missing = series.without(other)
+    missing = series.missing_in(other)
     assert missing == {"train/loss": [*range(20, 1001, 20), 1003, 1004, 1010, 1020]}
-    assert series.joined(other).without(series) == {"eval/loss": [5]}
-    assert not series.joined(other).without(series.joined(other))
+    assert series.union(other).missing_in(series) == {"eval/loss": [5]}
+    assert not series.union(other).missing_in(series.union(other))
 
 
 @pytest.mark.parametrize(
     ("steps", "text"), [([3], "3"), ([1, 2, 3], "1 to 3"), ([1, 3, 4, 9], "1, 3 to 4 and 9")], ids=str
 )
 def test_steps_for_people(steps: list[int], text: str) -> None:
-    assert describe(steps) == text
+    assert format_steps(steps) == text

@@ -16,7 +16,15 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.weights.open_model import open_model
-from lm_trainer.trackers.token_page import FILE, MAX_STEPS, PAGE, Scored, TokenFile, TokenHistory, token_page
+from lm_trainer.trackers.token_page import (
+    FILE,
+    MAX_STEPS,
+    PAGE,
+    TokenFile,
+    TokenHistory,
+    TokenScores,
+    render_token_page,
+)
 from tests.conftest import Lmt, refused, run_here
 
 CONFIG = """
@@ -139,24 +147,26 @@ def test_no_documents_no_file(lmt: Lmt) -> None:
     refused(lmt("tokens", "none"), "trainer.token_probabilities")
 
 
-def scored(seed: int, length: int) -> Scored:
+def scored(seed: int, length: int) -> TokenScores:
     rng = np.random.default_rng(seed)
     top = rng.integers(0, 9, (length, 3))
-    return Scored.of(rng.exponential(3, length), rng.integers(0, 9, length), top, rng.exponential(2, (length, 3)))
+    return TokenScores.from_outputs(
+        rng.exponential(3, length), rng.integers(0, 9, length), top, rng.exponential(2, (length, 3))
+    )
 
 
 def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path) -> None:
     file = TokenFile(tmp_path, [[1, 2, 3, 4]], str)
     for step in range(1, 500):
         file.add(step, [scored(step, 3)])
-    steps = [each["step"] for each in page_data(token_page({"x": file.history}))["runs"][0]["steps"]]
+    steps = [each["step"] for each in page_data(render_token_page({"x": file.history}))["runs"][0]["steps"]]
     assert (steps[0], steps[-1], len(steps)) == (1, 499, MAX_STEPS)
     # A step that is done again takes the place of those after it.
     file.add(250, [scored(0, 3)])
     assert max(TokenHistory.read(tmp_path).steps) == 250
     other = TokenHistory([[1, 2]], {1: "a", 2: "b"}, {1: [scored(1, 1)]})
     with pytest.raises(UserError, match="other documents"):
-        token_page({"x": file.history, "y": other})
+        render_token_page({"x": file.history, "y": other})
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
@@ -164,7 +174,7 @@ def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path
 def test_a_browser_draws_every_token(tmp_path: Path) -> None:
     tokens = {1: "<i>", 2: "\n", 3: "c", 4: "d", **{n: str(n) for n in range(9) if n not in range(1, 5)}}
     history = TokenHistory([[1, 2, 3, 4]], tokens, {step: [scored(step, 3)] for step in (1, 2)})
-    (tmp_path / "page.html").write_text(token_page({"one": history, "two": history}))
+    (tmp_path / "page.html").write_text(render_token_page({"one": history, "two": history}))
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
     done = subprocess.run(
         ["chromium", *flags, f"--user-data-dir={tmp_path}/user", "--dump-dom", f"file://{tmp_path}/page.html"],
@@ -181,7 +191,7 @@ def test_a_browser_draws_every_token(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
     texts = {1: "a", 2: "\u2028", 3: "\x85\n", 4: "\u0436"}
-    scored = [Scored([1, 2], [0, 1], [[(1, 5)], [(4, 6)]])]
+    scored = [TokenScores([1, 2], [0, 1], [[(1, 5)], [(4, 6)]])]
     file = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
     file.add(1, scored)
     file.add(2, scored)

@@ -150,7 +150,7 @@ def test_every_kind_is_chosen_by_its_type(member):
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
 def test_every_kind_takes_every_call_twice(member, in_tmp_path, caplog, monkeypatch):
     # All sources of the project are saved by the tests of W&B.
-    monkeypatch.setattr("lm_trainer.trackers.wandb.tracked_sources", lambda: {"test.py": Path(__file__)})
+    monkeypatch.setattr("lm_trainer.trackers.wandb.git_tracked_files", lambda: {"test.py": Path(__file__)})
     config = of_type(member.model_fields["type"].default)
     (in_tmp_path / "run").mkdir()
     trackers = open_trackers([config], run_dir=in_tmp_path / "run", run_id="r")

@@ -17,7 +17,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
-from lm_trainer.trackers.wandb import tracked_sources
+from lm_trainer.trackers.wandb import git_tracked_files
 from tests.conftest import ROOT, lmt_environment
 from tests.trackers.two_steps import train_two_steps
 
@@ -108,8 +108,8 @@ def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
 
 
 def test_no_secret_is_written(wandb, tmp_path, monkeypatch):
-    few = dict(list(tracked_sources().items())[:9])
-    monkeypatch.setattr("lm_trainer.trackers.wandb.tracked_sources", lambda: few)
+    few = dict(list(git_tracked_files().items())[:9])
+    monkeypatch.setattr("lm_trainer.trackers.wandb.git_tracked_files", lambda: few)
     with contextlib.closing(open_trackers([WandbConfig()], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log_config({"url": f"https://me:{SECRET}@host/x"})
         trackers.log({"train/loss": 2.5}, step=1)
@@ -124,7 +124,7 @@ def git(directory: Path, *command: str) -> None:
 
 
 def test_the_code_that_is_saved_is_what_git_tracks():
-    sources = tracked_sources()
+    sources = git_tracked_files()
     if not sources:
         pytest.skip("not a checkout")
     assert "lm_trainer/trackers/wandb.py" in sources
@@ -139,9 +139,9 @@ def test_the_code_of_the_main_script_is_saved(tmp_path, monkeypatch):
     (tmp_path / "large.bin").write_bytes(bytes(1 << 21))
     git(tmp_path, "add", "scripts", "model.py", ".env", "large.bin")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "scripts/train.py"), raising=False)
-    assert tracked_sources() == {name: tmp_path / name for name in ("model.py", "scripts/train.py")}
+    assert git_tracked_files() == {name: tmp_path / name for name in ("model.py", "scripts/train.py")}
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "untracked.py"), raising=False)
-    assert "model.py" not in tracked_sources()
+    assert "model.py" not in git_tracked_files()
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_dumps_are_saved_at_the_end(wandb, tmp_path, monkeypatch):
         trackers.log_text("sample", "def f(): ...", step=1)
     artifacts = {r.artifact.type: r.artifact for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"}
     assert [entry.path for entry in artifacts["xla_dumps"].manifest.contents] == ["module_0001.txt"]
-    if tracked_sources():
+    if git_tracked_files():
         assert "cli/__init__.py" in [entry.path for entry in artifacts["source"].manifest.contents]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
-from lm_trainer.health.signals import StopRequest, preempted
+from lm_trainer.health.signals import StopRequest, preempted_error
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather
 from lm_trainer.run.build.setup import TrainingSetup
@@ -184,7 +184,7 @@ class DataWait:
         flags = [missing is not None, failure is not None, bool(self._stop.requested)]
         waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
         if waits and stops:
-            raise preempted(self._stop.requested, step)
+            raise preempted_error(self._stop.requested, step)
         if fails:
             raise failure or UserError("another process of the run cannot read its data; it says why")
         if not waits:

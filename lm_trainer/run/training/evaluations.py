@@ -112,7 +112,7 @@ class Evaluations:
         results = {}
         for weights, params in self._program.weights_to_evaluate(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
-            timed_batches = self._watchdog.timed(batches, f"the evaluation after step {state.step}")
+            timed_batches = self._watchdog.time_items(batches, f"the evaluation after step {state.step}")
             sums = evaluate.sums(params, timed_batches, _byte_counter(data))
             if not sums.get("weight"):
                 self._progress.note(

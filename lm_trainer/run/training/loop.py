@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.health.signals import preempted, stopped_after_save
+from lm_trainer.health.signals import preempted_error, stopped_after_save_error
 from lm_trainer.run.training.batches import BatchIterator
 from lm_trainer.run.training.hooks import StepInfo
 from lm_trainer.run.training.loop_parts import LoopParts
@@ -45,7 +45,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
 
         # Agree before saving: if only one process stopped, the others would wait for it.
         overdue = run.records and run.checkpoints.is_overdue()
-        requests = run.save_requests.agree(bool(run.stop.requested), overdue=overdue)
+        requests = run.save_requests.agree_on_requests(bool(run.stop.requested), overdue=overdue)
         last = state.step == run.num_train_steps
         if requests.stop:
             run.checkpoints.start_grace_period()
@@ -53,13 +53,13 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         saved = run_due_actions(run, info, last=last, save=saves, keep=requests.save)
         ends = saved and requests.stop_after_save
         if ends:
-            run.save_requests.stopping()
+            run.save_requests.mark_stopping()
         if (requests.stop or ends) and not last:
             # The exit code of a preempted run guarantees that everything is saved.
             run.checkpoints.wait()
             if requests.stop:
-                raise preempted(run.stop.requested, state.step)
-            raise stopped_after_save(state.step)
+                raise preempted_error(run.stop.requested, state.step)
+            raise stopped_after_save_error(state.step)
         run.watchdog.disarm()
         yield info
 
@@ -121,7 +121,7 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, k
     saves = run.records and (last or save or keep or run.checkpoints.is_due(step))
     if saves:
         run.checkpoints.save(info.state, keep=keep)
-        run.save_requests.saved(permanently=keep)
+        run.save_requests.mark_saved(permanently=keep)
     if saves and keep:
         run.progress.note(f"saving a permanent checkpoint of step {step}, as asked")
     run.profiler.on_step(step, info.metrics)

@@ -125,7 +125,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
         bad_batches = BadBatchDump(directory.path / "non-finite")
         meter = _build_meter(config, setup, options, goodput)
         alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
-        watchdog.on_stall = alerts.stalled
+        watchdog.on_stall = alerts.handle_stall
         logger = MetricLogger(
             config,
             tracker,

@@ -122,7 +122,7 @@ class MetricLogger:
             # Also for the step that ends the run, after its message. The loss of an empty step is 0 by definition:
             # meaningless for alerts, and it would distort the baseline for later losses.
             if not empty:
-                self._alerts.step(pending.step, of_step, speed)
+                self._alerts.check_step(pending.step, of_step, speed)
 
     def _count_empty_step(self, step: int) -> dict[str, float]:
         self.empty_steps += 1

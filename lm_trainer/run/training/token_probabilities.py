@@ -26,7 +26,7 @@ from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.trackers.base import Composite
-from lm_trainer.trackers.token_page import PAGE, Scored, TokenFile, token_page
+from lm_trainer.trackers.token_page import PAGE, TokenFile, TokenScores, render_token_page
 
 MAX_TOKENS, TOP = 256, 3
 """Maximum tokens per document, and number of most likely tokens to record at each position."""
@@ -75,9 +75,9 @@ class TokenProbabilities:
         scored = []
         for row, ids in zip(self._local, self._file.history.documents, strict=True):
             values = {name: x[indices[row], : len(ids) - 1] for name, x in probabilities.items()}
-            scored.append(Scored.of(values["nll"], values["rank"], values["top_ids"], values["top_nll"]))
+            scored.append(TokenScores.from_outputs(values["nll"], values["rank"], values["top_ids"], values["top_nll"]))
         self._file.add(step, scored)
-        write_atomically(self._directory / PAGE, token_page({self._directory.name: self._file.history}))
+        write_atomically(self._directory / PAGE, render_token_page({self._directory.name: self._file.history}))
         self._tracker.log_artifact("token-probabilities", self._directory / PAGE, type="html")
 
 
