@@ -104,7 +104,7 @@ def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tu
     record = RunRecord.read(run)
     # Relative paths in the configuration refer to the directory in which the run was started.
     os.chdir(record.root)
-    return record.config(record.last, overrides), record.last
+    return record.load_config(record.last, overrides), record.last
 
 
 def _show(occurrence: "Occurrence", last: int | None, *, named: bool) -> None:

@@ -125,8 +125,8 @@ def slurm(
     processes = processes or nodes
     if gpus_per_node or devices_per_process:
         check_device_count(run, nodes * gpus_per_node if gpus_per_node else processes * (devices_per_process or 0))
-    from lm_trainer.launch.slurm import SlurmJob, batch_script
-    from lm_trainer.launch.slurm import submit as hand_in
+    from lm_trainer.launch.slurm import SlurmJob, build_batch_script
+    from lm_trainer.launch.slurm import submit_job as hand_in
 
     job = SlurmJob(
         name=config.stem,
@@ -142,7 +142,7 @@ def slurm(
         requeue=requeue,
         extra=tuple(sbatch or ()),
     )
-    script = batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd())
+    script = build_batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd())
     emit(script, output, hand_in if submit else None)
 
 

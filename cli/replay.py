@@ -64,7 +64,7 @@ def replay(
 
     from lm_trainer.core.terminal import json_line
     from lm_trainer.reproduce.record import RunRecord
-    from lm_trainer.reproduce.replay import replay as run_replay
+    from lm_trainer.reproduce.replay import replay_step as run_replay
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.trackers.jsonl import encode_non_finite
 
@@ -94,12 +94,12 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
     import sys
     from dataclasses import asdict
 
-    from lm_trainer.reproduce.refill import refill
+    from lm_trainer.reproduce.refill import refill_metrics
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.trackers.series import format_steps
 
     with QuietProgress(record.last, stream=sys.stderr) as progress:
-        done = refill(record, overrides=overrides, progress=progress)
+        done = refill_metrics(record, overrides=overrides, progress=progress)
     if as_json:
         clean.echo(json.dumps(asdict(done)))
         return
@@ -132,7 +132,7 @@ def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
     yield "hardest tokens, in nats, for the weights before the step, without dropout"
     for token in done.tokens:
         yield f"  {token.loss:8.4f}  {_in_context(token)}"
-        yield f"            row {token.row}, position {token.position}, {done.source(token)}"
+        yield f"            row {token.row}, position {token.position}, {done.source_of_token(token)}"
     if done.gradients:
         yield f"\ngradients: {done.gradients}"
 
@@ -174,7 +174,7 @@ def _plain(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
         "recorded": done.recorded,
         "now": done.now,
         "norms": {name: asdict(norms) for name, norms in done.norms.items()},
-        "tokens": [token._asdict() | {"source": done.source(token)} for token in done.tokens],
+        "tokens": [token._asdict() | {"source": done.source_of_token(token)} for token in done.tokens],
         "gradients": None if done.gradients is None else str(done.gradients),
         **({"rows": rows} if show_batch else {}),
     }

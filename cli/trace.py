@@ -32,7 +32,7 @@ class DataTrace:
                 f"--trace: {model} is a model in Hugging Face's layout, whose data are not known; name a run"
             )
         record = RunRecord.read(model)
-        config, working_directory = record.config(record.last), Path.cwd()
+        config, working_directory = record.load_config(record.last), Path.cwd()
         # Relative paths in the configuration refer to the directory in which the run was started.
         os.chdir(record.root)
         try:

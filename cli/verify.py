@@ -55,7 +55,7 @@ def verify(
     import random
     import sys
 
-    from lm_trainer.reproduce.lost_metrics import lost_lines
+    from lm_trainer.reproduce.lost_metrics import find_lost_metrics
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (
@@ -73,9 +73,9 @@ def verify(
     candidates = find_segments(record, max_steps)
     chosen = choose_segments(candidates, segments, seed)
     changes = environment_changes(record, chosen, overrides or [])
-    lost = lost_lines(record.path, record.checkpoints)
+    lost = find_lost_metrics(record.path, record.checkpoints)
     if not as_json:
-        gaps = lost.named(record.path, record.id) if lost else []
+        gaps = lost.describe_by_file(record.path, record.id) if lost else []
         _begin(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", gaps, changes)
     done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:

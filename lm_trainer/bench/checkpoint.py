@@ -39,20 +39,20 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
         store = CheckpointStore(Path(directory) / "checkpoints", config.trainer.checkpointer)
         with closing(store):
             run = _Run(resolve_model(config, "bench"), store, steps)
-            write = _writer(Path(directory) / "plain", run.num_bytes)
+            write = _build_timed_writer(Path(directory) / "plain", run.num_bytes)
             # Untimed: the first run compiles, allocates and creates files.
-            for warm in (run.train, run.save_and_train, write):
+            for warm in (run.time_steps, run.time_save_and_steps, write):
                 warm()
             run.blocked.clear()
             run.finished.clear()
             # Interleaved, so a slowdown of the machine affects all of them alike.
-            timings = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
+            timings = interleaved({"alone": run.time_steps, "saving": run.time_save_and_steps, "write": write}, repeats)
             restores = [timed(run.restore) for _ in range(repeats)]
     for directory in missing:
         # Other processes may have written files there.
         with contextlib.suppress(OSError):
             directory.rmdir()
-    return _report(run, timings, restores)
+    return _build_report(run, timings, restores)
 
 
 class _Run:
@@ -72,7 +72,7 @@ class _Run:
         self.finished: list[float] = []
         """Seconds from the start of each save until it was on disk and the concurrent steps were done."""
 
-    def train(self) -> float:
+    def time_steps(self) -> float:
         """Seconds of some steps, waiting for each."""
         started = time.perf_counter()
         for _ in range(self.steps):
@@ -81,12 +81,12 @@ class _Run:
             jax.block_until_ready(metrics)
         return time.perf_counter() - started
 
-    def save_and_train(self) -> float:
+    def time_save_and_steps(self) -> float:
         """Seconds of a save and the steps after it; then waits, untimed, until the save is on disk."""
         started = time.perf_counter()
         save_state(self._store, self._state, self._program, {})
         self.blocked.append(time.perf_counter() - started)
-        seconds = self.blocked[-1] + self.train()
+        seconds = self.blocked[-1] + self.time_steps()
         self._store.wait()
         self.finished.append(time.perf_counter() - started)
         return seconds
@@ -98,7 +98,7 @@ class _Run:
         jax.block_until_ready(restored.arrays)
 
 
-def _writer(path: Path, count: int) -> Callable[[], float]:
+def _build_timed_writer(path: Path, count: int) -> Callable[[], float]:
     # Random, so no file system can compress it.
     content = np.random.default_rng(0).bytes(count)
 
@@ -114,7 +114,7 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
     return write
 
 
-def _report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> Measured:
+def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> Measured:
     count, steps = run.num_bytes, run.steps
     spreads = {
         "step": Spread.of([seconds / steps for seconds in timings["alone"]]),

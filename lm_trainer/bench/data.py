@@ -35,14 +35,14 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
         setup, _ = configure_and_build_setup(config, data.tokenizer.vocab_size)
         tokens = config.trainer.batch_schedule.at(0) * config.model.seq_len
         wall, cpu, waits, steps = [], [], [], []
-        train = _trainer(setup)
+        train = _build_timed_trainer(setup)
         for turn in range(repeats):
             # Each round reads different rows, because the previous ones are in memory.
             start = turn * (batches + 2 * _AHEAD)
-            seconds, work = _load(_batches(config, data, setup, start, batches), batches)
+            seconds, work = _time_loading(_open_batches(config, data, setup, start, batches), batches)
             wall.append(seconds / batches)
             cpu.append(work / batches)
-            for waited, step_seconds in train(_batches(config, data, setup, start, batches), batches):
+            for waited, step_seconds in train(_open_batches(config, data, setup, start, batches), batches):
                 waits.append(waited / step_seconds)
                 steps.append(step_seconds)
     loading, work, share, step = Spread.of(wall), Spread.of(cpu), Spread.of(waits), Spread.of(steps)
@@ -68,7 +68,7 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     return Measured(table, values)
 
 
-def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, count: int) -> Iterator[Batch]:
+def _open_batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, count: int) -> Iterator[Batch]:
     plans = {plan.batch_size: plan for plan in setup.step.plans.values}
     return iter(
         data.train(
@@ -80,7 +80,7 @@ def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, co
     )
 
 
-def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
+def _time_loading(batches: Iterator[Batch], count: int) -> tuple[float, float]:
     """Wall seconds, and CPU seconds of all threads, for `count` batches."""
     # Skips batches that threads have read before the clock starts.
     for _ in range(_AHEAD):
@@ -91,7 +91,7 @@ def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - used
 
 
-def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
+def _build_timed_trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
     """A function that trains on batches and returns, for each, the seconds of data wait and of the full step."""
     state = setup.init()
 

@@ -54,7 +54,7 @@ class BenchSession:
 
 
 @contextmanager
-def bench_session(config: RunConfig) -> Iterator[BenchSession]:
+def open_bench_session(config: RunConfig) -> Iterator[BenchSession]:
     """Compiles the step of `lmt train` for `config` and gives it a batch of random tokens; writes no files.
 
     Raises:
@@ -79,14 +79,14 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         num_params=parameter_count(spec),
         vocab_size=vocab_size,
         gradient=gradient,
-        gradients_per_step=_gradients(trainer, setup),
+        gradients_per_step=_gradients_per_step(trainer, setup),
         _program=setup,
         _state=setup.init(),
         _batch=setup.step.put(batch),
     )
 
 
-def _gradients(trainer: TrainerConfig, setup: TrainingSetup) -> int:
+def _gradients_per_step(trainer: TrainerConfig, setup: TrainingSetup) -> int:
     if not trainer.bitwise:
         return 1
     return setup.step.plans.at(0).shares(setup.sharding.mesh).most

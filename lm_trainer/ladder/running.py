@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.bench.session import bench_session
+from lm_trainer.bench.session import open_bench_session
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import run_config, run_folder, run_name
@@ -91,6 +91,6 @@ def benchmark_rung(
     ladder: LadderConfig, size_spec: str, *, seed: int | None = None, steps: int = 10, warmup: int = 3
 ) -> dict[str, Any]:
     """Times the training step of a size, like `lmt bench mfu`; returns the report as plain data."""
-    with bench_session(run_config(ladder, size_spec, seed)) as session:
+    with open_bench_session(run_config(ladder, size_spec, seed)) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         return measure(session, probe, samples=steps, warmup=warmup).as_dict()

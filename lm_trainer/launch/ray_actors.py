@@ -10,8 +10,8 @@ from typing import Any
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import join_cluster
-from lm_trainer.launch.local import coordinates, emulation
-from lm_trainer.launch.supervise import LocalProcess, Status, free_address, supervise
+from lm_trainer.launch.local import distributed_settings, emulation_environ
+from lm_trainer.launch.supervise import LocalProcess, Status, find_free_address, supervise
 
 _LOST = -9
 """Status of a process with a dead actor: the process was killed with it (SIGKILL)."""
@@ -63,9 +63,9 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
         ]
         # The coordinator listens on the node of process 0, so only an actor on this node can find a free port.
         address = ray.get(actors[0].address.remote())
-        extra = {} if job.devices_per_process is None else emulation({}, job.devices_per_process)
+        extra = {} if job.devices_per_process is None else emulation_environ({}, job.devices_per_process)
         for index, actor in enumerate(actors):
-            command = [*arguments, *coordinates(address, job.processes, index)]
+            command = [*arguments, *distributed_settings(address, job.processes, index)]
             ray.get(actor.start.remote(command, extra, os.getcwd()))
         return supervise([_RemoteProcess(ray, actor) for actor in actors], write)
     except ray.exceptions.RayError as error:
@@ -107,7 +107,7 @@ class _Worker:
     def address(self) -> str:
         import ray
 
-        return free_address(ray.util.get_node_ip_address())
+        return find_free_address(ray.util.get_node_ip_address())
 
     def start(self, command: Sequence[str], extra: Mapping[str, str], directory: str) -> None:
         environ = {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}

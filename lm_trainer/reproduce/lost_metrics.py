@@ -23,12 +23,12 @@ class LostMetrics:
     """The step of the newest checkpoint, which records them."""
     lines: Missing
 
-    def named(self, path: Path, run_id: str) -> list[str]:
+    def describe_by_file(self, path: Path, run_id: str) -> list[str]:
         """A readable line about each file of the run directory `path`."""
         return [describe_gap(path / file, run_id, self.step, names) for file, names in self.lines.items()]
 
 
-def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
+def find_lost_metrics(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
     """Compares the files of a run directory with the lines recorded in the newest checkpoint.
 
     Returns:

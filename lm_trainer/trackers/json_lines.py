@@ -51,7 +51,7 @@ class JsonLines:
         self.missing = required.missing_in(existing)
         self.initial_lines = existing.to_plain()
         # Missing lines stay missing, however often the run is resumed.
-        self._series = required.joined(existing) if self.missing else existing
+        self._series = required.union(existing) if self.missing else existing
 
     @property
     def series(self) -> Plain:

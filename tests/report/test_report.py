@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from lm_trainer.report.downsample import downsample
-from lm_trainer.report.page import GROUPS, report_page
+from lm_trainer.report.page import GROUPS, build_report_page
 from lm_trainer.report.run import ReportedRun, read_run
-from lm_trainer.report.saved import tokens_saved
+from lm_trainer.report.saved import compute_token_savings
 from tests.conftest import Lmt, refused, run_here
 from tests.run.test_token_probabilities import page_data
 
@@ -212,25 +212,25 @@ def curve(scale: float, seed: int, noise: float = 0.02, flops: float = 10.0) -> 
 
 def test_tokens_saved_are_those_of_the_law() -> None:
     for scale in (2.0, 0.5):
-        saved = tokens_saved(curve(scale, seed=1), curve(1.0, seed=2))
+        saved = compute_token_savings(curve(scale, seed=1), curve(1.0, seed=2))
         assert saved is not None
         assert saved.ratio == pytest.approx(1 / scale, rel=0.08)
         assert saved.compute == saved.ratio
         low, high = saved.interval
         assert low < 1 / scale < high
         assert high - low < 0.5 / scale
-    larger = tokens_saved(curve(2, seed=1, flops=30.0), curve(1, seed=2))
+    larger = compute_token_savings(curve(2, seed=1, flops=30.0), curve(1, seed=2))
     assert larger is not None
     assert larger.compute == pytest.approx(1.5, rel=0.08)
     nothing = ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], {}, [], None, [])
-    assert tokens_saved(curve(1, seed=1), nothing) is None
+    assert compute_token_savings(curve(1, seed=1), nothing) is None
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 420])
 def test_a_browser_draws_every_chart(root: Path, tmp_path: Path, width: int) -> None:
-    page = report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
+    page = build_report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
     (tmp_path / "page.html").write_text(page)
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
     where = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
