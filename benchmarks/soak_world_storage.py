@@ -10,7 +10,7 @@ import threading
 from typing import Any, NamedTuple
 
 from benchmarks.soak_world_runs import World, result
-from tests.object_storage.proxy import Fault, Handler, Proxy, cut, delay, drop, lose_answer, proxied, refuse
+from tests.object_storage.proxy import Fault, Handler, Proxy, cut_connection, delay, drop, lose_answer, proxied, refuse
 from tests.object_storage.servers import BUCKET, environment, s3
 
 KIND = "object storage lies"
@@ -93,7 +93,7 @@ LIES = {
     "500": refuse(500, "InternalError"),
     "500 from there on": refuse(500, "InternalError"),
     "a time-out": delay(8.0),
-    "a body that is cut off": cut,
+    "a body that is cut off": cut_connection,
     "a body that is short": _truncate,
     "a flipped bit": _flip,
     "stale listings": None,

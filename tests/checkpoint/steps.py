@@ -35,17 +35,17 @@ def like(sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def saved(place: StoragePath, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
-    store = CheckpointStore(place, config)
+def saved(directory: StoragePath, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
+    store = CheckpointStore(directory, config)
     for step in steps:
         store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
     store.wait()
     return store
 
 
-def check_that_a_step_comes_back(place: StoragePath, devices: int) -> None:
-    saved(place, 3).close()
-    store = CheckpointStore(place, NEVER)
+def check_that_a_step_comes_back(directory: StoragePath, devices: int) -> None:
+    saved(directory, 3).close()
+    store = CheckpointStore(directory, NEVER)
     restored = store.restore(like(sharded(devices)))
     store.close()
     assert restored is not None
@@ -55,8 +55,8 @@ def check_that_a_step_comes_back(place: StoragePath, devices: int) -> None:
         assert len(restored.arrays[name].sharding.device_set) == devices
 
 
-def check_that_a_save_is_a_snapshot(place: StoragePath) -> None:
-    store = CheckpointStore(place, NEVER)
+def check_that_a_save_is_a_snapshot(directory: StoragePath) -> None:
+    store = CheckpointStore(directory, NEVER)
     values = arrays(1, sharded(8))
     expected = np.asarray(values["params.w"]).copy()
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)

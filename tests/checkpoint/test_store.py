@@ -50,8 +50,8 @@ KEEP_THREE = tuple(
 
 
 def test_the_documented_three_entry_policy() -> None:
-    kept = [step for step in range(0, 70001, 500) if is_permanent(step, KEEP_THREE)]
-    assert kept == [*range(1000, 10001, 1000), *range(15000, 40001, 5000), 50000, 60000, 70000]
+    permanent_steps = [step for step in range(0, 70001, 500) if is_permanent(step, KEEP_THREE)]
+    assert permanent_steps == [*range(1000, 10001, 1000), *range(15000, 40001, 5000), 50000, 60000, 70000]
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) ->
     store.close()
     assert store.extra_permanent_note() is None
     for config in (rare, rare.model_copy(update={"delete_old_temp_checkpoints": False}), NEVER):
-        again = CheckpointStore(directory, config)
-        assert "steps 10, 13, 20, which were permanent" in (again.extra_permanent_note() or "")
-        assert f"rm -r {directory / '10'}" in (again.extra_permanent_note() or "")
-        again.close()
+        reopened = CheckpointStore(directory, config)
+        assert "steps 10, 13, 20, which were permanent" in (reopened.extra_permanent_note() or "")
+        assert f"rm -r {directory / '10'}" in (reopened.extra_permanent_note() or "")
+        reopened.close()
     saved(directory, 30, 33, config=rare).close()
     assert list_steps(directory) == [10, 13, 20, 33]
     # Nor does a policy that asks for less make permanent what was saved as temporary.
@@ -165,12 +165,12 @@ def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> No
     assert (directory / "20.corrupt").is_dir()
 
 
-@pytest.mark.parametrize("how", ["bit", "spoilt metadata"])
-def test_without_any_good_step_nothing_starts_over(directory: Path, how: str) -> None:
+@pytest.mark.parametrize("kind", ["bit", "spoilt metadata"])
+def test_without_any_good_step_nothing_starts_over(directory: Path, kind: str) -> None:
     saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
     for step in ("1", "2"):
-        if how == "bit":
-            damage(directory / step, how)
+        if kind == "bit":
+            damage(directory / step, kind)
         else:
             (directory / step / "_CHECKPOINT_METADATA").write_text(SPOILT)
     for _ in range(2):
@@ -181,16 +181,16 @@ def test_without_any_good_step_nothing_starts_over(directory: Path, how: str) ->
 
 def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(minutes=15)}))
-    now = time.time()
+    start_time = time.time()
     for jump in (-86400, 86400):
-        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        monkeypatch.setattr(time, "time", lambda jump=jump: start_time + jump)
         assert not store.is_due(5)
 
 
 def test_a_clock_that_jumps_ends_no_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     days = itertools.count()
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 86400 * next(days))
+    start_time = time.time()
+    monkeypatch.setattr(time, "time", lambda: start_time + 86400 * next(days))
     saved(directory, 3, 6).close()
     assert list_steps(directory) == [6]
 
@@ -201,27 +201,27 @@ def test_when_a_checkpoint_is_due(directory: Path) -> None:
     assert CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(0)})).is_due(1)
 
 
-def damage(step: Path, how: str) -> None:
+def damage(step: Path, kind: str) -> None:
     data = max((p for p in (step / "state").rglob("*") if p.is_file() and p.parent.name == "d"), key=os.path.getsize)
-    if how == "bit":
+    if kind == "bit":
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
-    elif how == "truncated":
+    elif kind == "truncated":
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    elif how == "half deleted":
+    elif kind == "half deleted":
         data.unlink()
     else:
         (step / "_CHECKPOINT_METADATA").unlink()
 
 
-@pytest.mark.parametrize("how", ["bit", "truncated", "half deleted", "no metadata"])
+@pytest.mark.parametrize("kind", ["bit", "truncated", "half deleted", "no metadata"])
 def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
-    directory: Path, how: str, caplog: pytest.LogCaptureFixture
+    directory: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})
     saved(directory, 1, 2, config=config).close()
-    damage(directory / "2", how)
+    damage(directory / "2", kind)
     store = CheckpointStore(directory, config)
     restored = store.restore(like(sharded(8)))
     assert restored is not None
@@ -233,21 +233,21 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
     assert list_steps(directory) == [1, 2]
 
 
-@pytest.mark.parametrize("how", ["index", "bit", "half deleted"])
+@pytest.mark.parametrize("kind", ["index", "bit", "half deleted"])
 def test_a_damaged_array_is_one_line_though_others_are_still_read(
-    directory: Path, how: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+    directory: Path, kind: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
 ) -> None:
     many = {f"params.{number}": jax.numpy.full((256, 64), number) for number in range(60)}
     store = CheckpointStore(directory, NEVER)
     store.save(1, many, {})
     store.wait()
-    if how == "index":
+    if kind == "index":
         # The tree by which every array is found: all reads fail, one after another.
         for file in (directory / "1" / "state" / "d").iterdir():
             content = file.read_bytes()
             file.write_bytes(content[:20] + bytes(8) + content[28:])
     else:
-        damage(directory / "1", how)
+        damage(directory / "1", kind)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in many.items()}
     with pytest.raises(MachineError, match="no checkpoint can be used"):
         store.restore(shapes)
@@ -293,7 +293,7 @@ def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, mo
     saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
     store = CheckpointStore(directory, NEVER)
     answers = iter([False, True, False, False])
-    monkeypatch.setattr("lm_trainer.checkpoint.store.any_process", lambda mine: mine or next(answers))
+    monkeypatch.setattr("lm_trainer.checkpoint.store.any_process", lambda own_value: own_value or next(answers))
     restored = store.restore(like(sharded(1)))
     assert restored is not None
     assert restored.step == 1
@@ -399,6 +399,6 @@ def test_a_save_that_failed_is_reported_once_however_often_it_is_waited_for() ->
     cause = ValueError("OUT_OF_RANGE: " + "a/very/long/path" * 40 + ": File too large")
     first = MachineError("a checkpoint could not be written")
     first.__cause__, cause.__context__ = cause, first
-    found = root_cause(cause)
-    assert found.startswith("ValueError: OUT_OF_RANGE")
-    assert found.endswith(": File too large")
+    cause_text = root_cause(cause)
+    assert cause_text.startswith("ValueError: OUT_OF_RANGE")
+    assert cause_text.endswith(": File too large")

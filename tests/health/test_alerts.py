@@ -92,9 +92,9 @@ def test_kinds(kind: AlertKind, name: str, series: list[float], expected: list[i
 
 
 def test_steps_that_take_twice_as_long_for_a_while() -> None:
-    found = alerts_at(StepTime(), [1.0] * 200 + [2.5] * 30, "throughput/step_time")
+    alert_steps = alerts_at(StepTime(), [1.0] * 200 + [2.5] * 30, "throughput/step_time")
     # The median of 20 turns when half of them are slow.
-    assert found == list(range(210, 230))
+    assert alert_steps == list(range(210, 230))
 
 
 def test_what_is_not_finite() -> None:
@@ -131,14 +131,14 @@ def of_step(loss: float) -> Mapping[str, float]:
 
 
 def test_an_alert_goes_to_the_terminal_the_file_and_the_command(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    alerts, screen = open_alerts(tmp_path, command=f"{program(tmp_path, f'cat > {told}')} --to me")
+    sent_file = tmp_path / "told.json"
+    alerts, screen = open_alerts(tmp_path, command=f"{program(tmp_path, f'cat > {sent_file}')} --to me")
     alerts.check_step(7, of_step(float("inf")), {"throughput/step_time": 0.5})
     alerts.close()
     assert "alert: step 7: train/loss is inf (non_finite)" in screen.getvalue()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (record["step"], record["alert"], record["message"]) == (7, "non_finite", "train/loss is inf")
-    sent = json.loads(told.read_text())
+    sent = json.loads(sent_file.read_text())
     assert (sent["run"], sent["step"], sent["alert"]) == (tmp_path.name, 7, "non_finite")
     assert sent["metrics"] == {"train/loss": "Infinity", "optim/grad_norm": 1.0, "throughput/step_time": 0.5}
 
@@ -179,17 +179,17 @@ def test_a_command_that_fails_is_told_once(tmp_path: Path, text: str | None, rea
 
 
 def test_the_watchdog_alerts(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    alerts, _ = open_alerts(tmp_path, command=program(tmp_path, f"cat > {told}"))
-    now = [0.0]
-    watchdog = Watchdog(WatchdogConfig(), tmp_path, clock=lambda: now[0])
+    sent_file = tmp_path / "told.json"
+    alerts, _ = open_alerts(tmp_path, command=program(tmp_path, f"cat > {sent_file}"))
+    clock_time = [0.0]
+    watchdog = Watchdog(WatchdogConfig(), tmp_path, clock=lambda: clock_time[0])
     watchdog.on_stall = alerts.handle_stall
     watchdog.arm("step 4")
-    for now[0] in range(0, 700, 10):
+    for clock_time[0] in range(0, 700, 10):
         watchdog.check()
     alerts.check_step(4, of_step(1.0), {})
     alerts.close()
-    assert json.loads(told.read_text())["message"] == "no progress for 600 s, waiting for step 4"
+    assert json.loads(sent_file.read_text())["message"] == "no progress for 600 s, waiting for step 4"
     assert '"alert": "no_progress"' in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -218,9 +218,11 @@ class TestRules:
             AlertsConfig(stop=({"steps": 3},))  # type: ignore[arg-type]
 
 
-def train(here: Path, steps: int = 12, optimizer: AdamConfig = OPTIMIZER, **alerts: Any) -> Any:
-    config = settings(id=here.name, log_dir=str(here), num_train_steps=steps, alerts=alerts)
-    config = config.model_copy(update={"checkpointer": config.checkpointer.model_copy(update={"base_path": str(here)})})
+def train(directory: Path, steps: int = 12, optimizer: AdamConfig = OPTIMIZER, **alerts: Any) -> Any:
+    config = settings(id=directory.name, log_dir=str(directory), num_train_steps=steps, alerts=alerts)
+    config = config.model_copy(
+        update={"checkpointer": config.checkpointer.model_copy(update={"base_path": str(directory)})}
+    )
     with Trainer(config, optimizer, loss) as trainer:
         return trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
 
@@ -232,8 +234,8 @@ EAGER = {"loss_spike": {"window": 4, "threshold": 0.1}, "quiet_steps": 1}
 def test_alerts_change_no_bit_of_a_run(tmp_path: Path) -> None:
     eager = train(tmp_path / "eager", **EAGER, command=program(tmp_path, "cat > /dev/null"))
     off = train(tmp_path / "off", loss_spike=None, divergence=None, grad_norm=None)
-    found = [line for line in records(tmp_path / "eager") if "alert" in line]
-    assert found
+    alert_lines = [line for line in records(tmp_path / "eager") if "alert" in line]
+    assert alert_lines
     assert not [line for line in records(tmp_path / "off") if "alert" in line]
     for name, values in eager.params.items():
         np.testing.assert_array_equal(values, off.params[name])

@@ -52,9 +52,9 @@ def test_what_takes_too_long_is_named_once(tmp_path: Path, capfd: pytest.Capture
 
     watchdog.arm("the checkpoint of step 7")
     clock.pass_time(watchdog, 300)
-    said = capfd.readouterr().err
-    assert said.count("watchdog: no progress for 60 s, waiting for the checkpoint of step 7") == 1
-    assert str(tmp_path / "stacks.txt") in said
+    output = capfd.readouterr().err
+    assert output.count("watchdog: no progress for 60 s, waiting for the checkpoint of step 7") == 1
+    assert str(tmp_path / "stacks.txt") in output
     stacks = (tmp_path / "stacks.txt").read_text()
     assert "test_what_takes_too_long_is_named_once" in stacks
     assert stacks.count("waiting for the checkpoint of step 7") == 1
@@ -92,9 +92,9 @@ def test_stacks_that_cannot_be_written_are_shown(tmp_path: Path, capfd: pytest.C
     watchdog = Watchdog(MINUTE, tmp_path / "gone", clock=clock)
     watchdog.arm("step 1")
     clock.pass_time(watchdog, 60)
-    said = capfd.readouterr().err
-    assert "test_stacks_that_cannot_be_written_are_shown" in said
-    assert "the stacks of all threads are above" in said
+    output = capfd.readouterr().err
+    assert "test_stacks_that_cannot_be_written_are_shown" in output
+    assert "the stacks of all threads are above" in output
 
 
 def test_a_run_that_waits_for_its_data_says_so_and_goes_on(

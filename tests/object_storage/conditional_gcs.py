@@ -35,8 +35,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name, query = self._asked()
         if not name:
-            found = [{"name": key} for key in sorted(self.server.objects) if key.startswith(query.get("prefix", ""))]
-            self._answer(200, json.dumps({"kind": "storage#objects", "items": found}).encode())
+            items = [{"name": key} for key in sorted(self.server.objects) if key.startswith(query.get("prefix", ""))]
+            self._answer(200, json.dumps({"kind": "storage#objects", "items": items}).encode())
         elif name not in self.server.objects:
             self._answer(404)
         else:
@@ -63,8 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _holds(self, name: str, query: dict[str, str]) -> bool:
         """Tells whether the object is at the generation that the request names; 0 means that there is none."""
-        wanted = query.get("ifGenerationMatch")
-        return wanted is None or int(wanted) == self.server.objects.get(name, (0, b""))[0]
+        expected_generation = query.get("ifGenerationMatch")
+        return expected_generation is None or int(expected_generation) == self.server.objects.get(name, (0, b""))[0]
 
     def _asked(self) -> tuple[str, dict[str, str]]:
         """The object of the path, empty where it is that of all objects, and the query."""

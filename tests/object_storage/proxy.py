@@ -97,7 +97,7 @@ def lose_answer(handler: Handler) -> bool:
     return True
 
 
-def cut(handler: Handler) -> bool:
+def cut_connection(handler: Handler) -> bool:
     """Breaks the connection in the middle of the answer."""
     status, headers, content = handler.forward()
     handler.answer(status, headers, content[: len(content) // 2], length=len(content))
@@ -144,7 +144,7 @@ def sometimes(faults: list[Fault], share: float, seed: int = 0) -> Fault:
     return fault
 
 
-PASSING: list[Fault] = [drop, lose_answer, cut, delay(0.2), refuse(429), refuse(500), refuse(503)]
+PASSING: list[Fault] = [drop, lose_answer, cut_connection, delay(0.2), refuse(429), refuse(500), refuse(503)]
 """Faults that a request survives when it is sent again."""
 
 

@@ -24,7 +24,18 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
 from tests.checkpoint.steps import NEVER, arrays, like, sharded
-from tests.object_storage.proxy import PASSING, Fault, Proxy, cut, delay, drop, lose_answer, only, refuse, sometimes
+from tests.object_storage.proxy import (
+    PASSING,
+    Fault,
+    Proxy,
+    cut_connection,
+    delay,
+    drop,
+    lose_answer,
+    only,
+    refuse,
+    sometimes,
+)
 from tests.object_storage.servers import using
 
 SHORT = CheckpointerConfig(keep=(KeepEvery(every=1),), retry_for=timedelta(seconds=4))
@@ -115,11 +126,11 @@ def test_a_server_that_refuses_to_read_moves_nothing_aside(behind: Bucket, proxy
     store.close()
 
 
-@pytest.mark.parametrize("fault", [lose_answer, cut])
+@pytest.mark.parametrize("fault", [lose_answer, cut_connection])
 def test_a_lost_answer_to_the_last_object_of_a_save_changes_nothing(behind: Bucket, proxy: Proxy, fault: Fault) -> None:
     store = CheckpointStore(behind, NEVER)
-    once = iter([True])
-    proxy.fault = only(lambda handler: next(once, False) and fault(handler), "PUT", path="steps/")
+    first_time = iter([True])
+    proxy.fault = only(lambda handler: next(first_time, False) and fault(handler), "PUT", path="steps/")
     store.save(1, arrays(1, sharded(8)), {})
     store.wait()
     assert equal(store, 1)
@@ -127,7 +138,7 @@ def test_a_lost_answer_to_the_last_object_of_a_save_changes_nothing(behind: Buck
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
+    ("fault", "reason"),
     [
         (only(refuse(403), "PUT"), "cannot write .*permit"),
         (only(refuse(403), "GET", path="list-type"), "cannot list .*permit"),
@@ -139,11 +150,11 @@ def test_a_lost_answer_to_the_last_object_of_a_save_changes_nothing(behind: Buck
     ],
 )
 def test_what_is_wrong_with_a_bucket_is_said_at_the_start(
-    behind: Bucket, proxy: Proxy, fault: Fault, why: str, monkeypatch: pytest.MonkeyPatch
+    behind: Bucket, proxy: Proxy, fault: Fault, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket, "_PROBE_SECONDS", 2.0)
     proxy.fault = fault
-    with pytest.raises(UserError, match=f"{why}.*base_path") as raised:
+    with pytest.raises(UserError, match=f"{reason}.*base_path") as raised:
         CheckpointStore(behind, NEVER)
     assert len(str(raised.value).splitlines()) == 1
     assert "a-secret-key" not in str(raised.value)

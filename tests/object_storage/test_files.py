@@ -82,9 +82,9 @@ def test_text_at_urls_of_a_bucket_is_listed_and_read(behind: Bucket, proxy: Prox
     for name in ("b.txt", "a.txt"):
         behind.write(name, b"text of " + name.encode())
     proxy.fault = sometimes(PASSING, share=0.1, seed=1)
-    ((_, found),) = match_files([f"{behind}/*.txt"], "data.train_urls")
-    assert [file.name for file in found] == [f"{behind}/a.txt", f"{behind}/b.txt"]
-    assert [file.size for file in found] == [13, 13]
+    ((_, files),) = match_files([f"{behind}/*.txt"], "data.train_urls")
+    assert [file.name for file in files] == [f"{behind}/a.txt", f"{behind}/b.txt"]
+    assert [file.size for file in files] == [13, 13]
 
 
 def test_requests_to_save_and_to_stop_stay_on_their_machine(behind: Bucket, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lock(bucket: Bucket, **changes: object) -> None:
     """Puts the lock of another process there."""
-    here = asdict(ProcessId.of_this_process())
-    holder = {"token": "other", "count": 1, "time": time.time(), **here, "host": "elsewhere", **changes}
+    process = asdict(ProcessId.of_this_process())
+    holder = {"token": "other", "count": 1, "time": time.time(), **process, "host": "elsewhere", **changes}
     bucket.write(".lock", json.dumps(holder).encode())
 
 
@@ -66,12 +66,12 @@ def test_of_many_that_take_it_at_once_one_gets_it(bucket: Bucket) -> None:
 def test_a_machine_that_is_gone_loses_it_when_its_time_is_over(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ENDS_AFTER", 1.0)
     lock(bucket)
-    said: list[str] = []
+    messages: list[str] = []
     started = time.monotonic()
-    with Lease(bucket, said.append) as lease:
+    with Lease(bucket, messages.append) as lease:
         assert time.monotonic() - started > 1
         lease.confirm()
-    assert "waiting for process" in said[0]
+    assert "waiting for process" in messages[0]
 
 
 def test_a_dead_process_of_this_machine_loses_it_at_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

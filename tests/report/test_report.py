@@ -98,18 +98,18 @@ def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
 def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
     assert reported(lmt, "b")["runs"][0]["verifications"] == []
     assert lmt("verify", "b").returncode == 0
-    (found,) = reported(lmt, "b")["runs"][0]["verifications"]
-    assert (found["equal"], found["difference"]) == (True, None)
-    assert found["steps"] > 0
+    (verification,) = reported(lmt, "b")["runs"][0]["verifications"]
+    assert (verification["equal"], verification["difference"]) == (True, None)
+    assert verification["steps"] > 0
     file = Path("logs/b/metrics.jsonl")
-    before = file.read_text()
-    lines = [json.loads(line) for line in before.splitlines()]
+    original_text = file.read_text()
+    lines = [json.loads(line) for line in original_text.splitlines()]
     for line in lines:
         if "train/loss" in line:
             line["train/loss"] += 1.0
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert lmt("verify", "b").returncode == 1
-    file.write_text(before)
+    file.write_text(original_text)
     _, other = reported(lmt, "b")["runs"][0]["verifications"]
     assert not other["equal"]
     assert other["difference"].endswith("train/loss")
@@ -117,13 +117,13 @@ def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
 
 def test_a_page_names_metrics_that_are_lost(lmt: Lmt) -> None:
     file = Path("logs/b/metrics.jsonl")
-    before = file.read_text()
+    original_text = file.read_text()
     assert reported(lmt, "b")["runs"][0]["gaps"] == []
-    file.write_text("".join(line for line in before.splitlines(keepends=True) if '"step": 2,' not in line))
+    file.write_text("".join(line for line in original_text.splitlines(keepends=True) if '"step": 2,' not in line))
     (gap,) = reported(lmt, "b")["runs"][0]["gaps"]
     assert "lacks lines" in gap
     assert "train/loss of 2" in gap
-    file.write_text(before)
+    file.write_text(original_text)
 
 
 @pytest.mark.slow
@@ -135,8 +135,8 @@ def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     assert pair["bits"] == "part at step 1"
     charts = {chart["name"]: chart["curves"] for group in data["groups"] for chart in group["charts"]}
     assert [curve["run"] for curve in charts["train/loss"]] == [0, 1]
-    (same,) = reported(lmt, "a", "a")["pairs"]
-    assert same["bits"] == "equal in all 4 steps that both have"
+    (comparison,) = reported(lmt, "a", "a")["pairs"]
+    assert comparison["bits"] == "equal in all 4 steps that both have"
 
 
 @pytest.mark.slow
@@ -155,8 +155,8 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, roo
     shutil.copytree(root / "logs/a", root / "logs/killed")
     file = root / "logs/killed/metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= 3 and "eval/loss" not in json.loads(line)]
-    file.write_text("".join(kept) + '{"step": 4, "train/lo')
+    kept_lines = [line for line in lines if json.loads(line)["step"] <= 3 and "eval/loss" not in json.loads(line)]
+    file.write_text("".join(kept_lines) + '{"step": 4, "train/lo')
     (root / "logs/killed/summary.json").unlink()
     for name in ("texts.jsonl", "token-probabilities.jsonl"):
         (root / "logs/killed" / name).unlink()
@@ -233,9 +233,9 @@ def test_a_browser_draws_every_chart(root: Path, tmp_path: Path, width: int) -> 
     page = build_report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
     (tmp_path / "page.html").write_text(page)
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
-    where = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
+    window_flags = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
     done = subprocess.run(
-        ["chromium", *flags, *where, "--dump-dom", f"file://{tmp_path}/page.html"],
+        ["chromium", *flags, *window_flags, "--dump-dom", f"file://{tmp_path}/page.html"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -35,11 +35,11 @@ def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
     setup = build_setup(config, VOCAB, jax.devices()[:1])
     length = config.model.seq_len
     rows = np.random.default_rng(0).integers(0, VOCAB, (ROWS, length + 1)).astype(np.int32)
-    where = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
+    positions = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
     weights, segments = np.ones((ROWS, length), np.float32), np.zeros((ROWS, length), np.int32)
     shape = config.model.features_shape
     features = None if shape is None else np.random.default_rng(1).normal(size=(ROWS, *shape)).astype(np.float32)
-    batch = Batch(rows[:, :-1], rows[:, 1:], weights, where, segments, features)
+    batch = Batch(rows[:, :-1], rows[:, 1:], weights, positions, segments, features)
     setup.step.compile(batch)
     state, losses = setup.init(), []
     for _ in range(STEPS):

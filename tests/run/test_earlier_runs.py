@@ -149,10 +149,10 @@ def test_an_older_run_is_resumed_with_its_bits(make_config: MakeConfig, in_tmp_p
         lines = (in_tmp_path / "logs" / run / "metrics.jsonl").read_text()
         return re.findall(r'"fingerprint": "(\w+)"', lines)[-1]
 
-    whole = fingerprint("run", "trainer.matrix_updates=repeated")
+    undisturbed = fingerprint("run", "trainer.matrix_updates=repeated")
     shutil.rmtree(in_tmp_path / "checkpoints/run/4")
     make_older(in_tmp_path)
-    assert fingerprint("run") == whole
+    assert fingerprint("run") == undisturbed
     make_older(in_tmp_path)
     assert lmt("verify", "run").returncode == 0
-    assert fingerprint("other") != whole
+    assert fingerprint("other") != undisturbed

@@ -61,7 +61,7 @@ def test_a_run_that_was_moved_as_a_whole_keeps_its_checkpoints(run: Path, in_tmp
     assert find_checkpoints_of_run(moved / "logs" / "a") == moved / "checkpoints" / "a"
 
 
-OTHERS = {
+INVALID_CONFIGS = {
     "a date that there is not": b"log_dir: 2024-02-30",
     "a tag that does not fit": b"trainer: {log_dir: !!timestamp foo}",
     "an empty number": b'trainer: {log_dir: !!int ""}',
@@ -81,7 +81,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("content", INVALID_CONFIGS.values(), ids=INVALID_CONFIGS)
 def test_other_files_of_the_working_directory_do_no_harm(
     run: Path, in_tmp_path: Path, lmt: Lmt, content: bytes
 ) -> None:

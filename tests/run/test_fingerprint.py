@@ -41,9 +41,9 @@ def numpy_hash(x: np.ndarray) -> str:
     return "".join(f"{s:08x}" for s in sums)
 
 
-@pytest.mark.parametrize("most", [2**16, 0], ids=["on the host", "on devices"])
-def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(digest, "_SMALL", most)
+@pytest.mark.parametrize("max_host_elements", [2**16, 0], ids=["on the host", "on devices"])
+def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.MonkeyPatch, max_host_elements: int) -> None:
+    monkeypatch.setattr(digest, "_SMALL", max_host_elements)
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = {
         "a": rng.normal(size=(8, 6)).astype(np.float32),
@@ -54,12 +54,12 @@ def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.Monkey
     }
     mesh = jax.make_mesh((8,), ("data",))
     specs = {"a": PartitionSpec("data"), "b": PartitionSpec("data"), "c": PartitionSpec(None, "data")}
-    cut = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, PartitionSpec()))) for n, x in arrays.items()}
+    sharded = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, PartitionSpec()))) for n, x in arrays.items()}
     expected = {name: numpy_hash(x) for name, x in arrays.items()}
     checksums = {name: numpy_checksum(x) for name, x in arrays.items()}
     assert compute_hashes({name: jnp.asarray(x) for name, x in arrays.items()}) == expected
-    assert compute_hashes(cut) == compute_hashes(arrays) == expected
-    assert compute_checksums(cut) == compute_checksums(arrays) == checksums
+    assert compute_hashes(sharded) == compute_hashes(arrays) == expected
+    assert compute_checksums(sharded) == compute_checksums(arrays) == checksums
 
     # What one linear sum misses: the signs of two elements.
     x = arrays["a"]
@@ -67,9 +67,9 @@ def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.Monkey
     flipped[1, 2], flipped[5, 3] = -x[1, 2], -x[5, 3]
     swapped = x.copy()
     swapped[0, 0], swapped[7, 5] = x[7, 5], x[0, 0]
-    found = {name: jnp.asarray(y) for name, y in {"x": x, "flipped": flipped, "swapped": swapped}.items()}
-    assert compute_checksums(found)["x"] == compute_checksums(found)["flipped"]
-    assert len({*compute_hashes(found).values()}) == 3
+    variants = {name: jnp.asarray(y) for name, y in {"x": x, "flipped": flipped, "swapped": swapped}.items()}
+    assert compute_checksums(variants)["x"] == compute_checksums(variants)["flipped"]
+    assert len({*compute_hashes(variants).values()}) == 3
 
 
 def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> None:
@@ -91,9 +91,12 @@ def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> Non
     ]
     assert len({reference, *other}) == 5
 
-    found = {"a": "00", "b": "01"}
-    assert compute_fingerprint(reference, found) == compute_fingerprint(reference, dict(reversed(found.items())))
+    param_hashes = {"a": "00", "b": "01"}
+    assert compute_fingerprint(reference, param_hashes) == compute_fingerprint(
+        reference, dict(reversed(param_hashes.items()))
+    )
     prints = [
-        compute_fingerprint(reference, h) for h in (found, {"a": "01", "b": "00"}, {"a": "00"}, {"a": "00", "c": "01"})
+        compute_fingerprint(reference, h)
+        for h in (param_hashes, {"a": "01", "b": "00"}, {"a": "00"}, {"a": "00", "c": "01"})
     ]
-    assert len({*prints, compute_fingerprint(other[0], found)}) == 5
+    assert len({*prints, compute_fingerprint(other[0], param_hashes)}) == 5

@@ -76,12 +76,12 @@ def logged() -> list[dict[str, Any]]:
 
 
 def equal(one: TrainState, other: TrainState) -> None:
-    for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -97,12 +97,12 @@ def test_it_trains_as_a_loop_of_optax_alone(mode: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_equal_bits() -> None:
-    whole = run(from_optax("chain", rule()))
+    uninterrupted = run(from_optax("chain", rule()))
     shutil.rmtree(f"checkpoints/own/{STEPS}")
     with Trainer(settings(), from_optax("chain", rule()), loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         assert 0 < state.step < STEPS
-        equal(trainer.train(state, trainer.data_loader(Numbered())), whole)
+        equal(trainer.train(state, trainer.data_loader(Numbered())), uninterrupted)
 
 
 def test_the_bits_are_the_same_on_one_and_four_devices_and_state_lies_like_its_parameter() -> None:
@@ -144,8 +144,8 @@ class TestResuming:
 def test_hyperparameters_in_the_state_report_the_learning_rate() -> None:
     rate = optax.linear_schedule(0.1, 0.0, STEPS)
     run(from_optax("injected", optax.inject_hyperparams(optax.sgd)(rate)))
-    found = [line["optim/learning_rate"] for line in logged()]
-    np.testing.assert_allclose(found, [0.1 * (1 - step / STEPS) for step in range(STEPS)], rtol=1e-6)
+    learning_rates = [line["optim/learning_rate"] for line in logged()]
+    np.testing.assert_allclose(learning_rates, [0.1 * (1 - step / STEPS) for step in range(STEPS)], rtol=1e-6)
 
 
 def test_labels_of_parameters_are_found_by_a_function_of_their_names() -> None:
@@ -157,28 +157,28 @@ def test_labels_of_parameters_are_found_by_a_function_of_their_names() -> None:
 
 
 def test_a_transformation_that_asks_for_the_value_gets_the_loss() -> None:
-    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **others: Any) -> tuple[Any, Any]:
-        del params, others
+    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **extra_args: Any) -> tuple[Any, Any]:
+        del params, extra_args
         return updates, value + jnp.zeros_like(state)
 
     start: Any = lambda _: jnp.zeros(())  # noqa: E731
-    seen: Any = optax.GradientTransformationExtraArgs(start, update)  # pyright: ignore[reportArgumentType]
-    state = run(from_optax("seen", optax.chain(seen, optax.sgd(0.1))))
+    recorder: Any = optax.GradientTransformationExtraArgs(start, update)  # pyright: ignore[reportArgumentType]
+    state = run(from_optax("seen", optax.chain(recorder, optax.sgd(0.1))))
     held: Any = state.opt_state
     assert float(held[0]) == logged()[-1]["train/loss"] > 0
 
 
 def test_random_numbers_of_a_transformation_go_on_too() -> None:
     noise = optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1))
-    whole = run(from_optax("noise", noise))
+    uninterrupted = run(from_optax("noise", noise))
     # Through jit as in the run, so that each step draws what optax alone draws.
     for name, value in plain_loop(noise, STEPS).items():
-        np.testing.assert_allclose(whole.params[name], value, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(uninterrupted.params[name], value, atol=1e-5, err_msg=name)
     shutil.rmtree(f"checkpoints/own/{STEPS}")
     with Trainer(settings(), from_optax("noise", noise), loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         assert state.step == STEPS // 2
-        equal(trainer.train(state, trainer.data_loader(Numbered())), whole)
+        equal(trainer.train(state, trainer.data_loader(Numbered())), uninterrupted)
 
 
 @pytest.mark.parametrize("wrong", [optax.adam, AdamConfig(), None])

@@ -39,14 +39,14 @@ def test_what_the_key_takes_the_environment_takes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_made_outside(lmt: Lmt, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = in_tmp_path / "a" / "b" / "c"
-    here.mkdir(parents=True)
-    (here / "base.yaml").write_text("{}")
-    monkeypatch.chdir(here)
+    working_directory = in_tmp_path / "a" / "b" / "c"
+    working_directory.mkdir(parents=True)
+    (working_directory / "base.yaml").write_text("{}")
+    monkeypatch.chdir(working_directory)
     monkeypatch.setenv("RUN_ID", "../../x")
-    before = sorted(in_tmp_path.rglob("*"))
+    files_before = sorted(in_tmp_path.rglob("*"))
     refused(lmt("train", "base.yaml"), "RUN_ID in the environment: '../../x' cannot name a directory")
-    assert sorted(in_tmp_path.rglob("*")) == before
+    assert sorted(in_tmp_path.rglob("*")) == files_before
 
 
 def test_the_cache_of_programs_has_the_same_rule_by_key_and_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

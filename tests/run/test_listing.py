@@ -19,7 +19,7 @@ from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -122,12 +122,12 @@ class TestAStartThatFails:
             trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
 
     def test_it_leaves_nothing(self) -> None:
-        there: list[Path] = []
+        existing_files: list[Path] = []
         with pytest.raises(UserError, match="no data"):
             fail_at_the_start(
-                lambda: there.extend([*Path().glob("logs/own/run.json"), *Path().glob("checkpoints/own")])
+                lambda: existing_files.extend([*Path().glob("logs/own/run.json"), *Path().glob("checkpoints/own")])
             )
-        assert len(there) == 2
+        assert len(existing_files) == 2
         assert not list(Path().iterdir())
 
     def test_directories_that_were_there_stay(self) -> None:

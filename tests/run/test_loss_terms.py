@@ -83,9 +83,9 @@ def test_z_loss_weight_adds_the_penalty_to_what_is_minimised(tmp_path: Path) -> 
 def test_evaluation_has_no_z_loss(tmp_path: Path) -> None:
     plain, penalised = planned(tmp_path), planned(tmp_path, "z_loss_weight: 0.2")
     params = plain.init().params
-    found = penalised.evaluate(params, [HALF])
-    assert found == plain.evaluate(params, [HALF])
-    assert found.keys() == {"loss"}
+    sums = penalised.evaluate(params, [HALF])
+    assert sums == plain.evaluate(params, [HALF])
+    assert sums.keys() == {"loss"}
 
 
 def test_without_a_z_loss_nothing_else_is_traced(tmp_path: Path) -> None:

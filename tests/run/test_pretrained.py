@@ -76,7 +76,7 @@ def base(params: tuple[Path, dict[str, np.ndarray]]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _here(in_tmp_path: Path) -> None:
+def _run_in_tmp_path(in_tmp_path: Path) -> None:
     del in_tmp_path
 
 
@@ -87,22 +87,22 @@ def config(base: Path | bool | str, **sections: Any) -> RunConfig:
 
 
 def start(run: RunConfig) -> HfStart:
-    found = find_hf_start(run, "run")
-    assert found is not None
-    return found
+    hf_start = find_hf_start(run, "run")
+    assert hf_start is not None
+    return hf_start
 
 
 def test_the_model_section_comes_from_config_json(base: Path) -> None:
-    found = start(config(base, use_hf_model_config=True))
-    assert found.config.model.spec(260) == LLAMA.spec(260)
-    assert found.vocab_size == 260
-    (note,) = found.notes
+    hf_start = start(config(base, use_hf_model_config=True))
+    assert hf_start.config.model.spec(260) == LLAMA.spec(260)
+    assert hf_start.vocab_size == 260
+    (note,) = hf_start.notes
     assert f"{base}: llama, {parameter_count(LLAMA.spec(260)):,} parameters" in note
     assert "F32" in note
     # What is saved with the run says the same again.
-    again = RunConfig.model_validate(found.config.model_dump(mode="json"))
-    assert start(again).config.model == found.config.model
-    assert resolve_model(config(base, use_hf_model_config=True), "x").model == found.config.model
+    reread = RunConfig.model_validate(hf_start.config.model_dump(mode="json"))
+    assert start(reread).config.model == hf_start.config.model
+    assert resolve_model(config(base, use_hf_model_config=True), "x").model == hf_start.config.model
     assert resolve_model(config(base), "x").model.type == "gpt2"
 
 
@@ -204,14 +204,16 @@ def cut_otherwise(content: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_another_tokenizer_is_refused_with_the_remedy(base: Path, tmp_path: Path, edit: Any, message: str) -> None:
-    found = start(config(base, model=KEYS))
-    own = load_tokenizer(base)
-    assert isinstance(own, HfTokenizer)
-    assert found.check_tokenizer(own) == 260
-    assert found.check_tokenizer(HfTokenizer(json.dumps(json.loads(own.files()["tokenizer.json"])))) == 260
-    other = edited(own, edit)
+    hf_start = start(config(base, model=KEYS))
+    base_tokenizer = load_tokenizer(base)
+    assert isinstance(base_tokenizer, HfTokenizer)
+    assert hf_start.check_tokenizer(base_tokenizer) == 260
+    assert (
+        hf_start.check_tokenizer(HfTokenizer(json.dumps(json.loads(base_tokenizer.files()["tokenizer.json"])))) == 260
+    )
+    other = edited(base_tokenizer, edit)
     with pytest.raises(UserError, match=message) as caught:
-        found.check_tokenizer(other)
+        hf_start.check_tokenizer(other)
     assert f"write data.tokenizer: {base}" in str(caught.value)
     # One that is a file is compared before any text is read.
     other.save(tmp_path / "other")
@@ -234,8 +236,8 @@ def test_added_tokens_may_have_no_rows(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "base")
     tokenizer = with_specials(*(f"<added {i}>" for i in range(9)))
     tokenizer.save(tmp_path / "base")
-    found = start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
-    assert tokenizer.vocab_size == 266 > found.check_tokenizer(tokenizer) == 260
+    hf_start = start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
+    assert tokenizer.vocab_size == 266 > hf_start.check_tokenizer(tokenizer) == 260
 
 
 @pytest.mark.slow
@@ -261,10 +263,10 @@ def test_the_weights_arrive_cut_over_the_devices(
     base, expected = params
     monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
     monkeypatch.setattr("lm_trainer.run.weights.pretrained.HOST_BYTES", host_bytes)
-    found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
-    setup = build_setup(found.config, found.vocab_size)
-    assert found.source is not None
-    loaded = found.source.load(found.config.model, setup.model.shapes, setup.sharding.storage)
+    hf_start = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
+    setup = build_setup(hf_start.config, hf_start.vocab_size)
+    assert hf_start.source is not None
+    loaded = hf_start.source.load(hf_start.config.model, setup.model.shapes, setup.sharding.storage)
     assert loaded.keys() == expected.keys()
     assert len(jax.devices()) == 8
     for name, x in loaded.items():
@@ -285,7 +287,7 @@ def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "base" / "model.safetensors.index.json").read_text())
     index["weight_map"]["lm_head.weight"] = file.name
     (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = hf.param_infos(tied, 260)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
     for change, fails in ((0.0, False), (1.0, True)):
@@ -294,9 +296,9 @@ def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
         source = HfCheckpoint.open(config(tmp_path / "base"))
         if fails:
             with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-                source.load(tied, shapes, dict.fromkeys(leaves, here))
+                source.load(tied, shapes, dict.fromkeys(leaves, sharding))
         else:
-            assert source.load(tied, shapes, dict.fromkeys(leaves, here)).keys() == leaves.keys()
+            assert source.load(tied, shapes, dict.fromkeys(leaves, sharding)).keys() == leaves.keys()
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -309,12 +311,12 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     tensors[name][3, 5] = np.nan
     save_file(tensors, file)
     source = HfCheckpoint.open(config(tmp_path / "base"))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = hf.param_infos(LLAMA, 260)
     shapes = {path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()}
     message = rf"{file.name}: {name} holds NaN or infinite values; use a sound copy"
     with pytest.raises(UserError, match=message):
-        source.load(LLAMA, shapes, dict.fromkeys(leaves, here))
+        source.load(LLAMA, shapes, dict.fromkeys(leaves, sharding))
     with pytest.raises(UserError, match=message):
         import_model(str(tmp_path / "base"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -370,8 +372,12 @@ def test_a_head_that_differs_from_the_embedding_is_one_of_its_own(make_hf_model:
         assert read.config.tie_word_embeddings is (change == 0), change  # pyright: ignore[reportAttributeAccessIssue]
         model = jax.jit(read.build(jax.local_devices()[:1]))
         with torch.no_grad():
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(torch.from_numpy(ids)).logits.numpy()
-        np.testing.assert_allclose(model(ids.astype(np.int32), positions, np.zeros_like(positions)), theirs, atol=1e-4)
+            expected_logits = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(
+                torch.from_numpy(ids)
+            ).logits.numpy()
+        np.testing.assert_allclose(
+            model(ids.astype(np.int32), positions, np.zeros_like(positions)), expected_logits, atol=1e-4
+        )
     # The run has the head as well, and says so in what it exports.
     assert start(config(tmp_path, use_hf_model_config=True)).config.model.tie_word_embeddings is False  # pyright: ignore[reportAttributeAccessIssue]
     write_hf(tmp_path / "out", read_hf(tmp_path), ExportOptions())

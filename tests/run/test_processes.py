@@ -122,8 +122,8 @@ def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subp
 def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
     """The pid of one of the processes that a launcher has started."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    (found,) = [c for c in children if f"process_id={index}" in Path(f"/proc/{c}/cmdline").read_text()]
-    return int(found)
+    (process_id,) = [c for c in children if f"process_id={index}" in Path(f"/proc/{c}/cmdline").read_text()]
+    return int(process_id)
 
 
 @SLOW
@@ -179,10 +179,12 @@ def test_a_process_that_fails_alone_tells_the_others_why(
     (tmp_path / "logs" / "run").mkdir(parents=True)
     with (tmp_path / "logs" / "run" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        (first, said), (second, told) = run_group(config, tmp_path, processes=2, devices=1)
-    assert (first, second) == (2, 2), said + told
-    assert re.search(r"^error: .*is in use by", said, re.MULTILINE), said
-    assert re.search(r"^error: process 0 of 2 \(.+\) stopped: .*is in use by", told, re.MULTILINE), told
+        (first, first_output), (second, second_output) = run_group(config, tmp_path, processes=2, devices=1)
+    assert (first, second) == (2, 2), first_output + second_output
+    assert re.search(r"^error: .*is in use by", first_output, re.MULTILINE), first_output
+    assert re.search(r"^error: process 0 of 2 \(.+\) stopped: .*is in use by", second_output, re.MULTILINE), (
+        second_output
+    )
 
 
 @pytest.mark.optimised

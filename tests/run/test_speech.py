@@ -54,9 +54,11 @@ def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Pat
     config = write(
         make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True, "scan_layers": True}
     )
-    (losses, one), *others = [train(build_setup(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 4)]
-    for found, weights in others:
-        assert found == losses
+    (losses, one), *other_results = [
+        train(build_setup(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 4)
+    ]
+    for other_losses, weights in other_results:
+        assert other_losses == losses
         for name, x in weights.items():
             assert x.tobytes() == one[name].tobytes(), name
 
@@ -69,13 +71,13 @@ def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_p
     texts = np.repeat(np.arange(4), 2) + 5
     tokens = np.repeat(texts[:, None], plain.tokens.shape[1], axis=1).astype(np.int32)
     first = np.zeros_like(tokens)
-    heard = np.repeat(np.asarray(rows(4).features), 2, axis=0)
+    features = np.repeat(np.asarray(rows(4).features), 2, axis=0)
     # Every text begins alike, and only its first token is learnt.
     weights = np.zeros(tokens.shape, np.float32)
     weights[:, 0] = 1
-    batch = plain._replace(tokens=first, targets=tokens, weights=weights, features=heard)
+    batch = plain._replace(tokens=first, targets=tokens, weights=weights, features=features)
     setup = build_setup(config, VOCAB, jax.devices()[:1])
-    deaf, _ = train(setup, batch._replace(features=np.zeros_like(heard)), 30)
+    deaf, _ = train(setup, batch._replace(features=np.zeros_like(features)), 30)
     hearing, _ = train(setup, batch, 30)
     assert deaf[-1] > np.log(4) - 0.02
     assert hearing[-1] < 0.5 * np.log(4)
@@ -100,10 +102,10 @@ def trained_alone(make_config: MakeConfig) -> tuple[list[float], dict[str, np.nd
 def test_other_ways_to_share_the_work_agree_up_to_rounding(
     make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any]
 ) -> None:
-    wanted, weights = trained_alone(make_config)
-    found, others = train(build_setup(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
-    for name, x in others.items():
+    expected_losses, weights = trained_alone(make_config)
+    losses, other_weights = train(build_setup(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    for name, x in other_weights.items():
         np.testing.assert_allclose(x, weights[name], atol=1e-2, err_msg=name)
 
 

@@ -96,9 +96,9 @@ def recorded(directory: Path) -> list[int]:
 @pytest.fixture
 def _heeds_hangup() -> Iterator[None]:
     """Has the processes of a test heed SIGHUP, where the tests were started by nohup as well."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, previous_handler)
 
 
 @pytest.mark.usefixtures("_heeds_hangup")
@@ -117,9 +117,9 @@ def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
         terminal = None
         if number == signal.SIGHUP:
             # As where a terminal is closed, to which no process can write any more.
-            terminal, theirs = pty.openpty()
-            launcher = launch(theirs)
-            os.close(theirs)
+            terminal, child_side = pty.openpty()
+            launcher = launch(child_side)
+            os.close(child_side)
         else:
             launcher = launch()
         wait_for_steps(launcher, tmp_path, step + 5)
@@ -132,16 +132,16 @@ def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
         assert recorded(tmp_path) == [*range(1, step + 1)], "no metric of a saved step is lost"
         if terminal is None:
             pattern = rf"^\[\d\] stopped by (.+) after step {step}; everything is saved"
-            told = re.findall(pattern, printed(tmp_path), re.MULTILINE)
-            assert len(told) == 2, printed(tmp_path)
-            assert number.name in told
+            causes = re.findall(pattern, printed(tmp_path), re.MULTILINE)
+            assert len(causes) == 2, printed(tmp_path)
+            assert number.name in causes
             assert not begun or f"resumed at step {begun} of {STEPS}" in printed(tmp_path)
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
     try:
         launcher = launch()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous_handler)
     wait_for_steps(launcher, tmp_path, step + 5)
     launcher.send_signal(signal.SIGHUP)
     to_first(launcher, signal.SIGHUP)
@@ -154,7 +154,7 @@ def test_a_signal_for_a_checkpoint_to_one_of_two_processes(launch: Launch, tmp_p
     launcher = launch(num_train_steps=100_000, checkpointer={"keep": [{"every": 100_000}]})
     wait_for_steps(launcher, tmp_path, 5)
     to_second(launcher, signal.SIGUSR1)
-    while not (kept := saved_steps(tmp_path) if (tmp_path / "checkpoints" / "run").exists() else []):
+    while not (first_saved := saved_steps(tmp_path) if (tmp_path / "checkpoints" / "run").exists() else []):
         assert launcher.poll() is None, printed(tmp_path)
         time.sleep(0.01)
     # Both files are looked for at the same moment.
@@ -162,7 +162,7 @@ def test_a_signal_for_a_checkpoint_to_one_of_two_processes(launch: Launch, tmp_p
         (tmp_path / "logs/run" / name).touch()
     assert launcher.wait(timeout=120) == 76, printed(tmp_path)
     assert printed(tmp_path).count("stopped by stop-after-save after step") == 2
-    assert saved_steps(tmp_path)[0] == kept[0]
+    assert saved_steps(tmp_path)[0] == first_saved[0]
     assert len(saved_steps(tmp_path)) == 2
 
 

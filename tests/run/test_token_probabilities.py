@@ -121,22 +121,22 @@ def test_devices_change_nothing(lmt: Lmt, setting: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt, tmp_path: Path) -> None:
-    whole = TokenHistory.read(Path("logs/a"))
+    uninterrupted = TokenHistory.read(Path("logs/a"))
     trained(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
     page = (Path("logs/a") / PAGE).read_text()
     data = page_data(page)
-    assert [each["step"] for each in data["runs"][0]["steps"]] == [2, 4]
+    assert [entry["step"] for entry in data["runs"][0]["steps"]] == [2, 4]
     assert "".join(data["tokens"][str(index)] for index in data["documents"][0]["ids"]) == TEXTS[1][:33]
     assert "</script><b>" not in page
     result = lmt("tokens", "a", "b", "--out", "both.html")
     assert result.returncode == 0, result.stderr
-    both = page_data(Path("both.html").read_text())
-    assert [run["name"] for run in both["runs"]] == ["a", "b"]
-    assert len(both["runs"][1]["steps"]) == 1
+    comparison = page_data(Path("both.html").read_text())
+    assert [run["name"] for run in comparison["runs"]] == ["a", "b"]
+    assert len(comparison["runs"][1]["steps"]) == 1
     # What a killed attempt left at the end is read as far as it is whole, and done again.
     lines = (Path("logs/a") / FILE).read_text().splitlines(keepends=True)
     (tmp_path / FILE).write_text("".join(lines) + lines[-1][:100])
-    assert TokenHistory.read(tmp_path) == whole
+    assert TokenHistory.read(tmp_path) == uninterrupted
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path
     file = TokenFile(tmp_path, [[1, 2, 3, 4]], str)
     for step in range(1, 500):
         file.add(step, [scored(step, 3)])
-    steps = [each["step"] for each in page_data(render_token_page({"x": file.history}))["runs"][0]["steps"]]
+    steps = [entry["step"] for entry in page_data(render_token_page({"x": file.history}))["runs"][0]["steps"]]
     assert (steps[0], steps[-1], len(steps)) == (1, 499, MAX_STEPS)
     # A step that is done again takes the place of those after it.
     file.add(250, [scored(0, 3)])
@@ -196,19 +196,19 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
     file.add(1, scored)
     file.add(2, scored)
     path = tmp_path / FILE
-    whole = path.read_bytes()
+    content = path.read_bytes()
     assert TokenHistory.read(tmp_path) == TokenHistory([[1, 2, 3]], texts, {1: scored, 2: scored})
-    cuts = {0, 1, 10, len(whole) - 1, *range(1, len(whole), 7)}
-    for cut in sorted(cuts):
-        path.write_bytes(whole[:cut])
+    cuts = {0, 1, 10, len(content) - 1, *range(1, len(content), 7)}
+    for length in sorted(cuts):
+        path.write_bytes(content[:length])
         # As a run that is resumed does.
-        again = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
-        again.add(2, scored)
-        again.add(3, scored)
+        reopened = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
+        reopened.add(2, scored)
+        reopened.add(3, scored)
         history = TokenHistory.read(tmp_path)
-        assert history == again.history, cut
-        assert {2, 3} <= history.steps.keys(), cut
-        assert history.tokens == texts, cut
+        assert history == reopened.history, length
+        assert {2, 3} <= history.steps.keys(), length
+        assert history.tokens == texts, length
     # Files that hold their characters as they are, cut off inside one.
     plain = json.dumps({"documents": [[1, 4]], "tokens": {"1": "a", "4": "\u0436"}}, ensure_ascii=False).encode()
     path.write_bytes(plain[: plain.index("\u0436".encode()) + 1])

@@ -38,7 +38,7 @@ from tests.run.own_model import OPTIMIZER, STEPS, VOCAB, Bigrams, Numbered, batc
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -46,7 +46,7 @@ def lines(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-class Asked(Numbered):
+class RecordingData(Numbered):
     """Notes how many batches an evaluation may take."""
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class Asked(Numbered):
         return super().batches(batch_size, rows=rows, max_batches=max_batches)
 
 
-def trained(*, hook: HookFn = lambda _: None, **changes: Any) -> Asked:
+def trained(*, hook: HookFn = lambda _: None, **changes: Any) -> RecordingData:
     """Trains to the end; returns what was evaluated on."""
-    data = Asked()
+    data = RecordingData()
     with Trainer(settings(**changes), OPTIMIZER, loss) as trainer:
         trainer.add_hook(hook)
         trainer.add_eval_hook(data)
@@ -154,16 +154,16 @@ def recorder(trackers: Any = None, **flags: bool) -> MetricLogger:
 
 
 def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:
-    told = mock.Mock()
-    it = recorder(trackers=told)
+    trackers = mock.Mock()
+    logger = recorder(trackers=trackers)
     metrics = {name: jnp.float32(1) for name in ("loss", "grad_norm", "tokens")}
     for number in (1, 2):
-        it.record_step(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
+        logger.record_step(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
         # A wait after the first step alone, which is then the time that the second one takes.
         time.sleep(0.5 * (2 - number))
-    it.flush()
-    it.close()
-    first, second = (call.args[0] for call in told.log.call_args_list)
+    logger.flush()
+    logger.close()
+    first, second = (call.args[0] for call in trackers.log.call_args_list)
     assert "throughput/step_time" not in first
     assert second["throughput/step_time"] > 0.25
 
@@ -234,8 +234,8 @@ def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixt
     for weights in (state.params, state.averaged):
         np.testing.assert_array_equal(weights["table"], other)
         np.testing.assert_array_equal(weights["bias"], 0)
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said.startswith("the checkpoint of step 2 lacks params.bias, averaged.bias, averaged.table, opt_state.")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("the checkpoint of step 2 lacks params.bias, averaged.bias, averaged.table, opt_state.")
 
 
 def begun(setup: TrainingSetup, **changes: Any) -> TrainState:

@@ -72,7 +72,7 @@ class _Batches(Iterator[Batch]):
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lm_trainer.run.training.batches._POLL_SECONDS", 0.001)
 
@@ -104,15 +104,15 @@ def test_data_that_do_not_come_cost_no_step() -> None:
 
 
 def test_a_stop_signal_ends_the_waiting() -> None:
-    kept: list[Any] = []
+    saved_states: list[Any] = []
     state: Any = SimpleNamespace(step=3)
     with StopRequest() as stop, closing(Progress(STEPS, stream=io.StringIO())) as progress:
         stop.arm()
         watchdog = Watchdog(WatchdogConfig(), Path())
-        feed = BatchIterator(InTheMaking(stops_at=0).train(), DataWait(stop, progress, watchdog, kept.append))
+        feed = BatchIterator(InTheMaking(stops_at=0).train(), DataWait(stop, progress, watchdog, saved_states.append))
         with pytest.raises(Preempted, match="stopped by SIGTERM after step 3; everything is saved"):
             feed.next(state)
-    assert kept == [state]
+    assert saved_states == [state]
 
 
 class _Restored:
@@ -123,7 +123,7 @@ class _Restored:
 
 
 @pytest.mark.parametrize(
-    ("saved", "now"),
+    ("saved", "current"),
     [
         ("t", {"tokens": "t", "sources": "s"}),  # of a version that knew only the tokens
         ({"sources": "s"}, {"tokens": "t", "sources": "s"}),
@@ -131,12 +131,12 @@ class _Restored:
         ({"tokens": "t", "sources": "elsewhere"}, {"tokens": "t", "sources": "s"}),
     ],
 )
-def test_a_run_knows_its_data_by_what_is_known(saved: Any, now: Any) -> None:
-    _check_same_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
+def test_a_run_knows_its_data_by_what_is_known(saved: Any, current: Any) -> None:
+    _check_same_data(_Restored(saved), current, False)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "message"),
+    ("saved", "current", "message"),
     [
         ("t", {"tokens": "u", "sources": "s"}, r"other data \(fingerprint t, now u\): the text"),
         ({"sources": "s"}, {"tokens": "t", "sources": "r"}, r"\(fingerprint s, now r\): the name, size or time of"),
@@ -144,6 +144,6 @@ def test_a_run_knows_its_data_by_what_is_known(saved: Any, now: Any) -> None:
         ("t", {"sources": "s"}, "run `lmt data build` with this configuration first"),
     ],
 )
-def test_a_run_refuses_other_data(saved: Any, now: Any, message: str) -> None:
+def test_a_run_refuses_other_data(saved: Any, current: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _check_same_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
+        _check_same_data(_Restored(saved), current, False)  # pyright: ignore[reportArgumentType]
