@@ -83,9 +83,9 @@ def check(
 
         weight_decay_mask(loaded)
     if (platform := _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")) is not None:
-        from lm_trainer.run.dry_run import check_attention
+        from lm_trainer.run.dry_run import check_attention_backend
 
-        check_attention(loaded.config, vocab_size=1, platform=platform)
+        check_attention_backend(loaded.config, vocab_size=1, platform=platform)
     if not no_files:
         _check_files(loaded)
     clean.echo(f"{config}: ok")

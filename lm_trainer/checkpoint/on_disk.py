@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lm_trainer.checkpoint.event_loops import use_waiting_loops, waiting_loops
+from lm_trainer.checkpoint.event_loops import always_drain_event_loops_on_close, drain_event_loops_on_close
 from lm_trainer.checkpoint.record import CheckpointError, root_cause, verify_record
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock, move_damaged_aside
 from lm_trainer.core.errors import MachineError
@@ -39,7 +39,7 @@ class DiskSteps:
 
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
-        logging.getLogger("absl").addFilter(_is_not_reported_here)
+        logging.getLogger("absl").addFilter(_is_worth_logging)
 
     def list_steps(self) -> list[int]:
         if not self.directory.is_dir():
@@ -48,7 +48,7 @@ class DiskSteps:
 
     def read_record(self, step: int) -> dict[str, Any]:
         try:
-            with waiting_loops():
+            with drain_event_loops_on_close():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax passes on the errors of its many readers
             raise self._unreadable_error(step, "metadata", error) from error
@@ -60,7 +60,7 @@ class DiskSteps:
         # Orbax does not read arrays with a placeholder.
         targets = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
         try:
-            with waiting_loops():
+            with drain_event_loops_on_close():
                 loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": targets})["state"]
         except Exception as error:
             raise self._unreadable_error(step, "arrays", error) from error
@@ -100,7 +100,7 @@ class DiskWriter:
         wait_for_all("checkpoint directory")
         self._opened = self.directory.stat()
         # A failed save leaves tasks in the event loop of its thread, as a failed read does.
-        use_waiting_loops()
+        always_drain_event_loops_on_close()
         self._reopen(cleanup=True)
 
     def how_to_remove(self, step: int) -> str:
@@ -167,8 +167,8 @@ class DiskWriter:
         """
         try:
             # Reading damaged metadata fails in the same way as reading damaged arrays.
-            with waiting_loops():
-                self._orbax = _open(self.directory, cleanup=cleanup)
+            with drain_event_loops_on_close():
+                self._orbax = _open_checkpointer(self.directory, cleanup=cleanup)
         except Exception as error:
             bad: dict[int, CheckpointError] = {}
             steps = self._steps.list_steps()
@@ -180,25 +180,25 @@ class DiskWriter:
             if len(bad) == len(steps):
                 raise self._all_damaged(bad) from error
             move_damaged_aside(self, bad)
-            self._orbax = _open(self.directory, cleanup=cleanup)
+            self._orbax = _open_checkpointer(self.directory, cleanup=cleanup)
 
     def _reload(self) -> None:
         """Makes Orbax refresh its cached list of steps, after some were removed."""
         try:
-            with waiting_loops():
+            with drain_event_loops_on_close():
                 self._orbax.reload()
         except Exception:  # of any class: it rereads all metadata, and some may be damaged by now
             self._orbax.close()
             self._reopen()
 
 
-def _is_not_reported_here(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     # Orbax logs the traceback of each of its threads and then raises the error, which is reported here once. Unreadable
     # array metadata is reported when the arrays are read.
     return not record.exc_info and "Failed to get metadata for checkpointable" not in record.getMessage()
 
 
-def _open(directory: Path, *, cleanup: bool) -> Any:
+def _open_checkpointer(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
     # With compression, a save of 378 MB took 5.4 s instead of 0.7 s, and was only 8 % smaller.
     context.array.saving.use_compression = False

@@ -22,7 +22,7 @@ AllDamaged = Callable[[Mapping[int, CheckpointError]], Exception]
 class DirectoryLock(Protocol):
     """Lock of the directory against other processes."""
 
-    def check_held(self) -> None:
+    def check_lock_held(self) -> None:
         """Raises `MachineError` if another process has taken the directory; sends no request."""
         ...
 
@@ -38,7 +38,7 @@ class DirectoryLock(Protocol):
 class NoLock:
     """Null lock, for a directory unknown to other processes."""
 
-    def check_held(self) -> None: ...
+    def check_lock_held(self) -> None: ...
 
     def before_commit(self, seconds: float) -> None: ...
 

@@ -77,7 +77,9 @@ class CheckpointStore:
         earlier = self.steps()
         # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
         self.extra_permanent = [
-            s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(PERMANENT_KEY, True)
+            s
+            for s in earlier
+            if not is_permanent(s, config.keep) and self._read_record_or_empty(s).get(PERMANENT_KEY, True)
         ]
         self._stay = {*self.extra_permanent, *(() if config.delete_old_temp_checkpoints else earlier)}
 
@@ -85,11 +87,11 @@ class CheckpointStore:
         """Lists the committed steps in order."""
         return self._steps.list_steps()
 
-    def record(self, step: int) -> dict[str, Any]:
+    def read_record(self, step: int) -> dict[str, Any]:
         """Returns the JSON record of a step; empty if it is missing or unreadable."""
-        return self._record(step) if step in self.steps() else {}
+        return self._read_record_or_empty(step) if step in self.steps() else {}
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _read_record_or_empty(self, step: int) -> dict[str, Any]:
         try:
             return self._steps.read_record(step)
         except CheckpointError:
@@ -150,7 +152,7 @@ class CheckpointStore:
 
         It is cheap and does not block.
         """
-        self._lock.check_held()
+        self._lock.check_lock_held()
         if self._saving is not None and self._saving.done():
             self.wait()
 

@@ -30,7 +30,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_merged_model
 from lm_trainer.run.weights.local_params import gather_full_params
-from lm_trainer.run.weights.open_model import local_hf_directory
+from lm_trainer.run.weights.open_model import find_hf_directory
 from lm_trainer.run.weights.saved_model import LoadedModel, read_config
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
@@ -101,7 +101,7 @@ def open_eval_model(
     Raises:
         UserError: if there is no such model, it is damaged, or the devices cannot share it.
     """
-    path = local_hf_directory(source)
+    path = find_hf_directory(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")

@@ -22,7 +22,7 @@ from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.environment import num_cpu_threads_to_repeat
+from lm_trainer.run.files.environment import num_cpu_threads_for_rerun
 from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.train import PreparedRun, prepare_run
 from lm_trainer.run.training.hooks import read_scalar
@@ -124,7 +124,7 @@ def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) 
     configure_jax(
         trainer.jax_config,
         trainer.jax_compilation_cache_dir,
-        num_cpu_threads_to_repeat(trainer, record.attempt_at(step)),
+        num_cpu_threads_for_rerun(trainer, record.attempt_at(step)),
     )
 
 

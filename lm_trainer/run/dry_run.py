@@ -35,7 +35,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     setup, _ = configure_and_build_setup(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    check_attention(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
+    check_attention_backend(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
     flops = training_flops(flops_per_token(spec, seq_len), setup.model)
     plan, schedule = setup.step.plans.at(0), trainer.batch_schedule
     return [
@@ -52,7 +52,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     ]
 
 
-def check_attention(config: RunConfig, vocab_size: int, platform: str) -> None:
+def check_attention_backend(config: RunConfig, vocab_size: int, platform: str) -> None:
     """Raises UserError if `model.attn_backend` is not available on a platform (`cpu`, `gpu`, `tpu`)."""
     seq_len, trainer = config.model.seq_len, config.trainer
     metadata = AttentionMetadata(platform, trainer.mp.compute_dtype, seq_len // trainer.context_axis_size, seq_len)

@@ -221,7 +221,7 @@ def _build_prepared_run(
         config.model.seq_len,
         attempt.progress.note,
     )
-    state = attempt.start(setup, setup.init, data.fingerprints, config=loads)
+    state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model)

@@ -257,7 +257,7 @@ class Trainer:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             init = lambda: setup.from_weights(weights)  # noqa: E731
         fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
-        state = self.attempt.start(setup, init, fingerprint)
+        state = self.attempt.load_state(setup, init, fingerprint)
         options = LoopOptions(
             fingerprint,
             flops_per_token=self.flops_per_token,

@@ -25,7 +25,7 @@ from lm_trainer.health.alerts.grad_norm import GradNorm
 from lm_trainer.health.alerts.loss_spike import LossSpike
 from lm_trainer.health.alerts.memory import DeviceMemory
 from lm_trainer.health.alerts.non_finite import NonFinite
-from lm_trainer.health.alerts.rules import RuleStop, open_rules
+from lm_trainer.health.alerts.rules import RuleStop, build_rule_check
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.health.alerts.step_time import StepTime
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
@@ -48,7 +48,7 @@ def falling(count: int) -> list[float]:
 
 
 def alerts_at(kind: AlertKind, series: Iterable[float], name: str) -> list[int]:
-    check = kind.open()
+    check = kind.build_check()
     return [step for step, value in enumerate(series) if check({name: value}) is not None]
 
 
@@ -98,7 +98,7 @@ def test_steps_that_take_twice_as_long_for_a_while() -> None:
 
 
 def test_what_is_not_finite() -> None:
-    check = NonFinite().open()
+    check = NonFinite().build_check()
     assert check({"train/loss": 1.0, "optim/grad_norm": 1.0}) is None
     assert check({"train/loss": float("nan"), "optim/grad_norm": 1.0}) == "train/loss is nan"
 
@@ -106,11 +106,11 @@ def test_what_is_not_finite() -> None:
 def test_memory_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [mock.Mock(memory_stats=lambda: {"peak_bytes_in_use": 97, "bytes_limit": 100})]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    check = DeviceMemory().open()
+    check = DeviceMemory().build_check()
     assert [check({}), check({})] == ["97.0% of a device's memory was in use at its highest", None]
     monkeypatch.undo()
     # A CPU cannot tell.
-    assert DeviceMemory().open()({}) is None
+    assert DeviceMemory().build_check()({}) is None
 
 
 def program(directory: Path, text: str) -> str:
@@ -201,7 +201,7 @@ def test_a_line_of_a_shell_is_refused_with_what_to_write() -> None:
 
 class TestRules:
     def test_so_many_steps_in_a_row(self) -> None:
-        check = open_rules(AlertsConfig(stop=({"above": 5, "steps": 3},)).stop)  # type: ignore[arg-type]
+        check = build_rule_check(AlertsConfig(stop=({"above": 5, "steps": 3},)).stop)  # type: ignore[arg-type]
         for step, value in enumerate([6, 6, 5, 6, float("nan")]):
             check(step, {"train/loss": value})
         with pytest.raises(RuleStop, match="step 5: train/loss is 7, and has been above 5 for 3 steps") as stopped:
@@ -209,7 +209,7 @@ class TestRules:
         assert stopped.value.exit_code == 3
 
     def test_a_metric_that_is_not_there_is_an_error(self) -> None:
-        check = open_rules(AlertsConfig(stop=({"metric": "loss", "above": 5},)).stop)  # type: ignore[arg-type]
+        check = build_rule_check(AlertsConfig(stop=({"metric": "loss", "above": 5},)).stop)  # type: ignore[arg-type]
         with pytest.raises(UserError, match="no metric 'loss'; there are: train/loss"):
             check(1, {"train/loss": 1.0})
 

@@ -42,7 +42,7 @@ class Runs(NamedTuple):
         env = environment("s3", self.endpoint)
         return self.start_lmt("train", config, *overrides, cwd=working_directory, env=env, output=output)
 
-    def said(self, machine: str) -> str:
+    def read_output(self, machine: str) -> str:
         """Returns all that the processes on a machine have printed."""
         return (self.directory / f"{machine}.out").read_text()
 

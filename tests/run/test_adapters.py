@@ -27,7 +27,7 @@ from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hf_exports import HfExports
 from lm_trainer.run.weights.adapters import find_base_checkpoint, load_merged_model, training_flops
-from lm_trainer.run.weights.initial_weights import StartRequest, load_start
+from lm_trainer.run.weights.initial_weights import StartRequest, load_initial_state
 from lm_trainer.run.weights.saved_model import load_model, write_model
 from lm_trainer.run.weights.saved_state import save_state
 from lm_trainer.step.state.train_state import TrainState, to_host
@@ -81,7 +81,7 @@ def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str
 
 def start(config: RunConfig, store: CheckpointStore, setup: TrainingSetup) -> TrainState:
     trainer = config.trainer.model_copy(update={"initialize_from": None})
-    return load_start(StartRequest(trainer, setup, store, setup.init, lambda _: "same")).state
+    return load_initial_state(StartRequest(trainer, setup, store, setup.init, lambda _: "same")).state
 
 
 def some_steps(setup: TrainingSetup, state: TrainState) -> tuple[TrainState, list[float]]:

@@ -53,7 +53,7 @@ def export_after(step: int, exported: HfExports) -> None:
     )
     metrics: Any = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})
     info: Any = SimpleNamespace(step=step, state=PARAMS, total_tokens=640)
-    exported.save(info, program, metrics)
+    exported.export(info, program, metrics)
 
 
 def test_each_step_has_a_directory_of_its_own_that_reads_back(in_tmp_path: Path) -> None:

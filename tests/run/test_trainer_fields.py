@@ -29,7 +29,7 @@ from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.bad_batches import BadBatchDump
 from lm_trainer.run.training.hooks import HookFn, StepInfo
 from lm_trainer.run.training.metrics import MetricLogger
-from lm_trainer.run.weights.initial_weights import StartRequest, load_start
+from lm_trainer.run.weights.initial_weights import StartRequest, load_initial_state
 from lm_trainer.run.weights.saved_model import write_model
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -242,7 +242,7 @@ def begun(setup: TrainingSetup, **changes: Any) -> TrainState:
     """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
-    return load_start(StartRequest(trainer, setup, store, setup.init, lambda _: "")).state
+    return load_initial_state(StartRequest(trainer, setup, store, setup.init, lambda _: "")).state
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ class AlertKind(Config):
     """A kind of alert and its settings. To add one: a file with a subclass, and a field in `AlertsConfig`."""
 
     @abstractmethod
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         """Returns a new check with separate state; it is called once after each step."""
 
 

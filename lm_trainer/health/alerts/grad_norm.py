@@ -20,7 +20,7 @@ class GradNorm(AlertKind):
     window: PositiveInt = 128
     """Number of previous steps to compare with; at least half of them must be available."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         window = RobustWindow(self.window, min_count=(self.window + 1) // 2)
 
         def check(metrics: Mapping[str, float]) -> str | None:

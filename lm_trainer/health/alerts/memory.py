@@ -18,7 +18,7 @@ class DeviceMemory(AlertKind):
     share: float = Field(default=0.95, gt=0, le=1)
     """Alert if the peak reaches this fraction of the memory available to JAX."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         import jax
 
         alerted = False

@@ -14,7 +14,7 @@ from pathlib import Path
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.alerts.base import Alert
-from lm_trainer.health.alerts.rules import RuleStop, open_rules
+from lm_trainer.health.alerts.rules import RuleStop, build_rule_check
 from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.console import Progress
 from lm_trainer.trackers.jsonl import encode_non_finite
@@ -36,8 +36,8 @@ class Alerts:
 
     def __init__(self, config: AlertsConfig, run_dir: Path, trackers: Composite, progress: Progress, *, sends: bool):
         self._config, self._run_dir, self._trackers, self._progress = config, run_dir, trackers, progress
-        self._checks = {name: kind.open() for name, kind in config.kinds.items()} if sends else {}
-        self._rules = open_rules(config.stop)
+        self._checks = {name: kind.build_check() for name, kind in config.kinds.items()} if sends else {}
+        self._rules = build_rule_check(config.stop)
         self._sends, self._command_works = sends, True
         self._silent_until: dict[str, int] = {}
         # One at a time, so that slow commands do not pile up.

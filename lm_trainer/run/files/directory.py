@@ -31,7 +31,7 @@ from lm_trainer.run.files.environment import (
     continued_attempt_notes,
     describe_environment,
     first_attempt_notes,
-    num_cpu_threads_to_repeat,
+    num_cpu_threads_for_rerun,
 )
 from lm_trainer.run.files.records import (
     ENVIRONMENT,
@@ -179,7 +179,7 @@ class RunDirectory:
             self._copy.push(seconds)
             self._lease.confirm()
 
-    def check_held(self) -> None:
+    def check_lock_held(self) -> None:
         """Raises `MachineError` if another process has taken over the run, which a bucket cannot prevent."""
         if self._lease is not None:
             self._lease.check()
@@ -242,7 +242,7 @@ class RunDirectory:
         """
         # XLA splits sums on a CPU by its number of threads, so a resume with the same number gives the same bits.
         attempts = self._read_attempts() if trainer.bitwise else []
-        return num_cpu_threads_to_repeat(trainer, attempts[-1] if attempts else {})
+        return num_cpu_threads_for_rerun(trainer, attempts[-1] if attempts else {})
 
     def _read_attempts(self) -> list[dict[str, Any]]:
         return parse_attempts(self.path / ENVIRONMENT, self._read_unlocked(ENVIRONMENT))

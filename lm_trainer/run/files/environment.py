@@ -41,7 +41,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def num_cpu_threads_to_repeat(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
+def num_cpu_threads_for_rerun(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
     """Returns the number of CPU threads for repeating `attempt`, an entry of env.json: from the configuration, or else
     from the attempt; None if neither has one.
     """

@@ -58,12 +58,12 @@ class Checkpoints:
         Raises:
             UserError: if the loader cannot continue, for example with a different number of processes.
         """
-        loader.restore_state(self._saved_loader_state(step))
+        loader.restore_state(self._read_loader_state(step))
         self._loader_state = loader.get_state
 
-    def _saved_loader_state(self, step: int) -> Any:
+    def _read_loader_state(self, step: int) -> Any:
         """Returns the state of this process's loader from the checkpoint of a step; None if it has none."""
-        saved = self._store.record(step).get(LOADER) if step else None
+        saved = self._store.read_record(step).get(LOADER) if step else None
         if saved is None:
             return None
         processes = jax.process_count()

@@ -91,7 +91,7 @@ class HfExports:
         """Returns True if an export is due after `step` steps."""
         return is_due(self.config.hf_save_steps, step)
 
-    def save(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger) -> None:
+    def export(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger) -> None:
         """Exports the model after a step.
 
         Raises:

@@ -111,7 +111,7 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, k
         run.evaluations.run(info.state)
     for export in run.exports:
         if last or export.is_due(step):
-            export.save(info, run.setup, run.metrics)
+            export.export(info, run.setup, run.metrics)
     if run.build_watch is not None:
         run.build_watch.check(step)
     if run.tasks is not None and (last or run.tasks.is_due(step)):

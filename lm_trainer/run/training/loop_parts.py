@@ -114,7 +114,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
     with ExitStack() as stack:
         # Before the trackers drop the lines of steps to be repeated.
         goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
-        saved = attempt.store.record(state.step)
+        saved = attempt.store.read_record(state.step)
         # Opened first and closed last, so that it receives the final reports of the other parts.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
         for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:

@@ -26,7 +26,7 @@ from lm_trainer.nn.lora import is_adapter_param, merge_lora
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.pretrained import HfCheckpoint, source_name
+from lm_trainer.run.weights.pretrained import HfCheckpoint, hf_source_name
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 from lm_trainer.step.state.model_def import ModelDef, Params
 
@@ -203,7 +203,7 @@ def load_merged_model(
 
 def base_model_name(config: RunConfig) -> str:
     """Returns the name of the base model of a run with an adapter, as in its configuration."""
-    return expanded(config.trainer.initialize_from or source_name(config))
+    return expanded(config.trainer.initialize_from or hf_source_name(config))
 
 
 def _load_base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Start(NamedTuple):
     """JSON record of the resumed checkpoint, of this or another run; empty if the steps begin at 0."""
 
 
-def load_start(request: StartRequest) -> Start:
+def load_initial_state(request: StartRequest) -> Start:
     """Returns the state to train from: the first one available among `ORIGINS`.
 
     Raises:
@@ -141,7 +141,7 @@ def initialize_from(request: StartRequest) -> Start | None:
     return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in weights.items()}))
 
 
-def model_weights_or_fresh(request: StartRequest) -> Start | None:
+def initialize_model(request: StartRequest) -> Start | None:
     """Uses the model's initial weights (`initialize_from_hf`, an adapter's base, a user's model), or fresh ones."""
     return Start(request.init())
 
@@ -150,7 +150,7 @@ ORIGINS: tuple[Callable[[StartRequest], Start | None], ...] = (
     resume_own_checkpoint,
     load_checkpoint_path,
     initialize_from,
-    model_weights_or_fresh,
+    initialize_model,
 )
 """Origins of weights in order of priority; the first available one is used. A run with checkpoints always resumes from
 them, so the configured start only matters before its first checkpoint."""

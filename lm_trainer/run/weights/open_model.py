@@ -34,7 +34,7 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     Raises:
         UserError: if the model does not exist or is damaged.
     """
-    path = local_hf_directory(source)
+    path = find_hf_directory(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
@@ -42,7 +42,7 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     return _build_text_model(load_merged_model(source, step, devices=devices))
 
 
-def local_hf_directory(source: str) -> Path | None:
+def find_hf_directory(source: str) -> Path | None:
     """Returns a directory in Hugging Face format, or the local copy of one in a bucket; None if `source` is a run."""
     if not is_bucket(source):
         path = local_path(source)
@@ -71,7 +71,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
     Raises:
         UserError: as in `open_model`, and if `merge` is set for a model without an adapter.
     """
-    if not merge and local_hf_directory(source) is None:
+    if not merge and find_hf_directory(source) is None:
         loaded = load_model(source, step)
         if loaded.config.adapter is None:
             return _build_text_model(loaded)
@@ -85,7 +85,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
             loaded.name,
             _training_facts(loaded),
         )
-    if merge and (local_hf_directory(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
+    if merge and (find_hf_directory(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
         raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
     return open_model(source, step=step)
 

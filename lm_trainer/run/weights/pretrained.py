@@ -56,7 +56,7 @@ class HfStart:
             self.source.check_tokenizer(tokenizer)
         return self.vocab_size
 
-    def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
+    def export_settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
         """Returns the settings of the checkpoint, for exports of the run; None if an earlier attempt saved them."""
         source = self.source
         return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
@@ -93,7 +93,10 @@ def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
     return HfStart(
-        _with_model(config, section), source.vocab_size, source, (source.describe(section), *notes, *difference_notes)
+        _replace_model_section(config, section),
+        source.vocab_size,
+        source,
+        (source.describe(section), *notes, *difference_notes),
     )
 
 
@@ -112,7 +115,7 @@ def published_model_settings(
     if list_steps(checkpoints):
         return read_published_settings(checkpoints)
     if start is not None:
-        return start.settings(tokenizer)
+        return start.export_settings(tokenizer)
     trainer = config.trainer
     resumed = None if trainer.load_checkpoint is False else trainer.load_checkpoint_path
     other = resumed or trainer.initialize_from
@@ -135,7 +138,7 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
     if resumed := _find_resumed_start(config, checkpoint_directory(config.trainer, choose_run_id(config, name))):
         return resumed.config
     directory = _locate_checkpoint(config, weights=False)
-    return _with_model(config, _resolve_model_section(config, directory, *read_hf_config(directory))[0])
+    return _replace_model_section(config, _resolve_model_section(config, directory, *read_hf_config(directory))[0])
 
 
 def read_checkpoint_vocab_size(config: RunConfig) -> int:
@@ -163,12 +166,12 @@ def _find_resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart 
     if not list_steps(checkpoints):
         return None
     if config.use_hf_model_config:
-        config = _with_model(config, read_config(checkpoints).model)
-    note = f"the run has a checkpoint of its own and does not begin at {source_name(config)} again"
+        config = _replace_model_section(config, read_config(checkpoints).model)
+    note = f"the run has a checkpoint of its own and does not begin at {hf_source_name(config)} again"
     return HfStart(config, read_vocabulary(checkpoints)[0], None, (note,))
 
 
-def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:
+def _replace_model_section(config: RunConfig, section: DecoderConfig) -> RunConfig:
     """Returns the configuration with another model section, revalidated."""
     # Only explicitly set keys, so that defaults remain marked as defaults.
     try:
@@ -197,7 +200,7 @@ class HfCheckpoint:
         """Opens the checkpoint `initialize_from_hf`; raises like `find_hf_start`."""
         directory = _locate_checkpoint(config)
         model, vocab_size, settings = read_hf_settings(directory)
-        return cls(source_name(config), directory, model, vocab_size, Weights(directory), settings)
+        return cls(hf_source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
     def describe(self, model: DecoderConfig) -> str:
         """Describes the checkpoint in one line, and the context length of exports if `model` is shorter."""
@@ -271,13 +274,13 @@ class HfCheckpoint:
 
 
 def _locate_checkpoint(config: RunConfig, *, weights: bool = True) -> Path:
-    name = expanded(source_name(config))
+    name = expanded(hf_source_name(config))
     # A directory name may contain an @.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     return fetch_directory(path, revision=revision or None, weights=weights)
 
 
-def source_name(config: RunConfig) -> str:
+def hf_source_name(config: RunConfig) -> str:
     """Returns the directory or hub name of the checkpoint `initialize_from_hf`."""
     if isinstance(config.initialize_from_hf, str):
         return config.initialize_from_hf
