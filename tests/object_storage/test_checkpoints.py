@@ -135,7 +135,7 @@ class Waiting:
     def __init__(self, event: threading.Event):
         self._event = event
 
-    def check_held(self) -> None: ...
+    def check_lock_held(self) -> None: ...
 
     def before_commit(self, seconds: float) -> None:
         assert self._event.wait(seconds)

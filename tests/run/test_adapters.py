@@ -164,11 +164,11 @@ def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> 
     model, rng = trace_model(config, VOCAB), np.random.default_rng(0)
     weights = {name: jax.numpy.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in model.shapes.items()}
     recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={})
-    setup = SimpleNamespace(weights=lambda state: {"": state}, model=model)
+    setup = SimpleNamespace(weights_to_evaluate=lambda state: {"": state}, model=model)
     info: Any = SimpleNamespace(step=3, state=weights, total_tokens=640)
     exports: Any = HfExports(config, "run", Progress(5), ByteTokenizer())
     with exports:
-        exports.save(info, setup, recorder)
+        exports.export(info, setup, recorder)
     written = load_file("out/run/step-3/adapter_model.safetensors")
     name = "base_model.model.transformer.h.1.mlp.c_fc.lora_A.weight"
     np.testing.assert_array_equal(written[name], weights["blocks.0.mlp.up.lora.a"][1].T)

@@ -48,7 +48,7 @@ def exports(notes: Notes, **keys: Any) -> HfExports:
 def export_after(step: int, exported: HfExports) -> None:
     """Exports as the loop does after a step."""
     program: Any = SimpleNamespace(
-        weights=lambda state: {"": {}, "ema": state},
+        weights_to_evaluate=lambda state: {"": {}, "ema": state},
         model=SimpleNamespace(nested=nested_from_names),
     )
     metrics: Any = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})

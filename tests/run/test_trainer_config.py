@@ -218,7 +218,9 @@ def test_a_sample_goes_on_from_its_prompt_with_as_many_tokens_as_are_asked_for(m
     )
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
     data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
-    setup: Any = SimpleNamespace(gathers_layers=False, model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
+    setup: Any = SimpleNamespace(
+        gathers_layers=False, model=SimpleNamespace(merge=dict), weights_to_evaluate=lambda _: {"": {}}
+    )
     state: Any = None
     assert sample.draw_sample(config(sample_tokens=5, seed=3), setup, data, state) == "aaaa⟫hi"
     assert [(settings.max_new_tokens, settings.seed) for settings in used_settings] == [(5, 3)]
