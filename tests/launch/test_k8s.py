@@ -66,14 +66,18 @@ JOB_SET = {
 }
 
 
-def unknown(value: Any, fields: Any, prefix: str = "") -> list[str]:
+def find_unknown_fields(value: Any, fields: Any, prefix: str = "") -> list[str]:
     """The places of a manifest that no field of `fields` describes."""
     if fields == "":
         return []
     if "*" in fields:
-        return [path for i, item in enumerate(value) for path in unknown(item, fields["*"], f"{prefix}[{i}]")]
+        return [
+            path for i, item in enumerate(value) for path in find_unknown_fields(item, fields["*"], f"{prefix}[{i}]")
+        ]
     paths = [f"{prefix}.{key}" for key in value if key not in fields]
-    return paths + [p for key in value if key in fields for p in unknown(value[key], fields[key], f"{prefix}.{key}")]
+    return paths + [
+        p for key in value if key in fields for p in find_unknown_fields(value[key], fields[key], f"{prefix}.{key}")
+    ]
 
 
 TPU = find_tpu_slice("v5p-32", None, None)
@@ -82,7 +86,7 @@ TPU = find_tpu_slice("v5p-32", None, None)
 def documents(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     job = KubernetesJob(**{"name": "run", "image": "image:1", "hardware": TPU, **changes})
     config, job_set = yaml.safe_load_all(build_manifest(job, "trainer:\n  seed: 1\n", "my.yaml"))
-    assert unknown(job_set, JOB_SET) == []
+    assert find_unknown_fields(job_set, JOB_SET) == []
     return config, job_set
 
 
@@ -300,7 +304,7 @@ def test_the_command(lmt: Lmt) -> None:
     done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-8", "trainer.seed=7")
     assert done.returncode == 0, done.stderr
     config, job_set = yaml.safe_load_all(done.stdout)
-    assert unknown(job_set, JOB_SET) == []
+    assert find_unknown_fields(job_set, JOB_SET) == []
     assert yaml.safe_load(config["data"]["gpt2_nano.yaml"])["trainer"]["seed"] == 7
     assert job_set["metadata"]["name"] == "lmt-gpt2-nano"
     # Two devices for each of 8 chips, where the configuration has 8 microbatches.

@@ -24,7 +24,7 @@ from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 from lm_trainer.run.files.bucket_mirror import BucketMirror
 from lm_trainer.run.files.find_run import find_run
 from lm_trainer.run.weights.saved_model import SETTINGS, read_published_settings
-from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
+from tests.object_storage.proxy import PASSING, Proxy, inject_randomly, limit_to, refuse
 
 SMALLEST_PART = 5 << 20
 """Bytes, of S3."""
@@ -57,7 +57,7 @@ def test_a_large_file_is_written_in_parts_and_read_in_pieces(behind: Bucket, pro
 
 def test_a_server_that_refuses_a_part_is_told_in_one_line(behind: Bucket, proxy: Proxy, files: Path) -> None:
     pytest.importorskip("s3fs")
-    proxy.fault = only(refuse(403), "PUT", path="partNumber=")
+    proxy.fault = limit_to(refuse(403), "PUT", path="partNumber=")
     with pytest.raises(MachineError, match=r"cannot write large: .*permit \(write, list") as raised:
         put(files, behind)
     assert len(str(raised.value).splitlines()) == 1
@@ -81,7 +81,7 @@ def test_text_at_urls_of_a_bucket_is_listed_and_read(behind: Bucket, proxy: Prox
     pytest.importorskip("s3fs")
     for name in ("b.txt", "a.txt"):
         behind.write(name, b"text of " + name.encode())
-    proxy.fault = sometimes(PASSING, share=0.1, seed=1)
+    proxy.fault = inject_randomly(PASSING, share=0.1, seed=1)
     ((_, files),) = match_files([f"{behind}/*.txt"], "data.train_urls")
     assert [file.name for file in files] == [f"{behind}/a.txt", f"{behind}/b.txt"]
     assert [file.size for file in files] == [13, 13]

@@ -20,7 +20,7 @@ from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.run.files import bucket_mirror
 from tests.conftest import Outcome, Running, StartLmt, run_here
-from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
+from tests.object_storage.proxy import PASSING, Proxy, inject_randomly, refuse
 from tests.object_storage.servers import environment
 
 STEPS = 40
@@ -102,7 +102,7 @@ def runs(behind: Bucket, proxy: Proxy, start_lmt: StartLmt, tmp_path: Path) -> R
     return Runs(tmp_path, behind, proxy.endpoint, start_lmt)
 
 
-def newly(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
+def requests_reached(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
     """True once so many requests of a kind have come from now on."""
     start = len(proxy.requests)
     return lambda: sum(m == method and part in path for m, path in proxy.requests[start:]) >= count
@@ -121,14 +121,14 @@ PHASES = [
 def test_a_run_killed_in_every_phase_goes_on_in_empty_directories_to_the_same_numbers(runs: Runs, proxy: Proxy) -> None:
     runs.complete("undisturbed", f"trainer.checkpointer.base_path={runs.directory}/local")
     for number, (method, part, count) in enumerate(PHASES):
-        reached = newly(proxy, method, part, count)
+        reached = requests_reached(proxy, method, part, count)
         process = runs.start(f"machine-{number}", "trainer.steps_per_log=1")
         while process.poll() is None and not reached():
             time.sleep(0.001)
         process.kill()
         process.wait()
         shutil.rmtree(runs.directory / f"machine-{number}")
-    proxy.fault = sometimes(PASSING, share=0.1)
+    proxy.fault = inject_randomly(PASSING, share=0.1)
     # Faults cost seconds each: here they meet the permanent steps alone, not a step for every 50 ms of the machine.
     output = runs.complete("last", "trainer.checkpointer.save_interval=1h", "trainer.max_devices=2")
     assert "resumed at step" in output
@@ -171,7 +171,7 @@ def act_once(moment: Callable[[], bool], act: Callable[[], None]) -> Iterator[No
 def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_step(
     runs: Runs, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with act_once(newly(proxy, "PUT", "/steps/", 1), lambda: os.kill(os.getpid(), signal.SIGTERM)):
+    with act_once(requests_reached(proxy, "PUT", "/steps/", 1), lambda: os.kill(os.getpid(), signal.SIGTERM)):
         stopped = runs.run("a", "trainer.num_train_steps=100000")
     assert stopped.returncode == 75, stopped.stderr[-2000:]
     assert "everything is saved" in stopped.stderr
@@ -181,7 +181,7 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
     monkeypatch.setattr(bucket, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_LAST_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_PUSH_INTERVAL", 1000.0)
-    with act_once(newly(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
+    with act_once(requests_reached(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
         failed = runs.run("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
     proxy.fault = None
     assert failed.returncode == 1, failed.stderr[-2000:]
@@ -191,7 +191,7 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
 
 def test_another_run_and_a_second_process_are_refused(runs: Runs, proxy: Proxy) -> None:
     flat = ("trainer.checkpointer.append_run_id_to_base_path=false", "trainer.num_train_steps=100000")
-    saved = newly(proxy, "PUT", "/steps/", 1)
+    saved = requests_reached(proxy, "PUT", "/steps/", 1)
     first = runs.start("a", *flat)
     while first.poll() is None and not saved():
         time.sleep(0.01)

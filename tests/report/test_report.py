@@ -47,7 +47,7 @@ def lmt(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lmt:
     return run_here
 
 
-def reported(lmt: Lmt, *args: str) -> dict[str, Any]:
+def read_report_data(lmt: Lmt, *args: str) -> dict[str, Any]:
     result = lmt("report", *args, "--out", "page.html")
     assert result.returncode == 0, result.stderr
     page = Path("page.html").read_text()
@@ -58,7 +58,7 @@ def reported(lmt: Lmt, *args: str) -> dict[str, Any]:
 
 
 def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
-    data = reported(lmt, "a")
+    data = read_report_data(lmt, "a")
     (run,) = data["runs"]
     assert (run["name"], run["state"], run["step"], run["steps"]) == ("a", "done", 4, 4)
     assert run["changes"]["model.hidden_dim"] == "16"
@@ -82,7 +82,7 @@ def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
 
 
 def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
-    (run,) = reported(lmt, "a")["runs"]
+    (run,) = read_report_data(lmt, "a")["runs"]
     lines = [json.loads(line) for line in Path("logs/a/metrics.jsonl").read_text().splitlines()]
     trained = max(line.get("throughput/total_tokens", 0) for line in lines)
     assert run["data"][-1][:2] == ["trained on", trained]
@@ -96,9 +96,9 @@ def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
 
 @pytest.mark.slow
 def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
-    assert reported(lmt, "b")["runs"][0]["verifications"] == []
+    assert read_report_data(lmt, "b")["runs"][0]["verifications"] == []
     assert lmt("verify", "b").returncode == 0
-    (verification,) = reported(lmt, "b")["runs"][0]["verifications"]
+    (verification,) = read_report_data(lmt, "b")["runs"][0]["verifications"]
     assert (verification["equal"], verification["difference"]) == (True, None)
     assert verification["steps"] > 0
     file = Path("logs/b/metrics.jsonl")
@@ -110,7 +110,7 @@ def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert lmt("verify", "b").returncode == 1
     file.write_text(original_text)
-    _, other = reported(lmt, "b")["runs"][0]["verifications"]
+    _, other = read_report_data(lmt, "b")["runs"][0]["verifications"]
     assert not other["equal"]
     assert other["difference"].endswith("train/loss")
 
@@ -118,9 +118,9 @@ def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
 def test_a_page_names_metrics_that_are_lost(lmt: Lmt) -> None:
     file = Path("logs/b/metrics.jsonl")
     original_text = file.read_text()
-    assert reported(lmt, "b")["runs"][0]["gaps"] == []
+    assert read_report_data(lmt, "b")["runs"][0]["gaps"] == []
     file.write_text("".join(line for line in original_text.splitlines(keepends=True) if '"step": 2,' not in line))
-    (gap,) = reported(lmt, "b")["runs"][0]["gaps"]
+    (gap,) = read_report_data(lmt, "b")["runs"][0]["gaps"]
     assert "lacks lines" in gap
     assert "train/loss of 2" in gap
     file.write_text(original_text)
@@ -128,27 +128,27 @@ def test_a_page_names_metrics_that_are_lost(lmt: Lmt) -> None:
 
 @pytest.mark.slow
 def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
-    data = reported(lmt, "a", "b")
+    data = read_report_data(lmt, "a", "b")
     (pair,) = data["pairs"]
     assert pair["configuration"] == [["optimizer.learning_rate", "0.003", "0.001"]]
     # The first update is another one, and the loss after it.
     assert pair["bits"] == "part at step 1"
     charts = {chart["name"]: chart["curves"] for group in data["groups"] for chart in group["charts"]}
     assert [curve["run"] for curve in charts["train/loss"]] == [0, 1]
-    (comparison,) = reported(lmt, "a", "a")["pairs"]
+    (comparison,) = read_report_data(lmt, "a", "a")["pairs"]
     assert comparison["bits"] == "equal in all 4 steps that both have"
 
 
 @pytest.mark.slow
 def test_runs_of_one_name_and_of_other_documents_are_told_apart(lmt: Lmt, root: Path) -> None:
     shutil.copytree(root / "logs/a", root / "elsewhere/a", dirs_exist_ok=True)
-    data = reported(lmt, "a", "elsewhere/a")
+    data = read_report_data(lmt, "a", "elsewhere/a")
     names = [run["name"] for run in data["runs"]]
     assert len({*names}) == 2
     assert len(page_data(data["tokens"]["page"])["runs"]) == 2
     file = root / "elsewhere/a/token-probabilities.jsonl"
     file.write_text(file.read_text().replace('{"documents":[[', '{"documents":[[1,'))
-    assert "other documents" in reported(lmt, "a", "elsewhere/a")["tokens"]["note"]
+    assert "other documents" in read_report_data(lmt, "a", "elsewhere/a")["tokens"]["note"]
 
 
 def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, root: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, roo
     (root / "logs/killed/summary.json").unlink()
     for name in ("texts.jsonl", "token-probabilities.jsonl"):
         (root / "logs/killed" / name).unlink()
-    data = reported(lmt, "killed")
+    data = read_report_data(lmt, "killed")
     (run,) = data["runs"]
     assert (run["state"], run["step"], run["last"]) == ("stopped", 3, {})
     assert data["tokens"] is None

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from lm_trainer.core.checksummed import with_checksum
 from tests.conftest import Outcome, RunLmt, refused, run_here
-from tests.run.conftest import Plain, merged
+from tests.run.conftest import Plain, merge
 
 STEPS = 6
 TINY: Plain = {
@@ -40,11 +40,11 @@ TINY: Plain = {
 }
 
 
-def write(directory: Path, **changes: Plain) -> Path:
+def write_config(directory: Path, **changes: Plain) -> Path:
     text = "\n".join(f"{n} squared is {n * n}, and its cube {n**3}." for n in range(400))
     (directory / "text.txt").write_text(text)
     path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump(merged(TINY, changes)))
+    path.write_text(yaml.safe_dump(merge(TINY, changes)))
     return path
 
 
@@ -63,7 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        result = run_here("train", write(directory))
+        result = run_here("train", write_config(directory))
     assert result.returncode == 0, result.stderr
     return directory
 
@@ -88,7 +88,7 @@ def change_metrics(directory: Path, change: Callable[[dict[str, Any]], None]) ->
     (directory / "logs/run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def content(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
@@ -104,7 +104,7 @@ def test_a_fingerprint_comes_with_every_checkpoint(finished: Path) -> None:
 
 
 def test_verify_repeats_a_segment_and_adds_a_line_alone(finished: Path, in_tmp_path: Path) -> None:
-    before = content(finished)
+    before = read_files(finished)
     result = run_here("verify", finished / "logs/run", "--seed", "1", "--json")
     assert result.returncode == 0, result.stderr
     report = as_json(result)
@@ -112,7 +112,7 @@ def test_verify_repeats_a_segment_and_adds_a_line_alone(finished: Path, in_tmp_p
     (part,) = report["stretches"]
     assert part["end"] - part["start"] == part["steps"] == 2
     assert (part["fingerprints"], part["difference"], part["notes"]) == (1, None, [])
-    after = content(finished)
+    after = read_files(finished)
     line = json.loads(after.pop("logs/run/verified.jsonl"))
     assert (line["equal"], line["seed"], len(line["segments"])) == (True, 1, 1)
     assert after == before
@@ -205,7 +205,7 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
     file.write_text(file.read_text().replace("checkpoints/run", "checkpoints/before"))
     shutil.copytree("checkpoints/run", "checkpoints/before")
     shutil.rmtree("checkpoints/run/6")
-    config = write(copied, optimizer={"learning_rate": 2e-2}, trainer={"steps_per_log": 2})
+    config = write_config(copied, optimizer={"learning_rate": 2e-2}, trainer={"steps_per_log": 2})
     result = run_here("train", config)
     refused(result, "optimizer.learning_rate: was 0.01, now 0.02", "--allow-config-change", "trainer.id")
     result = run_here("train", config, "--allow-config-change")
@@ -233,23 +233,23 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
-    config = write(tmp_path, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
+    config = write_config(tmp_path, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
     assert run_lmt("train", config, devices=4).returncode == 0
     result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "equal, bit for bit: 4 steps"
 
 
-def lose(directory: Path, *steps: int) -> str:
+def remove_lines(directory: Path, *steps: int) -> str:
     """Removes the lines of some steps; returns the file as it was, without what belongs to the day."""
     file = directory / "logs/run/metrics.jsonl"
-    files_before = lasting(directory)
+    files_before = read_reproducible_lines(directory)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if json.loads(line)["step"] not in steps))
     return files_before
 
 
-def lasting(directory: Path) -> str:
+def read_reproducible_lines(directory: Path) -> str:
     """The lines of the metrics without times, speeds and memory."""
     of_the_day = re.compile(r"time$|^memory/|^throughput/(?!total_tokens)")
     return "\n".join(
@@ -260,7 +260,7 @@ def lasting(directory: Path) -> str:
 
 @pytest.mark.slow
 def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
-    files_before = lose(copied, 3, 4)
+    files_before = remove_lines(copied, 3, 4)
     result = run_here("train", "run.yaml")
     assert "run run has all its steps, but not all their metrics, after step 6" in result.stdout
     assert "lacks lines that were there at the checkpoint of step 6: train/loss of 3 to 4" in result.stdout
@@ -273,14 +273,14 @@ def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
     report = as_json(run_here("replay", "run", "--metrics", "--json"))
     assert report["lines"] == missing
     assert (report["left"], report["proved"]) == ({}, [4])
-    assert lasting(copied) == files_before
+    assert read_reproducible_lines(copied) == files_before
     assert as_json(run_here("verify", "run", "--json"))["missing"] == {}
     assert "was complete already" in run_here("train", "run.yaml").stdout
 
 
 @pytest.mark.slow
 def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> None:
-    lose(copied, 3, 4)
+    remove_lines(copied, 3, 4)
     record = json.loads((copied / "checkpoints/run/4/_CHECKPOINT_METADATA").read_text())
     record["custom_metadata"] = with_checksum({**record["custom_metadata"], "fingerprint": "0" * 16})
     (copied / "checkpoints/run/4/_CHECKPOINT_METADATA").write_text(json.dumps(record))
@@ -294,13 +294,15 @@ def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> Non
 @pytest.mark.slow
 def test_evaluations_watched_norms_and_histograms_come_back_too(in_tmp_path: Path) -> None:
     watch = {"interval": 2, "include_histograms": True}
-    config = write(in_tmp_path, trainer={"watch": watch, "steps_per_eval": 3}, data={"validation_urls": ["text.txt"]})
+    config = write_config(
+        in_tmp_path, trainer={"watch": watch, "steps_per_eval": 3}, data={"validation_urls": ["text.txt"]}
+    )
     assert run_here("train", config).returncode == 0
-    contents_before = lasting(in_tmp_path), (in_tmp_path / "logs/run/histograms.jsonl").read_text()
+    contents_before = read_reproducible_lines(in_tmp_path), (in_tmp_path / "logs/run/histograms.jsonl").read_text()
     (in_tmp_path / "logs/run/histograms.jsonl").unlink()
     (in_tmp_path / "logs/run/metrics.jsonl").unlink()
     assert as_json(run_here("replay", "run", "--metrics", "--json"))["left"] == {}
-    assert lasting(in_tmp_path) == contents_before[0]
+    assert read_reproducible_lines(in_tmp_path) == contents_before[0]
     restored_text = (in_tmp_path / "logs/run/histograms.jsonl").read_text()
     assert re.sub(r'"time": [\d.]+', "", restored_text) == re.sub(r'"time": [\d.]+', "", contents_before[1])
 

@@ -22,7 +22,7 @@ def config() -> RunConfig:
     return RunConfig.model_validate(WRITTEN)
 
 
-def without(identity: dict[str, Any], *path: str) -> dict[str, Any]:
+def without_key(identity: dict[str, Any], *path: str) -> dict[str, Any]:
     result = copy.deepcopy(identity)
     inner = result
     for key in path[:-1]:
@@ -43,7 +43,7 @@ def without(identity: dict[str, Any], *path: str) -> dict[str, Any]:
 )
 def test_a_key_that_older_code_lacked_is_no_difference_at_its_default(config: RunConfig, path: tuple[str, ...]) -> None:
     new = numeric_identity(config)
-    old = without(new, *path)
+    old = without_key(new, *path)
     assert numeric_differences(old, new, config) == []
     # Without the configuration nobody knows what the default is.
     assert new[path[0]].get(path[1]) is None or len(numeric_differences(old, new)) == 1
@@ -52,7 +52,7 @@ def test_a_key_that_older_code_lacked_is_no_difference_at_its_default(config: Ru
 @pytest.mark.parametrize("path", [("trainer", "seed"), ("model", "hidden_dim")])
 def test_a_key_that_older_code_lacked_is_one_at_another_value(config: RunConfig, path: tuple[str, ...]) -> None:
     new = numeric_identity(config)
-    (line,) = numeric_differences(without(new, *path), new, config)
+    (line,) = numeric_differences(without_key(new, *path), new, config)
     assert line.startswith(f"{'.'.join(path)}: was null, now ")
 
 

@@ -26,7 +26,7 @@ KEYS = ("matrix_updates", "gather")
 """The newer keys."""
 
 
-def begin(path: Path, determinism: str = "elastic") -> None:
+def make_old_run(path: Path, determinism: str = "elastic") -> None:
     """Makes the directory of a run as it was when there were no newer keys."""
     config = RunConfig.model_validate({"trainer": {"id": "run", "determinism": determinism}})
     with RunDirectory(config.trainer, config, "run"):
@@ -47,7 +47,7 @@ def make_older(path: Path, determinism: str = "elastic") -> None:
         file.write_text(yaml.safe_dump(settings))
 
 
-def go_on(**trainer: Any) -> RunConfig:
+def resumed_config(**trainer: Any) -> RunConfig:
     """The configuration with which the run goes on."""
     config = RunConfig.model_validate({"trainer": {"id": "run", **trainer}})
     directory: Any = RunDirectory(config.trainer, config, "run")
@@ -67,7 +67,7 @@ def go_on(**trainer: Any) -> RunConfig:
 def test_a_run_without_newer_keys_goes_on_as_it_was_begun(
     in_tmp_path: Path, determinism: str, expected: dict[str, str]
 ) -> None:
-    begin(in_tmp_path, determinism)
+    make_old_run(in_tmp_path, determinism)
     run = in_tmp_path / "logs" / "run"
 
     def values(trainer: Any) -> dict[str, str]:
@@ -77,19 +77,19 @@ def test_a_run_without_newer_keys_goes_on_as_it_was_begun(
     assert values(recorded_identity(read_run_record(run), run)["trainer"]) == expected
     # Written down with the first attempt, and kept by the next one, however the configuration spells it.
     for spelling in (determinism, "fast" if determinism == "fast" else "elastic"):
-        assert values(go_on(determinism=spelling).trainer) == expected
+        assert values(resumed_config(determinism=spelling).trainer) == expected
         assert values(json.loads((run / "run.json").read_text())["identity"]["trainer"]) == expected
 
 
 def test_another_value_than_that_of_then_is_a_change(in_tmp_path: Path) -> None:
-    begin(in_tmp_path)
+    make_old_run(in_tmp_path)
     with pytest.raises(UserError, match=r'trainer.matrix_updates: was "repeated", now "owned"'):
-        go_on(matrix_updates="owned")
+        resumed_config(matrix_updates="owned")
 
 
 def test_a_new_run_has_the_values_of_now(in_tmp_path: Path) -> None:
     for _ in range(2):
-        trainer = go_on().trainer
+        trainer = resumed_config().trainer
         assert (trainer.matrix_updates, trainer.gather) == ("owned", "auto")
 
 

@@ -17,7 +17,7 @@ from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes
 from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 
 
-def mixed(x: int) -> int:
+def mix_bits(x: int) -> int:
     x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
     x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
     return x ^ x >> 16
@@ -35,7 +35,7 @@ def numpy_checksum(x: np.ndarray) -> int:
 def numpy_hash(x: np.ndarray) -> str:
     bits = bits_of(x)
     sums = [
-        sum(mixed(b ^ mixed((i + salt) % 2**32)) for i, b in enumerate(bits)) % 2**32
+        sum(mix_bits(b ^ mix_bits((i + salt) % 2**32)) for i, b in enumerate(bits)) % 2**32
         for salt in (0x9E3779B9, 0x7F4A7C15)
     ]
     return "".join(f"{s:08x}" for s in sums)

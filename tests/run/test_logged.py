@@ -97,7 +97,7 @@ def first_step(setup: TrainingSetup, batch: Batch = BATCH, weights: Any = None) 
     return {name: float(x) for name, x in metrics.items()}
 
 
-def logged(*microbatches: Sequence[int]) -> dict[str, float]:
+def expected_values(*microbatches: Sequence[int]) -> dict[str, float]:
     """The values to be logged of microbatches of these rows, in NumPy and float64: means by the weights of each."""
     model = Stack()
     table, w = (np.asarray(x[...], np.float64) for x in (model.table, model.layers))
@@ -118,7 +118,7 @@ def logged(*microbatches: Sequence[int]) -> dict[str, float]:
     }
 
 
-def without_the_steps_own(metrics: dict[str, float]) -> dict[str, float]:
+def drop_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if name not in ("loss", "grad_norm", "tokens", "first")}
 
 
@@ -130,13 +130,13 @@ def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_values_are_those_of_numpy_however_the_layers_run(mode: Mode) -> None:
     metrics = first_step(plan(functools.partial(Stack, mode)))
-    assert without_the_steps_own(metrics) == pytest.approx(logged(), rel=1e-5)
+    assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
 
 def test_evaluation_logs_too() -> None:
     setup = plan(per_device_eval_parallelism=2)
     metrics = setup.evaluate(setup.init().params, [BATCH])
-    assert without_the_steps_own(metrics) == pytest.approx(logged(), rel=1e-5)
+    assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_evaluation_logs_too() -> None:
 )
 def test_fast_steps_log_too(per_device_parallelism: int, together: list[Sequence[int]]) -> None:
     setup = plan(devices=2, determinism="fast", per_device_parallelism=per_device_parallelism)
-    assert without_the_steps_own(first_step(setup)) == pytest.approx(logged(*together), rel=1e-5)
+    assert drop_step_metrics(first_step(setup)) == pytest.approx(expected_values(*together), rel=1e-5)
 
 
 def test_the_bits_are_the_same_on_any_number_of_devices() -> None:
     metrics_by_devices = [first_step(plan(devices=devices)) for devices in (1, 4)]
     assert metrics_by_devices[0] == metrics_by_devices[1]
-    assert without_the_steps_own(metrics_by_devices[0]) == pytest.approx(logged(), rel=1e-5)
+    assert drop_step_metrics(metrics_by_devices[0]) == pytest.approx(expected_values(), rel=1e-5)
 
 
 def test_a_microbatch_without_weight_has_no_say() -> None:
@@ -223,7 +223,7 @@ class TestPrograms:
         assert setup.evaluate(setup.init().params, [BATCH])["known"] == 3
 
 
-def logs_in(call: Callable[[jax.Array], Any]) -> Callable[..., Any]:
+def loss_calling(call: Callable[[jax.Array], Any]) -> Callable[..., Any]:
     """A loss that calls `call` with its own value."""
 
     def function(model: Any, batch: Batch, key: jax.Array | None) -> Any:
@@ -268,7 +268,7 @@ def in_one_branch(x: jax.Array) -> jax.Array:
     return jax.lax.cond(x > 0, lambda x: (log("inside", x), x)[1], lambda x: -x, x)
 
 
-def twice(x: jax.Array) -> None:
+def log_twice(x: jax.Array) -> None:
     log("inside", x)
     log("inside", 2 * x)
 
@@ -282,7 +282,7 @@ def twice(x: jax.Array) -> None:
         (in_vmap, "is called under jax.vmap"),
         (in_one_branch, "must be logged alike in all branches of jax.lax.cond"),
         (
-            lambda x: twice(x) or x,
+            lambda x: log_twice(x) or x,
             r"'inside' is the name of two values, at test_logged.py:\d+ and at test_logged.py:\d+",
         ),
         (lambda x: log("first", x) or x, "'first' is the name of two values, at .* and in the metrics that the loss"),
@@ -293,7 +293,7 @@ def twice(x: jax.Array) -> None:
     ],
 )
 def test_what_cannot_be_logged(function: Any, problem: str) -> None:
-    setup = plan(loss=logs_in(function))
+    setup = plan(loss=loss_calling(function))
     with pytest.raises(UserError, match=problem):
         setup.step.compile(BATCH)
 
@@ -307,7 +307,7 @@ def test_branches_that_log_alike() -> None:
             x,
         )
 
-    assert first_step(plan(loss=logs_in(branches)))["branch"] == 2
+    assert first_step(plan(loss=loss_calling(branches)))["branch"] == 2
 
 
 def test_a_run_records_them_for_training_and_evaluation() -> None:

@@ -18,7 +18,7 @@ from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.log import log
 from lm_trainer.nn.loss import token_loss
 from lm_trainer.run.build.model import next_token_loss
-from tests.run.test_logged import BATCH, LAYERS, LENGTH, ROWS, SHARDS, VOCAB, first_step, plan, without_the_steps_own
+from tests.run.test_logged import BATCH, LAYERS, LENGTH, ROWS, SHARDS, VOCAB, drop_step_metrics, first_step, plan
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def decoder_loss(model: Any, batch: Batch, key: jax.Array | None) -> Any:
 
 
 @functools.cache
-def recorded() -> dict[str, float]:
+def expected_values() -> dict[str, float]:
     """The values to be logged, of layers that ran without tracing, microbatch by microbatch."""
     global RECORD
     model = jax.jit(lambda: decoder(scan_layers=False, gradient_checkpointing=False))()
@@ -100,7 +100,7 @@ class TestDecoder:
     )
     def test_every_way_to_run_the_layers(self, changes: dict[str, Any]) -> None:
         metrics = first_step(plan(functools.partial(decoder, **changes), decoder_loss))
-        assert without_the_steps_own(metrics) == pytest.approx(recorded(), rel=1e-5)
+        assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
     @pytest.mark.optimised
     def test_the_bits_are_those_of_one_device(self) -> None:
@@ -112,7 +112,7 @@ class TestDecoder:
 
     def test_devices_that_share_a_microbatch_add_their_shares(self) -> None:
         metrics = first_step(plan(decoder, decoder_loss, devices=2, context_axis_size=2))
-        assert metrics["weights"] == pytest.approx(recorded()["weights"], rel=1e-6)
+        assert metrics["weights"] == pytest.approx(expected_values()["weights"], rel=1e-6)
 
     def test_layers_of_a_pipeline_refuse(self) -> None:
         build = functools.partial(decoder, num_layers=2)
@@ -129,9 +129,9 @@ class TestDecoder:
         ]
         weights = {name: np.asarray(x) for name, x in programs[0].init().params.items()}
         metrics_by_program = [first_step(program, weights=weights) for program in programs]
-        expected = {name: x for name, x in recorded().items() if name != "weights"}
+        expected = {name: x for name, x in expected_values().items() if name != "weights"}
         if not axes:
-            assert without_the_steps_own(metrics_by_program[0]) == pytest.approx(expected, rel=1e-5)
+            assert drop_step_metrics(metrics_by_program[0]) == pytest.approx(expected, rel=1e-5)
         assert metrics_by_program[0] == metrics_by_program[1]
         elastic = plan(decoder, next_token_loss(jnp.float32), devices=2, **axes)
         assert metrics_by_program[0] == pytest.approx(first_step(elastic, weights=weights), rel=1e-5)

@@ -86,14 +86,14 @@ def config(base: Path | bool | str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"initialize_from_hf": source, "data": data, **sections})
 
 
-def start(run: RunConfig) -> HfStart:
+def resolve_start(run: RunConfig) -> HfStart:
     hf_start = find_hf_start(run, "run")
     assert hf_start is not None
     return hf_start
 
 
 def test_the_model_section_comes_from_config_json(base: Path) -> None:
-    hf_start = start(config(base, use_hf_model_config=True))
+    hf_start = resolve_start(config(base, use_hf_model_config=True))
     assert hf_start.config.model.spec(260) == LLAMA.spec(260)
     assert hf_start.vocab_size == 260
     (note,) = hf_start.notes
@@ -101,21 +101,21 @@ def test_the_model_section_comes_from_config_json(base: Path) -> None:
     assert "F32" in note
     # What is saved with the run says the same again.
     reread = RunConfig.model_validate(hf_start.config.model_dump(mode="json"))
-    assert start(reread).config.model == hf_start.config.model
+    assert resolve_start(reread).config.model == hf_start.config.model
     assert resolve_model(config(base, use_hf_model_config=True), "x").model == hf_start.config.model
     assert resolve_model(config(base), "x").model.type == "gpt2"
 
 
 def test_keys_beside_config_json_are_kept_and_contradictions_named(base: Path) -> None:
     beside = {"type": "llama", "seq_len": 16, "gradient_checkpointing": False, "hidden_dim": 32, "head_dim": 8}
-    model = start(config(base, use_hf_model_config=True, model=beside)).config.model
+    model = resolve_start(config(base, use_hf_model_config=True, model=beside)).config.model
     assert (model.seq_len, model.gradient_checkpointing) == (16, False)
     assert model.model_copy(update={"seq_len": 64}).spec(260).blocks == LLAMA.spec(260).blocks
     with pytest.raises(UserError, match=r"model.num_layers is 8, but 3 in config.json; model.rope is ") as caught:
-        start(config(base, use_hf_model_config=True, model={"type": "llama", "num_layers": 8, "rope": DEFAULT}))
+        resolve_start(config(base, use_hf_model_config=True, model={"type": "llama", "num_layers": 8, "rope": DEFAULT}))
     assert str(base / "config.json") in str(caught.value)
     with pytest.raises(UserError, match=r"model.type: llama"):
-        start(config(base, use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
+        resolve_start(config(base, use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
 
 
 def test_positions_that_are_learned_cannot_become_fewer(tmp_path: Path) -> None:
@@ -123,34 +123,34 @@ def test_positions_that_are_learned_cannot_become_fewer(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "gpt2", SMALL)
     with pytest.raises(UserError, match=r"model.seq_len is 16, but 40"):
-        start(config(tmp_path / "gpt2", use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
+        resolve_start(config(tmp_path / "gpt2", use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
     with pytest.raises(UserError, match=r"model.seq_len is 1024, but 40"):
-        start(config(tmp_path / "gpt2", model={**SMALL.model_dump(exclude={"seq_len"}), "type": "gpt2"}))
+        resolve_start(config(tmp_path / "gpt2", model={**SMALL.model_dump(exclude={"seq_len"}), "type": "gpt2"}))
 
 
 def test_a_model_section_of_its_own_must_describe_the_checkpoint(base: Path) -> None:
-    assert start(config(base, model=KEYS)).config.model.spec(260).blocks == LLAMA.spec(260).blocks
-    assert len(start(config(base, model={**KEYS, "seq_len": 128})).notes) == 1
+    assert resolve_start(config(base, model=KEYS)).config.model.spec(260).blocks == LLAMA.spec(260).blocks
+    assert len(resolve_start(config(base, model={**KEYS, "seq_len": 128})).notes) == 1
     # What the user wrote is what the user wants; a default is not.
-    note = start(config(base, model={**KEYS, "rope": DEFAULT})).notes[1]
+    note = resolve_start(config(base, model={**KEYS, "rope": DEFAULT})).notes[1]
     assert "model.rope is {'type': 'default', 'theta': 500000.0, 'factor': 1.0}, but {'type': 'llama3', " in note
     with pytest.raises(UserError, match=r"model.layer_norm_epsilon is 1e-05, but 1e-06 in config.json"):
-        start(config(base, model={k: v for k, v in KEYS.items() if k != "layer_norm_epsilon"}))
+        resolve_start(config(base, model={k: v for k, v in KEYS.items() if k != "layer_norm_epsilon"}))
     with pytest.raises(UserError, match=r"is a llama model, but model.type is gpt2"):
-        start(config(base))
+        resolve_start(config(base))
     with pytest.raises(UserError, match=r"embed_tokens.weight has .* \[260, 32\], expected \[260, 16\] \(in model-"):
-        start(config(base, model={**KEYS, "hidden_dim": 16, "head_dim": 8}))
+        resolve_start(config(base, model={**KEYS, "hidden_dim": 16, "head_dim": 8}))
     with pytest.raises(UserError, match=r"no place for .*q_norm"):
-        start(config(base, model={**KEYS, "use_qk_norm": True}))
+        resolve_start(config(base, model={**KEYS, "use_qk_norm": True}))
 
 
 def test_true_is_the_reference_checkpoint(base: Path) -> None:
     reference = {"type": "llama", "reference_checkpoint": str(base)}
-    assert start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32
+    assert resolve_start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32
     with pytest.raises(UserError, match="NousResearch/Llama-2-7b-hf"):  # the hub is switched off
-        start(config(True, model={"type": "llama"}))
+        resolve_start(config(True, model={"type": "llama"}))
     with pytest.raises(UserError, match=r"model\.reference_checkpoint"):
-        start(config(True, model={"type": "mpt"}))
+        resolve_start(config(True, model={"type": "mpt"}))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_only_where_a_run_starts_decides_its_numbers() -> None:
 # The tokenizer.
 
 
-def edited(tokenizer: HfTokenizer, edit: Any) -> HfTokenizer:
+def edit_tokenizer(tokenizer: HfTokenizer, edit: Any) -> HfTokenizer:
     content = json.loads(tokenizer.files()["tokenizer.json"])
     edit(content)
     return HfTokenizer(json.dumps(content))
@@ -204,26 +204,26 @@ def cut_otherwise(content: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_another_tokenizer_is_refused_with_the_remedy(base: Path, tmp_path: Path, edit: Any, message: str) -> None:
-    hf_start = start(config(base, model=KEYS))
+    hf_start = resolve_start(config(base, model=KEYS))
     base_tokenizer = load_tokenizer(base)
     assert isinstance(base_tokenizer, HfTokenizer)
     assert hf_start.check_tokenizer(base_tokenizer) == 260
     assert (
         hf_start.check_tokenizer(HfTokenizer(json.dumps(json.loads(base_tokenizer.files()["tokenizer.json"])))) == 260
     )
-    other = edited(base_tokenizer, edit)
+    other = edit_tokenizer(base_tokenizer, edit)
     with pytest.raises(UserError, match=message) as caught:
         hf_start.check_tokenizer(other)
     assert f"write data.tokenizer: {base}" in str(caught.value)
     # One that is a file is compared before any text is read.
     other.save(tmp_path / "other")
     with pytest.raises(UserError, match=message):
-        start(config(base, model=KEYS, data={"tokenizer": str(tmp_path / "other")}))
+        resolve_start(config(base, model=KEYS, data={"tokenizer": str(tmp_path / "other")}))
 
 
 def test_more_tokens_than_rows_and_no_tokenizer_to_compare_with(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "base")
-    source = start(config(tmp_path / "base", model=KEYS)).source
+    source = resolve_start(config(tmp_path / "base", model=KEYS)).source
     assert source is not None
     with pytest.raises(UserError, match=r"ids up to 256, but .* has 200 rows"):
         dataclasses.replace(source, vocab_size=200).check_tokenizer(ByteTokenizer())
@@ -236,7 +236,7 @@ def test_added_tokens_may_have_no_rows(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "base")
     tokenizer = with_specials(*(f"<added {i}>" for i in range(9)))
     tokenizer.save(tmp_path / "base")
-    hf_start = start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
+    hf_start = resolve_start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
     assert tokenizer.vocab_size == 266 > hf_start.check_tokenizer(tokenizer) == 260
 
 
@@ -263,7 +263,7 @@ def test_the_weights_arrive_cut_over_the_devices(
     base, expected = params
     monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
     monkeypatch.setattr("lm_trainer.run.weights.pretrained.HOST_BYTES", host_bytes)
-    hf_start = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
+    hf_start = resolve_start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
     setup = build_setup(hf_start.config, hf_start.vocab_size)
     assert hf_start.source is not None
     loaded = hf_start.source.load(hf_start.config.model, setup.model.shapes, setup.sharding.storage)
@@ -327,20 +327,23 @@ def test_longrope_that_takes_one_table_for_all_lengths_is_said(tmp_path: Path) -
     rope = LongRope(short_factor=short, long_factor=long, factor=2.0, original_max_position_embeddings=32)
     phi = Phi3Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}), rope=rope)
     write_checkpoint(tmp_path / "base", phi)
-    assert "as a run with model.seq_len: 32 does" in start(config(tmp_path / "base", use_hf_model_config=True)).notes[1]
+    assert (
+        "as a run with model.seq_len: 32 does"
+        in resolve_start(config(tmp_path / "base", use_hf_model_config=True)).notes[1]
+    )
     shorter = {"type": "phi3", "seq_len": 32}
-    assert len(start(config(tmp_path / "base", use_hf_model_config=True, model=shorter)).notes) == 1
+    assert len(resolve_start(config(tmp_path / "base", use_hf_model_config=True, model=shorter)).notes) == 1
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
     with pytest.raises(UserError, match=r"missing/dir"):
-        start(config("./missing/dir", model=KEYS))
+        resolve_start(config("./missing/dir", model=KEYS))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
-        start(config("org/name@main", model=KEYS))
+        resolve_start(config("org/name@main", model=KEYS))
     (tmp_path / "auto").mkdir()
     (tmp_path / "auto" / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}')
     with pytest.raises(UserError, match="auto_map"):
-        start(config(tmp_path / "auto", model=KEYS))
+        resolve_start(config(tmp_path / "auto", model=KEYS))
     qwen = Qwen2Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}))
     assert "q.bias" in str(sorted(hf.param_infos(qwen, 260)))
     raw = json.loads((base / "config.json").read_text()) | {"model_type": "qwen2"}
@@ -349,7 +352,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
         (tmp_path / "qwen" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_proj\.bias is missing"):
-        start(config(tmp_path / "qwen", use_hf_model_config=True))
+        resolve_start(config(tmp_path / "qwen", use_hf_model_config=True))
 
 
 @pytest.mark.slow
@@ -379,7 +382,7 @@ def test_a_head_that_differs_from_the_embedding_is_one_of_its_own(make_hf_model:
             model(ids.astype(np.int32), positions, np.zeros_like(positions)), expected_logits, atol=1e-4
         )
     # The run has the head as well, and says so in what it exports.
-    assert start(config(tmp_path, use_hf_model_config=True)).config.model.tie_word_embeddings is False  # pyright: ignore[reportAttributeAccessIssue]
+    assert resolve_start(config(tmp_path, use_hf_model_config=True)).config.model.tie_word_embeddings is False  # pyright: ignore[reportAttributeAccessIssue]
     write_hf(tmp_path / "out", read_hf(tmp_path), ExportOptions())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         **raw,
@@ -394,4 +397,4 @@ def test_a_dropout_that_is_not_known_here_is_no_obstacle(base: Path, tmp_path: P
         (tmp_path / file.name).write_bytes(file.read_bytes())
     raw = json.loads((base / "config.json").read_text()) | {"attention_dropout": 0.1, "pretraining_tp": 2}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert start(config(tmp_path, use_hf_model_config=True)).config.model.spec(260) == LLAMA.spec(260)
+    assert resolve_start(config(tmp_path, use_hf_model_config=True)).config.model.spec(260) == LLAMA.spec(260)

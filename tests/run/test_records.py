@@ -28,7 +28,7 @@ def train(*, stop_at: int = 0, **changes: Any) -> None:
                 return
 
 
-def records() -> dict[str, Any]:
+def read_records() -> dict[str, Any]:
     """The content of the run's records, but for the place of the checkpoints."""
     contents = {name: json.loads((RUN / name).read_bytes()) for name in NAMES}
     contents["run.json"].pop("checkpoints")
@@ -66,13 +66,13 @@ def test_each_record_has_a_copy_beside_the_checkpoints() -> None:
 @pytest.mark.parametrize("kind", ["empty", "cut", "flipped", "zeros", "other"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_that_is_cut_short_is_named_with_its_remedy(name: str, kind: str) -> None:
-    records_before = records()
+    records_before = read_records()
     (RUN / name).write_bytes(damage((RUN / name).read_bytes(), kind))
     with pytest.raises(MachineError, match=rf"logs/own/{name} is damaged: .* remove the file and start the run again"):
         train()
     (RUN / name).unlink()
     with Trainer(settings(), OPTIMIZER, loss):
-        assert records() == records_before
+        assert read_records() == records_before
 
 
 def test_one_damaged_record_does_not_hide_the_other_runs(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,12 +85,12 @@ def test_one_damaged_record_does_not_hide_the_other_runs(caplog: pytest.LogCaptu
 
 
 def test_a_missing_record_comes_back_from_its_copy_and_is_compared(capfd: pytest.CaptureFixture) -> None:
-    records_before = records()
+    records_before = read_records()
     shutil.rmtree(RUN)
     with pytest.raises(UserError, match=r"holds a run with another configuration:\n.*seed"):
         train(seed=7)
     train()
-    records_after = records()
+    records_after = read_records()
     assert records_after["run.json"] == records_before["run.json"]
     assert records_after["env.json"][:-1] == records_before["env.json"]
     assert [attempt["step"] for attempt in records_after["env.json"]] == [0, 3]

@@ -41,11 +41,11 @@ def steps() -> list[int]:
     return sorted(int(path.name) for path in CHECKPOINTS.glob("[0-9]*"))
 
 
-def by_signal() -> None:
+def request_by_signal() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def by_file() -> None:
+def request_by_file() -> None:
     (RUN / "save-now").touch()
 
 
@@ -53,7 +53,7 @@ def stop_after_save() -> None:
     (RUN / "stop-after-save").touch()
 
 
-@pytest.mark.parametrize("ask", [by_signal, by_file])
+@pytest.mark.parametrize("ask", [request_by_signal, request_by_file])
 def test_a_permanent_checkpoint_while_the_run_goes_on(ask: Callable[[], None], capfd: pytest.CaptureFixture) -> None:
     undisturbed = train().params["table"]
     for path in (RUN, CHECKPOINTS):
@@ -68,7 +68,7 @@ def test_a_permanent_checkpoint_while_the_run_goes_on(ask: Callable[[], None], c
 def test_it_stays_when_later_ones_come_and_when_the_run_is_resumed() -> None:
     stop = signal.SIGTERM
     with pytest.raises(Preempted):
-        train(actions={2: by_file, 4: lambda: os.kill(os.getpid(), stop)})
+        train(actions={2: request_by_file, 4: lambda: os.kill(os.getpid(), stop)})
     assert steps() == [3, 5]
     # Each step is saved, and the temporary one before it goes.
     train(save_interval="0s")
@@ -80,7 +80,7 @@ def test_a_stop_after_the_next_checkpoint() -> None:
     for path in (RUN, CHECKPOINTS):
         os.rename(path, f"{path}-before")
     with pytest.raises(Preempted, match="stopped by stop-after-save after step 6") as stopped:
-        train(actions={2: stop_after_save, 5: by_file})
+        train(actions={2: stop_after_save, 5: request_by_file})
     assert stopped.value.exit_code == 76
     assert not list(RUN.glob("s*-*save")) + list(RUN.glob("save-now"))
     assert steps() == [6]

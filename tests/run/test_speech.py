@@ -26,7 +26,7 @@ from tests.run.conftest import MakeConfig
 ROWS, STEPS = 8, 3
 
 
-def write(make_config: MakeConfig, model: Mapping[str, Any] | None = None, **trainer: Any) -> RunConfig:
+def write_config(make_config: MakeConfig, model: Mapping[str, Any] | None = None, **trainer: Any) -> RunConfig:
     path = make_config(
         trainer={"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS, "elastic_shards": 4}
         | trainer
@@ -51,7 +51,7 @@ def train(setup: TrainingSetup, batch: Batch, steps: int = STEPS) -> tuple[list[
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
-    config = write(
+    config = write_config(
         make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True, "scan_layers": True}
     )
     (losses, one), *other_results = [
@@ -66,7 +66,7 @@ def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Pat
 @pytest.mark.slow
 def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_path: Path) -> None:
     """Only the features tell texts apart: without them the loss stays above the logarithm of the number of texts."""
-    config = write(make_config)
+    config = write_config(make_config)
     plain = rows(ROWS)
     texts = np.repeat(np.arange(4), 2) + 5
     tokens = np.repeat(texts[:, None], plain.tokens.shape[1], axis=1).astype(np.int32)
@@ -84,13 +84,13 @@ def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_p
 
 
 @functools.cache
-def _trained_alone(config: str) -> tuple[list[float], dict[str, np.ndarray]]:
+def _train_on_one_device(config: str) -> tuple[list[float], dict[str, np.ndarray]]:
     return train(build_setup(RunConfig.model_validate_json(config), VOCAB, jax.devices()[:1]), rows(ROWS))
 
 
-def trained_alone(make_config: MakeConfig) -> tuple[list[float], dict[str, np.ndarray]]:
+def train_on_one_device(make_config: MakeConfig) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses and weights of the tiny run on one device."""
-    return _trained_alone(write(make_config).model_dump_json())
+    return _train_on_one_device(write_config(make_config).model_dump_json())
 
 
 @pytest.mark.slow
@@ -102,8 +102,10 @@ def trained_alone(make_config: MakeConfig) -> tuple[list[float], dict[str, np.nd
 def test_other_ways_to_share_the_work_agree_up_to_rounding(
     make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any]
 ) -> None:
-    expected_losses, weights = trained_alone(make_config)
-    losses, other_weights = train(build_setup(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
+    expected_losses, weights = train_on_one_device(make_config)
+    losses, other_weights = train(
+        build_setup(write_config(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS)
+    )
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     for name, x in other_weights.items():
         np.testing.assert_allclose(x, weights[name], atol=1e-2, err_msg=name)
@@ -111,7 +113,7 @@ def test_other_ways_to_share_the_work_agree_up_to_rounding(
 
 @pytest.mark.slow
 def test_memory_is_measured_where_it_is_not_estimated(make_config: MakeConfig, in_tmp_path: Path) -> None:
-    config = write(make_config)
+    config = write_config(make_config)
     assert compile_temporary(config, VOCAB)["microbatch"] > 0
     with pytest.raises(UserError, match="whisper model is not estimated, because of its encoder"):
         estimate_temporary(config, VOCAB, 4, 32)
@@ -129,4 +131,4 @@ def test_what_makes_no_sense_is_refused(
     make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any], devices: int, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_setup(write(make_config, **trainer), VOCAB, jax.devices()[:devices])
+        build_setup(write_config(make_config, **trainer), VOCAB, jax.devices()[:devices])

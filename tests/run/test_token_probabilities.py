@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        trained(run_here, "a")
+        train_run(run_here, "a")
     return root
 
 
@@ -55,7 +55,7 @@ def lmt(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lmt:
     return run_here
 
 
-def trained(lmt: Lmt, name: str, *overrides: str) -> TokenHistory:
+def train_run(lmt: Lmt, name: str, *overrides: str) -> TokenHistory:
     result = lmt("train", "run.yaml", f"trainer.id={name}", *overrides)
     assert result.returncode == 0, result.stderr
     return TokenHistory.read(Path("logs") / name)
@@ -114,15 +114,15 @@ def test_devices_change_nothing(lmt: Lmt, setting: tuple[str, ...]) -> None:
     few, many = "a", "many"
     if setting:
         few, many = (f"{name}-{setting[0].partition('=')[2]}" for name in ("few", "many"))
-        trained(lmt, few, "trainer.max_devices=2", *setting)
-    assert trained(lmt, many, "trainer.max_devices=4", *setting) == TokenHistory.read(Path("logs") / few)
+        train_run(lmt, few, "trainer.max_devices=2", *setting)
+    assert train_run(lmt, many, "trainer.max_devices=4", *setting) == TokenHistory.read(Path("logs") / few)
     assert (Path("logs") / few / FILE).read_bytes() == (Path("logs") / many / FILE).read_bytes()
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt, tmp_path: Path) -> None:
     uninterrupted = TokenHistory.read(Path("logs/a"))
-    trained(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
+    train_run(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
     page = (Path("logs/a") / PAGE).read_text()
     data = page_data(page)
     assert [entry["step"] for entry in data["runs"][0]["steps"]] == [2, 4]
@@ -147,7 +147,7 @@ def test_no_documents_no_file(lmt: Lmt) -> None:
     refused(lmt("tokens", "none"), "trainer.token_probabilities")
 
 
-def scored(seed: int, length: int) -> TokenScores:
+def random_scores(seed: int, length: int) -> TokenScores:
     rng = np.random.default_rng(seed)
     top = rng.integers(0, 9, (length, 3))
     return TokenScores.from_outputs(
@@ -158,13 +158,13 @@ def scored(seed: int, length: int) -> TokenScores:
 def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path) -> None:
     file = TokenFile(tmp_path, [[1, 2, 3, 4]], str)
     for step in range(1, 500):
-        file.add(step, [scored(step, 3)])
+        file.add(step, [random_scores(step, 3)])
     steps = [entry["step"] for entry in page_data(render_token_page({"x": file.history}))["runs"][0]["steps"]]
     assert (steps[0], steps[-1], len(steps)) == (1, 499, MAX_STEPS)
     # A step that is done again takes the place of those after it.
-    file.add(250, [scored(0, 3)])
+    file.add(250, [random_scores(0, 3)])
     assert max(TokenHistory.read(tmp_path).steps) == 250
-    other = TokenHistory([[1, 2]], {1: "a", 2: "b"}, {1: [scored(1, 1)]})
+    other = TokenHistory([[1, 2]], {1: "a", 2: "b"}, {1: [random_scores(1, 1)]})
     with pytest.raises(UserError, match="other documents"):
         render_token_page({"x": file.history, "y": other})
 
@@ -173,7 +173,7 @@ def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path
 @pytest.mark.slow
 def test_a_browser_draws_every_token(tmp_path: Path) -> None:
     tokens = {1: "<i>", 2: "\n", 3: "c", 4: "d", **{n: str(n) for n in range(9) if n not in range(1, 5)}}
-    history = TokenHistory([[1, 2, 3, 4]], tokens, {step: [scored(step, 3)] for step in (1, 2)})
+    history = TokenHistory([[1, 2, 3, 4]], tokens, {step: [random_scores(step, 3)] for step in (1, 2)})
     (tmp_path / "page.html").write_text(render_token_page({"one": history, "two": history}))
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
     done = subprocess.run(

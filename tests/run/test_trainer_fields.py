@@ -42,7 +42,7 @@ def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def lines(run: str) -> list[dict[str, Any]]:
+def read_metrics(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -57,7 +57,7 @@ class RecordingData(Numbered):
         return super().batches(batch_size, rows=rows, max_batches=max_batches)
 
 
-def trained(*, hook: HookFn = lambda _: None, **changes: Any) -> RecordingData:
+def train_run(*, hook: HookFn = lambda _: None, **changes: Any) -> RecordingData:
     """Trains to the end; returns what was evaluated on."""
     data = RecordingData()
     with Trainer(settings(**changes), OPTIMIZER, loss) as trainer:
@@ -76,7 +76,7 @@ def test_what_is_recorded_where_and_when(monkeypatch: pytest.MonkeyPatch) -> Non
     traces: list[Any] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda _, **options: traces.append((steps[-1], options)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traces.append(steps[-1]))
-    data = trained(
+    data = train_run(
         hook=lambda info: steps.append(info.step),
         id="named",
         log_dir="elsewhere",
@@ -91,7 +91,7 @@ def test_what_is_recorded_where_and_when(monkeypatch: pytest.MonkeyPatch) -> Non
         watch={"interval": 3, "include_per_parameter_norms": False},
         checkpointer={"base_path": "kept", "append_run_id_to_base_path": False, "keep": [{"every": 4}]},
     )
-    written = lines("elsewhere/named")
+    written = read_metrics("elsewhere/named")
     assert [line["step"] for line in written if "train/loss" in line] == [2, 4, 6]
     assert [line["step"] for line in written if "grads/norm/total" in line] == [3, 6]
     assert [line["step"] for line in written if "eval/loss" in line] == [5, 6]
@@ -103,8 +103,8 @@ def test_what_is_recorded_where_and_when(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_recorded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.profiler, "start_trace", mock.Mock(side_effect=AssertionError("nobody asked for a trace")))
-    data = trained(log_xla_hlo=False, watch={"interval": 0}, num_train_steps=3)
-    written = lines("logs/own")
+    data = train_run(log_xla_hlo=False, watch={"interval": 0}, num_train_steps=3)
+    written = read_metrics("logs/own")
     assert [line["step"] for line in written if "train/loss" in line] == [1, 2, 3]
     assert not [line for line in written if "grads/norm/total" in line]
     assert data.asked == [None]
@@ -206,29 +206,29 @@ def other() -> np.ndarray:
         return np.asarray(state.params["table"])
 
 
-def started(model: Callable[[], nnx.Module], **changes: Any) -> TrainState:
+def start_run(model: Callable[[], nnx.Module], **changes: Any) -> TrainState:
     with Trainer(settings(**changes), OPTIMIZER, loss, add_default_hooks=False) as trainer:
         return trainer.initial_state(model_init=model)
 
 
 def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
-    assert started(Unbiased).step == 0
+    assert start_run(Unbiased).step == 0
     with pytest.raises(UserError, match=r"load_checkpoint is true, but there is no checkpoint in .*checkpoints/own"):
-        started(Unbiased, load_checkpoint=True)
+        start_run(Unbiased, load_checkpoint=True)
     for path in ("checkpoints/other", "checkpoints/other/2"):
-        state = started(Unbiased, load_checkpoint_path=path, load_checkpoint=True)
+        state = start_run(Unbiased, load_checkpoint_path=path, load_checkpoint=True)
         assert state.step == 2
         np.testing.assert_array_equal(state.params["table"], other)
-    assert started(Unbiased, id="other", num_train_steps=2).step == 2
+    assert start_run(Unbiased, id="other", num_train_steps=2).step == 2
     with pytest.raises(UserError, match=r"load_checkpoint is false, but .*checkpoints/other holds checkpoints"):
-        started(Unbiased, id="other", num_train_steps=2, load_checkpoint=False)
-    assert started(Unbiased, load_checkpoint=False).step == 0
+        start_run(Unbiased, id="other", num_train_steps=2, load_checkpoint=False)
+    assert start_run(Unbiased, load_checkpoint=False).step == 0
     with pytest.raises(UserError, match=r"params\.bias: the checkpoint has nothing"):
-        started(Bigrams, id="biased", load_checkpoint_path="checkpoints/other")
+        start_run(Bigrams, id="biased", load_checkpoint_path="checkpoints/other")
 
     assert "starts afresh" not in caplog.text
     changes = {"allow_partial_checkpoint": True, "model_averaging": {"type": "ema"}}
-    state = started(Bigrams, id="averaging", load_checkpoint_path="checkpoints/other", **changes)
+    state = start_run(Bigrams, id="averaging", load_checkpoint_path="checkpoints/other", **changes)
     assert state.step == 2
     assert state.averaged is not None
     for weights in (state.params, state.averaged):
@@ -238,7 +238,7 @@ def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixt
     assert warning.startswith("the checkpoint of step 2 lacks params.bias, averaged.bias, averaged.table, opt_state.")
 
 
-def begun(setup: TrainingSetup, **changes: Any) -> TrainState:
+def load_fresh_state(setup: TrainingSetup, **changes: Any) -> TrainState:
     """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
@@ -256,9 +256,9 @@ def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -
     run = RunConfig(model=Gpt2Config(**small), trainer=settings())
     setup = build_setup(run, tokenizer.vocab_size, jax.devices()[:1])
     with pytest.raises(UserError, match=r"weights is another model:\n.*bias: None there"):
-        begun(setup)
+        load_fresh_state(setup)
     assert not caplog.records
-    state = begun(setup, allow_partial_checkpoint=True)
+    state = load_fresh_state(setup, allow_partial_checkpoint=True)
     assert state.step == 0
     for name, expected in definition.named(params).items():
         np.testing.assert_array_equal(state.params[name], expected)

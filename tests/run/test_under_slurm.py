@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Lmt, lmt_command, lmt_environment
 from tests.launch.slurm_cluster import MISSING, NODES, SlurmCluster, wait_for
 from tests.run.conftest import MakeConfig, write_config
-from tests.run.test_processes import keeping_lmt, train_alone
+from tests.run.test_processes import caching_lmt_command, train_alone
 from tests.run.test_stop_signals import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -65,7 +65,7 @@ class Job:
 
 def submit(slurm: SlurmCluster, config: Path, *options: str) -> Job:
     """Submits a run by the user's own command."""
-    command = keeping_lmt(config.parent, "launch", "slurm", config, *options, "--submit")
+    command = caching_lmt_command(config.parent, "launch", "slurm", config, *options, "--submit")
     environment = lmt_environment(env=slurm.environment)
     done = subprocess.run(
         command, cwd=config.parent, env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -23,7 +23,7 @@ from lm_trainer.run.training.batches import BatchIterator, DataWait
 from lm_trainer.run.weights.initial_weights import _check_same_data
 from lm_trainer.trackers import Progress
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
-from tests.run.test_trainer import close_to, numpy_adam
+from tests.run.test_trainer import assert_close, numpy_adam
 
 
 class InTheMaking(Numbered):
@@ -96,7 +96,7 @@ def test_data_that_do_not_come_cost_no_step() -> None:
     assert "resumed at step 2" in shown
     assert "waiting for tokenised data (1 of 2) ..." in shown
     assert "waiting for text (2 left) ..." in shown, "the evaluation waits as visibly"
-    close_to(state.params, numpy_adam(STEPS))
+    assert_close(state.params, numpy_adam(STEPS))
     lines = [json.loads(line) for line in Path("logs/own/metrics.jsonl").read_text().splitlines()]
     shares = [line["throughput/data_wait"] for line in lines if "throughput/step_time" in line]
     assert shares

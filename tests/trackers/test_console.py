@@ -167,13 +167,13 @@ def broken_pipe() -> Any:
     return Broken()
 
 
-def closed() -> Any:
+def make_closed_stream() -> Any:
     out = io.StringIO()
     out.close()
     return out
 
 
-@pytest.mark.parametrize("make", [broken_pipe, closed])
+@pytest.mark.parametrize("make", [broken_pipe, make_closed_stream])
 @pytest.mark.parametrize("live", [False, True])
 def test_an_output_that_breaks_never_stops_a_run(make, live):
     stream = make()
