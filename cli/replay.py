@@ -116,13 +116,13 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
-    from lm_trainer.reproduce.record import equal_bits
+    from lm_trainer.reproduce.record import is_bitwise_equal
 
     yield f"run {name}, step {done.step}, reached from step {done.start}"
     yield f"  {'':24}{'recorded':>24}{'now':>24}"
     for key, value in done.now.items():
         recorded = done.recorded.get(key)
-        verdict = "" if recorded is None else "equal" if equal_bits(recorded, value) else "differs"
+        verdict = "" if recorded is None else "equal" if is_bitwise_equal(recorded, value) else "differs"
         yield f"  {key:24}{'-' if recorded is None else repr(recorded):>24}{value!r:>24}  {verdict}"
     if not done.applied:
         yield "  the step was not applied: its loss or gradient is not finite"

@@ -218,7 +218,7 @@ def _build_pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
 
 
 def _build_container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    chips = _resources(job.hardware)
+    chips = _resource_limits(job.hardware)
     env: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     settings: list[str] = []
     if isinstance(job.hardware, Gpus) and job.processes > 1:
@@ -245,7 +245,7 @@ def _build_container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapp
     }
 
 
-def _resources(hardware: TpuSlice | Gpus) -> dict[str, int]:
+def _resource_limits(hardware: TpuSlice | Gpus) -> dict[str, int]:
     if isinstance(hardware, TpuSlice):
         return {"google.com/tpu": hardware.chips_per_node}
     return {"nvidia.com/gpu": hardware.per_node}
@@ -263,7 +263,7 @@ def _hardware_labels(job: KubernetesJob) -> dict[str, str]:
 
 
 def _tolerations(job: KubernetesJob) -> list[dict[str, str]]:
-    (resource,) = _resources(job.hardware)
+    (resource,) = _resource_limits(job.hardware)
     spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
     return [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}, *([spot] if job.spot else [])]
 

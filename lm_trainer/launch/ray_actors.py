@@ -49,9 +49,9 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
     Raises:
         UserError: if Ray is not installed, the cluster does not exist, or its resources do not become free in time.
     """
-    ray = _connect(job.address)
+    ray = _connect_to_ray(job.address)
     try:
-        group = _reserve(ray, job)
+        group = _reserve_resources(ray, job)
         # Never restarted: the processes of a run start together or not at all.
         options = {"num_cpus": job.cpus_per_process, "num_gpus": job.gpus_per_process, "max_restarts": 0}
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -74,7 +74,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
         ray.shutdown()
 
 
-def _connect(address: str) -> Any:
+def _connect_to_ray(address: str) -> Any:
     try:
         import ray
         import ray.util.scheduling_strategies  # an attribute of `ray` only once it is imported
@@ -85,7 +85,7 @@ def _connect(address: str) -> Any:
     return ray
 
 
-def _reserve(ray: Any, job: RayJob) -> Any:
+def _reserve_resources(ray: Any, job: RayJob) -> Any:
     """Reserves resources for all processes at once: a part of them would wait for the others forever."""
     need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
     bundle = {name: amount for name, amount in need.items() if amount}

@@ -144,7 +144,7 @@ def _follow_command(gcloud: Gcloud, line: int) -> list[str]:
     return gcloud.ssh_command(follow_command(gcloud.name, line), worker="0")
 
 
-class _Lost(Exception):
+class _TpuLost(Exception):
     """The TPU was taken away."""
 
 
@@ -205,7 +205,7 @@ class TpuRun:
                 self._acquire()
                 self._prepare()
                 code = self._train()
-            except _Lost:
+            except _TpuLost:
                 self._write("the TPU was taken away (preempted)")
                 continue
             if code in (EXIT_PREEMPTED, LOST):
@@ -270,7 +270,7 @@ class TpuRun:
         except MachineError:
             failed = True
         if failed and self._is_lost():
-            raise _Lost
+            raise _TpuLost
         if failed:
             raise MachineError("\n".join([f"`{shlex.join(command)}` failed:", *lines[-20:]]))
 
@@ -290,7 +290,7 @@ class TpuRun:
                     self._write(line)
             except MachineError:
                 if self._is_lost():
-                    raise _Lost from None
+                    raise _TpuLost from None
             self._write("the connection to worker 0 broke; connecting again")
             time.sleep(self._interval)
 
@@ -310,7 +310,7 @@ class TpuRun:
         try:
             self._run_on_workers(self._script_command("stop"))
             return self._follow_output()
-        except (KeyboardInterrupt, _Lost):
+        except (KeyboardInterrupt, _TpuLost):
             return EXIT_INTERRUPTED
 
     def _show_last_lines(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.reproduce.record import RunRecord, equal_bits
+from lm_trainer.reproduce.record import RunRecord, is_bitwise_equal
 from lm_trainer.run.config.run_config import changed_keys
 from lm_trainer.run.files.environment import environment_differences
 
@@ -85,7 +85,9 @@ def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergen
     last_equal = None
     for step in common:
         x, y = a.computed[step], b.computed[step]
-        values = {name: (x[name], y[name]) for name in _shared_metrics(a, b, step) if not equal_bits(x[name], y[name])}
+        values = {
+            name: (x[name], y[name]) for name in _shared_metrics(a, b, step) if not is_bitwise_equal(x[name], y[name])
+        }
         if values:
             return Divergence(step, last_equal, values)
         last_equal = step

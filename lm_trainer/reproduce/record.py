@@ -161,6 +161,6 @@ class RunRecord:
         return config_with_recorded_keys(loaded.config, loaded.data)
 
 
-def equal_bits(a: Any, b: Any) -> bool:
+def is_bitwise_equal(a: Any, b: Any) -> bool:
     """Returns True if two recorded values are equal, bit for bit; NaN equals NaN."""
     return a == b or (a != a and b != b)

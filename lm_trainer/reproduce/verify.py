@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
 from lm_trainer.core.safe_names import path_inside
-from lm_trainer.reproduce.record import RunRecord, equal_bits
+from lm_trainer.reproduce.record import RunRecord, is_bitwise_equal
 from lm_trainer.reproduce.rerun import Rerun, configure_as_recorded, open_rerun
 from lm_trainer.run.files.environment import describe_environment, environment_differences
 from lm_trainer.trackers import Progress
@@ -122,7 +122,7 @@ def _compare_step(record: RunRecord, segment: Segment, recomputed_run: Rerun) ->
     recorded = record.computed.get(step, {})
     segment.steps += "train/loss" in recorded
     for name, value in metrics.items():
-        if name in recorded and not equal_bits(recorded[name], value):
+        if name in recorded and not is_bitwise_equal(recorded[name], value):
             return Difference(step, name, recorded[name], value)
     fingerprint = recomputed_run.compute_fingerprint() if "fingerprint" in recorded else None
     if fingerprint is None:

@@ -54,13 +54,13 @@ def alerts_at(kind: AlertKind, series: Iterable[float], name: str) -> list[int]:
 
 def test_the_robust_score_is_the_formula() -> None:
     window, values = RobustWindow(5, min_count=3), [1.0, 2.0, 4.0, 7.0, 100.0, 3.0]
-    assert window.score(1.0) is None
+    assert window.z_score(1.0) is None
     for value in values:
         window.add(value)
     window.add(float("nan"))
     last = np.array(values[1:])
     spread = 1.4826 * np.median(np.abs(last - np.median(last)))
-    assert window.score(9.0) == pytest.approx((9.0 - np.median(last)) / spread)
+    assert window.z_score(9.0) == pytest.approx((9.0 - np.median(last)) / spread)
 
 
 @pytest.mark.parametrize(

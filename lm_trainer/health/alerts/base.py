@@ -58,7 +58,7 @@ class RobustWindow:
     def median(self) -> float:
         return statistics.median(self._values)
 
-    def score(self, value: float) -> float | None:
+    def z_score(self, value: float) -> float | None:
         """Robust z-score against the previous values: (value - median) / (1.4826 MAD). None if they are too few.
 
         Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.

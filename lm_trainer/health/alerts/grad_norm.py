@@ -27,7 +27,7 @@ class GradNorm(AlertKind):
             norm = metrics[GRAD_NORM]
             # Norms vary over orders of magnitude, symmetrically in their logarithm.
             size = math.log(norm) if 0 < norm < math.inf else math.nan
-            score = window.score(size)
+            score = window.z_score(size)
             usual = math.exp(window.median) if score is not None else math.inf
             window.add(size)
             if score is None or not (score >= self.threshold and norm >= self.factor * usual):

@@ -22,7 +22,7 @@ class LossSpike(AlertKind):
 
         def check(metrics: Mapping[str, float]) -> str | None:
             loss = metrics[LOSS]
-            score = window.score(loss)
+            score = window.z_score(loss)
             usual = window.median if score is not None else 0.0
             window.add(loss)
             # The score is NaN if the loss is NaN; then the kind `non_finite` alerts.

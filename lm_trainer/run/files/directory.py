@@ -86,7 +86,7 @@ class RunDirectory:
         name: the run ID.
         allow_change: allow continuing with a changed configuration. The change takes effect, and is recorded, with the
             first step computed under it.
-        waiting: called with a message if the start has to wait for another process.
+        on_wait: called with a message if the start has to wait for another process.
 
     Raises:
         UserError: if the directory cannot be written, is in use, or contains another configuration.
@@ -99,7 +99,7 @@ class RunDirectory:
         name: str,
         *,
         allow_change: bool = False,
-        waiting: Callable[[str], Any] | None = None,
+        on_wait: Callable[[str], Any] | None = None,
     ):
         self.name, self.allow_change = name, allow_change
         self._differences: list[str] = []
@@ -115,7 +115,7 @@ class RunDirectory:
         self._copy = BucketMirror(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
         self._probed = False
-        self._waiting = waiting
+        self._on_wait = on_wait
 
     def __enter__(self) -> Self:
         # The others wait until the directory is complete, or the first process has raised.
@@ -150,7 +150,7 @@ class RunDirectory:
     def _lock_bucket(self, copy: BucketMirror) -> None:
         assert isinstance(self.checkpoints, Bucket)
         self._probe_bucket()
-        self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
+        self._lease = self._locks.enter_context(Lease(self.checkpoints, self._on_wait))
         recorded_id = read_json(self.checkpoints, f"{COPY_DIRECTORY}/run.json").get("id", self.name)
         if recorded_id != self.name:
             raise UserError(

@@ -98,7 +98,7 @@ def open_attempt(
     """
     started = time.perf_counter()
     directory = RunDirectory(
-        config, settings, config.id or "run", allow_change=allow_config_change, waiting=progress.phase
+        config, settings, config.id or "run", allow_change=allow_config_change, on_wait=progress.phase
     )
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())

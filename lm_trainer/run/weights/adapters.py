@@ -142,7 +142,7 @@ def hash_frozen_params(frozen: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_frozen(restored: Restored, frozen: Params) -> None:
+def check_frozen_params(restored: Restored, frozen: Params) -> None:
     """Refuses to continue from a checkpoint trained with other frozen parameters.
 
     Raises:

@@ -12,7 +12,7 @@ from lm_trainer.checkpoint.store import CheckpointStore, Restored
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.run.build.setup import TrainingSetup
-from lm_trainer.run.weights.adapters import FROZEN, check_frozen, hash_frozen_params
+from lm_trainer.run.weights.adapters import FROZEN, check_frozen_params, hash_frozen_params
 from lm_trainer.run.weights.saved_model import AVERAGED, PARAMS
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState, copied
@@ -78,7 +78,7 @@ def restore_state(restored: Restored, setup: TrainingSetup, init: Callable[[], T
         fresh = init()
         frozen = {**fresh.frozen, **frozen}
         if has_other_frozen:
-            check_frozen(restored, frozen)
+            check_frozen_params(restored, frozen)
         arrays = {**_name_arrays(fresh.params, fresh.opt_state, None), **arrays}
     params, opt_state = _abstract_state(setup)
     named = {name: arrays[OPT_STATE + name] for name in named_leaves(opt_state)}
