@@ -87,7 +87,7 @@ def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
     source = HfCheckpoint.open(config)
     section, notes = _resolve_model_section(config, source.directory, source.config, source.vocab_size)
     # Reads only headers, to report missing tensors before text is tokenised.
-    source.plan(section)
+    source.plan_read(section)
     difference_notes = (note,) if (note := section.differs_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
