@@ -8,7 +8,7 @@ from lm_trainer.plan.compiler_flags import sends_too_much
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import aligned
-from lm_trainer.trackers.console import format_duration
+from lm_trainer.trackers.console import format_long_duration
 
 DOES_NOT_FIT = "DOES NOT FIT"
 _CAVEAT = "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ."
@@ -178,7 +178,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def duration_of(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 60 else format_duration(seconds)
+    return f"{seconds:.3g} s" if seconds < 60 else format_long_duration(seconds)
 
 
 def size_of(count: int) -> str:

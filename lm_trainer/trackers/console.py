@@ -168,7 +168,9 @@ class _LineView:
             self._step_shown = timestamp
             done = f"step {step}/{self._total} ({100 * step / self._total:.1f}%)"
             self.note(
-                " | ".join([done, *format_metrics(metrics, first=step <= 1), f"eta {format_duration(seconds_left)}"])
+                " | ".join(
+                    [done, *format_metrics(metrics, first=step <= 1), f"eta {format_long_duration(seconds_left)}"]
+                )
             )
 
     def close(self) -> None:
@@ -196,7 +198,7 @@ def format_metrics(
     return [*shown.values()]
 
 
-def format_duration(seconds: float | None) -> str:
+def format_long_duration(seconds: float | None) -> str:
     """Formats a duration as `1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "?"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.trackers import Progress
-from lm_trainer.trackers.console import format_duration, format_metrics
+from lm_trainer.trackers.console import format_long_duration, format_metrics
 
 METRICS = {
     "train/loss": 2.34567,
@@ -213,7 +213,7 @@ def test_nothing_is_shown_after_the_end():
     ],
 )
 def test_durations_are_short(seconds, text):
-    assert format_duration(seconds) == text
+    assert format_long_duration(seconds) == text
 
 
 def test_a_loss_that_is_not_finite_is_shown_as_it_is():
