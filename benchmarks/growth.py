@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.setting import LMT, describe_load, describe_setting, markdown_table
-from lm_trainer.run.files.listing import last_logged
+from lm_trainer.run.files.listing import read_last_step_and_loss
 
 STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
 
@@ -68,7 +68,7 @@ def measure_long_run(directory: Path, steps: int) -> list[list[str]]:
         process = subprocess.Popen([*LMT, "train", str(config)], cwd=directory, stdout=output, stderr=output)
         previous = time.monotonic(), 0
         while process.poll() is None:
-            step = last_logged(metrics)[0]
+            step = read_last_step_and_loss(metrics)[0]
             if marks and step >= marks[0]:
                 usage, timestamp = Usage.read_of_process(process.pid), time.monotonic()
                 rows.append(

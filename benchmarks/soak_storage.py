@@ -30,8 +30,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.object_storage.proxy import PASSING, Proxy, proxied, refuse, sometimes  # noqa: E402
-from tests.object_storage.servers import BUCKET, environment, s3, using  # noqa: E402
+from tests.object_storage.proxy import PASSING, Proxy, inject_randomly, refuse, run_proxy  # noqa: E402
+from tests.object_storage.servers import BUCKET, environment, run_s3_server, use_server  # noqa: E402
 
 STEPS, SAVE_EVERY = 40, 10
 PATIENCE = 300.0
@@ -122,7 +122,7 @@ class Soak:
         if rng.random() < 0.5:
             shutil.rmtree(self.out / self.machine_name(), ignore_errors=True)
             self.machines += 1
-        self.proxy.fault = sometimes(PASSING, share, seed=number) if share else None
+        self.proxy.fault = inject_randomly(PASSING, share, seed=number) if share else None
         reached = self.make_request_condition(method, part, count)
         process = self.start(self.machine_name(), devices, self.lap_url, "trainer.checkpointer.retry_for=4s")
         began, problems = time.monotonic(), []
@@ -190,7 +190,7 @@ class Soak:
         problems = [] if process.returncode == 0 else [f"the last attempt failed:\n{output[-3000:]}"]
         if not problems and self.read_results(machine) != self.undisturbed:
             problems.append("numbers differ from the undisturbed run")
-        with using("s3", self.proxy.endpoint):
+        with use_server("s3", self.proxy.endpoint):
             from lm_trainer.core.bucket import Bucket
 
             names = Bucket(f"{self.lap_url}/run").list()
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--interruptions", type=int, default=200)
     parser.add_argument("--table", type=Path, default=None, help="Markdown file for the results")
     chosen = parser.parse_args(arguments)
-    with s3() as endpoint, proxied(endpoint) as proxy:
+    with run_s3_server() as endpoint, run_proxy(endpoint) as proxy:
         soak, requests = Soak(chosen.out, proxy, chosen.seed), 0
         while len(soak.entries) < chosen.interruptions:
             requests_before = len(proxy.requests)

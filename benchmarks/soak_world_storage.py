@@ -10,8 +10,18 @@ import threading
 from typing import Any, NamedTuple
 
 from benchmarks.soak_world_runs import World, hash_results
-from tests.object_storage.proxy import Fault, Handler, Proxy, cut, delay, drop, lose_answer, proxied, refuse
-from tests.object_storage.servers import BUCKET, environment, s3
+from tests.object_storage.proxy import (
+    Fault,
+    Handler,
+    Proxy,
+    cut_connection,
+    delay,
+    drop,
+    lose_answer,
+    refuse,
+    run_proxy,
+)
+from tests.object_storage.servers import BUCKET, environment, run_s3_server
 
 KIND = "object storage lies"
 PROMISES = {
@@ -93,7 +103,7 @@ LIES = {
     "500": refuse(500, "InternalError"),
     "500 from there on": refuse(500, "InternalError"),
     "a time-out": delay(8.0),
-    "a body that is cut off": cut,
+    "a body that is cut off": cut_connection,
     "a body that is short": _truncate_object,
     "a flipped bit": _flip_bit,
     "stale listings": None,
@@ -112,7 +122,7 @@ def _s3_endpoint() -> str:
     """The S3 server, shared by all worlds: a second moto server would empty the first."""
     with _opening:
         if not _endpoints:
-            _endpoints.append(_servers.enter_context(s3()))
+            _endpoints.append(_servers.enter_context(run_s3_server()))
             atexit.register(_servers.close)
         return _endpoints[0]
 
@@ -143,7 +153,7 @@ def run(world: World, lap: Lap, expected: dict[str, str]) -> str:
         AssertionError: if a promise is broken.
     """
     if "proxy" not in world.cache:
-        world.cache["proxy"] = world.opened.enter_context(proxied(_s3_endpoint()))
+        world.cache["proxy"] = world.opened.enter_context(run_proxy(_s3_endpoint()))
     proxy, prefix = world.cache["proxy"], f"{world.out.name}/lap-{lap.number}"
     world.reset_lap(None)
     fault = _StaleListings() if lap.name == "stale listings" else LIES[lap.name]

@@ -70,8 +70,8 @@ def mfu(
 
     import jax
 
-    from lm_trainer.bench.roofline import roofline
-    from lm_trainer.bench.session import bench_session
+    from lm_trainer.bench.roofline import measure_roofline
+    from lm_trainer.bench.session import open_bench_session
     from lm_trainer.profile.matmul import MatmulProbe
     from lm_trainer.profile.mfu import measure_mfu, report_rows
     from lm_trainer.profile.timing import BenchResult
@@ -79,12 +79,12 @@ def mfu(
     if trace is not None:
         _make_directory(trace)
     _announce(run, "compiling and timing ...")
-    with bench_session(run) as session:
+    with open_bench_session(run) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         report = measure_mfu(session, probe, samples=steps, warmup=warmup)
         rows, values = report_rows(report), report.as_dict()
         if with_roofline:
-            bounds = roofline(session, report)
+            bounds = measure_roofline(session, report)
             rows, values = [*rows, *bounds.rows], {**values, "roofline": bounds.values}
         if trace is not None:
             with jax.profiler.trace(str(trace)):

@@ -46,9 +46,9 @@ def show(
 
     loaded = load_run_with_origins(ctx, config, overrides)
     if decays:
-        from lm_trainer.run.weights.parameters import weight_decay
+        from lm_trainer.run.weights.parameters import weight_decay_mask
 
-        for name, decaying in weight_decay(loaded).items():
+        for name, decaying in weight_decay_mask(loaded).items():
             clean.echo(f"{'decays' if decaying else '-':8}{name}")
         return
     run = resolve_model_section(loaded.config, config)
@@ -79,13 +79,13 @@ def check(
     """
     loaded = load_run_with_origins(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
-        from lm_trainer.run.weights.parameters import weight_decay
+        from lm_trainer.run.weights.parameters import weight_decay_mask
 
-        weight_decay(loaded)
+        weight_decay_mask(loaded)
     if (platform := _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")) is not None:
-        from lm_trainer.run.dry_run import check_attention
+        from lm_trainer.run.dry_run import check_attention_backend
 
-        check_attention(loaded.config, vocab_size=1, platform=platform)
+        check_attention_backend(loaded.config, vocab_size=1, platform=platform)
     if not no_files:
         _check_files(loaded)
     clean.echo(f"{config}: ok")

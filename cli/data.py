@@ -68,12 +68,12 @@ def build(
     message = "what was tokenised is kept, and the same command goes on"
     with InterruptHandler(message) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
-        callbacks = BuildCallbacks(show, stopped=signals.came)
+        callbacks = BuildCallbacks(show, stopped=signals.is_interrupted)
         try:
             ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
         except Stopped:
             # The build noticed the signal itself: Python had lost its exception.
-            raise signals.error() from None
+            raise signals.to_exception() from None
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
         clean.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")

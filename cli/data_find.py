@@ -108,7 +108,7 @@ def load_configuration_and_step(ctx: typer.Context, run: str, overrides: list[st
     record = RunRecord.read(run)
     # Relative paths in the configuration refer to the directory in which the run was started.
     os.chdir(record.root)
-    return record.config(record.last, overrides), record.last
+    return record.load_config(record.last, overrides), record.last
 
 
 def _print_occurrence(occurrence: "Occurrence", last: int | None, *, named: bool) -> None:

@@ -33,14 +33,14 @@ def diff(
     import json
     from dataclasses import asdict
 
-    from lm_trainer.reproduce.compare import compare
+    from lm_trainer.reproduce.compare import compare_runs
     from lm_trainer.reproduce.record import RunRecord
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
-    comparison = compare(RunRecord.read(run_a), RunRecord.read(run_b))
+    comparison = compare_runs(RunRecord.read(run_a), RunRecord.read(run_b))
     if as_json:
         content = {_JSON_NAMES.get(name, name): value for name, value in asdict(comparison).items()}
-        clean.echo(json.dumps(encode(content)))
+        clean.echo(json.dumps(encode_non_finite(content)))
     else:
         clean.echo("\n".join(_comparison_lines(comparison)))
     if comparison.divergence:

@@ -123,7 +123,7 @@ def evaluate(
     harness_tasks = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
     from lm_trainer.core.terminal import json_line
     from lm_trainer.evaluate.model import open_eval_model
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     settings = overrides or []
     opened = open_eval_model(model, step=step, averaged=weights == "averaged", context=context, overrides=settings)
@@ -137,7 +137,7 @@ def evaluate(
         result["tasks"], table = _evaluate_on_tasks(opened, harness_tasks, samples)
         lines += table
     if as_json:
-        clean.echo(json_line(encode({**result, "notes": notes})))
+        clean.echo(json_line(encode_non_finite({**result, "notes": notes})))
         return
     for note in notes:
         clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
@@ -163,7 +163,7 @@ def _evaluate_on_text(
     from lm_trainer.core.files import write_atomically
     from lm_trainer.evaluate import report
     from lm_trainer.evaluate.text import TextOptions, choose_text, compare_text, evaluate_text
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     text, text_options = choose_text(source, model, data), TextOptions(*options)
     with build_progress() as show:
@@ -179,7 +179,7 @@ def _evaluate_on_text(
         lines += ["", *report.comparison_lines((model.name, other.name), differences)]
     if documents is not None:
         records = report.document_records(losses)
-        write_atomically(documents, "".join(json.dumps(encode(item)) + "\n" for item in records))
+        write_atomically(documents, "".join(json.dumps(encode_non_finite(item)) + "\n" for item in records))
     return _TextResult(result, lines, losses.notes)
 
 

@@ -135,8 +135,8 @@ def slurm(
     processes = processes or nodes * (gpus_per_node or 1)
     if gpus_per_node or devices_per_process:
         check_device_count(run, nodes * gpus_per_node if gpus_per_node else processes * (devices_per_process or 0))
-    from lm_trainer.launch.slurm import SlurmJob, batch_script
-    from lm_trainer.launch.slurm import submit as submit_script
+    from lm_trainer.launch.slurm import SlurmJob, build_batch_script
+    from lm_trainer.launch.slurm import submit_job as submit_script
 
     job = SlurmJob(
         name=config.stem,
@@ -152,7 +152,7 @@ def slurm(
         requeue=requeue,
         extra=tuple(sbatch or ()),
     )
-    script = batch_script(job, [sys.executable, *_training_arguments(config, overrides)], Path.cwd())
+    script = build_batch_script(job, [sys.executable, *_training_arguments(config, overrides)], Path.cwd())
     write_or_submit(script, output, submit_script if submit else None)
 
 

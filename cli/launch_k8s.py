@@ -109,14 +109,14 @@ def k8s(
     """
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.config.render import to_yaml
-    from lm_trainer.launch.k8s import KubernetesJob, apply, manifest
-    from lm_trainer.launch.tpu_slices import is_tpu, tpu_slice
+    from lm_trainer.launch.k8s import KubernetesJob, apply_manifest, build_manifest
+    from lm_trainer.launch.tpu_slices import find_tpu_slice, is_tpu
     from lm_trainer.launch.volumes import parse_volumes
 
     if is_tpu(accelerator):
         if nodes != 1:
             raise UserError("--nodes is for GPUs; the nodes of a TPU slice follow from its topology")
-        hardware = tpu_slice(accelerator, topology, chips_per_node)
+        hardware = find_tpu_slice(accelerator, topology, chips_per_node)
     else:
         hardware = _make_gpus(accelerator, nodes, gpus_per_node, tpu_options=(topology, chips_per_node, slices > 1))
     job = KubernetesJob(
@@ -144,7 +144,7 @@ def k8s(
             "the configuration holds a secret (a password in a URL or a command, a token, the address of a web hook), "
             "which the manifest would show to many; take it out, or give it by --secret"
         )
-    write_or_submit(manifest(job, text, file_name), output, apply if submit else None)
+    write_or_submit(build_manifest(job, text, file_name), output, apply_manifest if submit else None)
 
 
 def _make_gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object, ...]) -> "Gpus":

@@ -64,9 +64,9 @@ def replay(
 
     from lm_trainer.core.terminal import json_line
     from lm_trainer.reproduce.record import RunRecord
-    from lm_trainer.reproduce.replay import replay as run_replay
+    from lm_trainer.reproduce.replay import replay_step as run_replay
     from lm_trainer.reproduce.rerun import QuietProgress
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     record = RunRecord.read(run)
     if step is None:
@@ -78,7 +78,7 @@ def replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
         )
     if as_json:
-        clean.echo(json_line(encode(_replay_as_dict(done, show_batch=show_batch))))
+        clean.echo(json_line(encode_non_finite(_replay_as_dict(done, show_batch=show_batch))))
         return
     for line in _replay_lines(record.id, done, top_k):
         clean.echo(line)
@@ -94,33 +94,35 @@ def _restore_metrics(record: "RunRecord", overrides: list[str], *, as_json: bool
     import sys
     from dataclasses import asdict
 
-    from lm_trainer.reproduce.refill import refill
+    from lm_trainer.reproduce.refill import refill_metrics
     from lm_trainer.reproduce.rerun import QuietProgress
-    from lm_trainer.trackers.series import describe
+    from lm_trainer.trackers.series import format_steps
 
     with QuietProgress(record.last, stream=sys.stderr) as progress:
-        done = refill(record, overrides=overrides, progress=progress)
+        done = refill_metrics(record, overrides=overrides, progress=progress)
     if as_json:
         clean.echo(json.dumps(asdict(done)))
         return
     for file, names in done.lines.items():
         for name, steps in names.items():
-            clean.echo(f"{record.path / file}: put back {name} of {describe(steps)}")
+            clean.echo(f"{record.path / file}: put back {name} of {format_steps(steps)}")
     for file, names in done.left.items():
         for name, steps in names.items():
-            clean.echo(f"{record.path / file}: still lacks {name} of {describe(steps)}, which is not computed again")
+            clean.echo(
+                f"{record.path / file}: still lacks {name} of {format_steps(steps)}, which is not computed again"
+            )
     if not (done.lines or done.left):
         clean.echo(f"{record.path}: no line is missing")
 
 
 def _replay_lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
-    from lm_trainer.reproduce.record import equal_bits
+    from lm_trainer.reproduce.record import is_bitwise_equal
 
     yield f"run {name}, step {done.step}, reached from step {done.start}"
     yield f"  {'':24}{'recorded':>24}{'now':>24}"
     for key, value in done.now.items():
         recorded = done.recorded.get(key)
-        verdict = "" if recorded is None else "equal" if equal_bits(recorded, value) else "differs"
+        verdict = "" if recorded is None else "equal" if is_bitwise_equal(recorded, value) else "differs"
         yield f"  {key:24}{'-' if recorded is None else repr(recorded):>24}{value!r:>24}  {verdict}"
     if not done.applied:
         yield "  the step was not applied: its loss or gradient is not finite"
@@ -130,7 +132,7 @@ def _replay_lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
     yield "hardest tokens, in nats, for the weights before the step, without dropout"
     for token in done.tokens:
         yield f"  {token.loss:8.4f}  {_format_in_context(token)}"
-        yield f"            row {token.row}, position {token.position}, {done.source(token)}"
+        yield f"            row {token.row}, position {token.position}, {done.source_of_token(token)}"
     if done.gradients:
         yield f"\ngradients: {done.gradients}"
 
@@ -172,7 +174,7 @@ def _replay_as_dict(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
         "recorded": done.recorded,
         "now": done.now,
         "norms": {name: asdict(norms) for name, norms in done.norms.items()},
-        "tokens": [token._asdict() | {"source": done.source(token)} for token in done.tokens],
+        "tokens": [token._asdict() | {"source": done.source_of_token(token)} for token in done.tokens],
         "gradients": None if done.gradients is None else str(done.gradients),
         **({"rows": rows} if show_batch else {}),
     }

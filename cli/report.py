@@ -35,12 +35,12 @@ def report(
     """
     from lm_trainer.core.files import write_atomically
     from lm_trainer.report.figures import write_figures
-    from lm_trainer.report.page import report_page
+    from lm_trainer.report.page import build_report_page
     from lm_trainer.report.run import read_run, with_unique_names
 
     loaded = with_unique_names([read_run(run) for run in runs])
     out = out or Path(f"{'-'.join(run.path.name for run in loaded[:3])}-report.html")
-    page = report_page(loaded)
+    page = build_report_page(loaded)
     write_atomically(out, page)
     clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")
     if figures is not None:

@@ -38,13 +38,13 @@ def runs(
     import json
     from dataclasses import asdict
 
-    from lm_trainer.run.files.find_run import log_directories, log_directory
+    from lm_trainer.run.files.find_run import find_log_directories, read_log_directory
     from lm_trainer.run.files.listing import list_runs
 
     missing = [path for path in places or () if not path.exists()]
     if missing:
         raise UserError(f"{missing[0]}: there is no such directory or configuration file")
-    bases = [log_directory(p) if p.is_file() else p for p in places] if places else log_directories()
+    bases = [read_log_directory(p) if p.is_file() else p for p in places] if places else find_log_directories()
     listings = list_runs(bases)
     if as_json:
         clean.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in listings]))

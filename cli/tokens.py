@@ -29,14 +29,14 @@ def tokens(
     """
     from lm_trainer.core.files import write_atomically
     from lm_trainer.run.files.find_run import find_run
-    from lm_trainer.trackers.token_page import TokenHistory, token_page
+    from lm_trainer.trackers.token_page import TokenHistory, render_token_page
 
     directories = [find_run(name) for name in (run, other) if name is not None]
     names = [path.name for path in directories]
     if len({*names}) < len(names):
         names = [str(name) for name in (run, other)]
     histories = dict(zip(names, map(TokenHistory.read, directories), strict=True))
-    page = token_page(histories)
+    page = render_token_page(histories)
     write_atomically(out, page)
     steps = ", ".join(f"{name}: {len(history.steps)} evaluations" for name, history in histories.items())
     clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB; {steps})")

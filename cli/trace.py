@@ -25,14 +25,14 @@ class DataTrace:
         from lm_trainer.data.find import Tracer
         from lm_trainer.data.tokenizer.token_bytes import token_texts
         from lm_trainer.reproduce.record import RunRecord
-        from lm_trainer.run.weights.open_model import local_hf_directory
+        from lm_trainer.run.weights.open_model import find_hf_directory
 
-        if local_hf_directory(model) is not None:
+        if find_hf_directory(model) is not None:
             raise UserError(
                 f"--trace: {model} is a model in Hugging Face's layout, whose data are not known; name a run"
             )
         record = RunRecord.read(model)
-        config, working_directory = record.config(record.last), Path.cwd()
+        config, working_directory = record.load_config(record.last), Path.cwd()
         # Relative paths in the configuration refer to the directory in which the run was started.
         os.chdir(record.root)
         try:

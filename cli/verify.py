@@ -55,7 +55,7 @@ def verify(
     import random
     import sys
 
-    from lm_trainer.reproduce.lost_metrics import lost_lines
+    from lm_trainer.reproduce.lost_metrics import find_lost_metrics
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (
@@ -65,7 +65,7 @@ def verify(
         find_segments,
         verify_segments,
     )
-    from lm_trainer.trackers.jsonl import encode
+    from lm_trainer.trackers.jsonl import encode_non_finite
 
     record = RunRecord.read(run)
     # Chosen here and printed, so the same segments can be verified later.
@@ -73,9 +73,9 @@ def verify(
     candidates = find_segments(record, max_steps)
     chosen = choose_segments(candidates, segments, seed)
     changes = environment_changes(record, chosen, overrides or [])
-    lost = lost_lines(record.path, record.checkpoints)
+    lost = find_lost_metrics(record.path, record.checkpoints)
     if not as_json:
-        gaps = lost.named(record.path, record.id) if lost else []
+        gaps = lost.describe_by_file(record.path, record.id) if lost else []
         _print_header(record.id, f"{len(chosen)} of {len(candidates)} segments, seed {seed}", gaps, changes)
     done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:
@@ -90,7 +90,9 @@ def verify(
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
         content["missing"] = lost.lines if lost else {}
         # The JSON keeps the old key for existing scripts.
-        clean.echo(json.dumps(encode(content | {"stretches": [_segment_as_dict(segment) for segment in done]})))
+        clean.echo(
+            json.dumps(encode_non_finite(content | {"stretches": [_segment_as_dict(segment) for segment in done]}))
+        )
     elif differs:
         clean.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
         clean.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")

@@ -18,9 +18,9 @@ from lm_trainer.core.files import ensure_writable_directory, local_path
 from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
-from lm_trainer.run.weights.saved_state import save_state, saved_arrays
+from lm_trainer.run.weights.saved_state import arrays_to_save, save_state
 
 
 def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> BenchResult:
@@ -29,7 +29,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Bench
     Alternates `steps` training steps, as many with a save before the first, and a plain write of as many bytes.
 
     Raises:
-        UserError: as `configured_setup`, or if the directory cannot be written.
+        UserError: as `configure_and_build_setup`, or if the directory cannot be written.
     """
     base = local_path(config.trainer.checkpointer.base_path)
     # Innermost first.
@@ -39,32 +39,34 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Bench
         store = CheckpointStore(Path(directory) / "checkpoints", config.trainer.checkpointer)
         with closing(store):
             run = _Run(resolve_model(config, "bench"), store, steps)
-            write = _writer(Path(directory) / "plain", run.num_bytes)
+            write = _build_timed_writer(Path(directory) / "plain", run.num_bytes)
             # Untimed: the first run compiles, allocates and creates files.
-            for warm in (run.train, run.save_and_train, write):
+            for warm in (run.time_steps, run.time_save_and_steps, write):
                 warm()
             run.blocked.clear()
             run.finished.clear()
             # Interleaved, so a slowdown of the machine affects all of them alike.
-            timings = measure_interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
+            timings = measure_interleaved(
+                {"alone": run.time_steps, "saving": run.time_save_and_steps, "write": write}, repeats
+            )
             restores = [time_call(run.restore) for _ in range(repeats)]
     for directory in missing:
         # Other processes may have written files there.
         with contextlib.suppress(OSError):
             directory.rmdir()
-    return _report(run, timings, restores)
+    return _build_report(run, timings, restores)
 
 
 class _Run:
     """A run that trains, saves and restores on command."""
 
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
-        self._program, vocab_size = configured_setup(config)
+        self._program, vocab_size = configure_and_build_setup(config)
         step = self._program.step
         batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
         step.compile(batch)
         self._placed, self._state, self._store, self.steps = step.put(batch), self._program.init(), store, steps
-        arrays = saved_arrays(self._state, self._program)
+        arrays = arrays_to_save(self._state, self._program)
         self.num_bytes = sum(x.nbytes for x in arrays.values())
         self._like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in arrays.items()}
         self.blocked: list[float] = []
@@ -72,7 +74,7 @@ class _Run:
         self.finished: list[float] = []
         """Seconds from the start of each save until it was on disk and the concurrent steps were done."""
 
-    def train(self) -> float:
+    def time_steps(self) -> float:
         """Seconds of some steps, waiting for each."""
         started = time.perf_counter()
         for _ in range(self.steps):
@@ -81,12 +83,12 @@ class _Run:
             jax.block_until_ready(metrics)
         return time.perf_counter() - started
 
-    def save_and_train(self) -> float:
+    def time_save_and_steps(self) -> float:
         """Seconds of a save and the steps after it; then waits, untimed, until the save is on disk."""
         started = time.perf_counter()
         save_state(self._store, self._state, self._program, {})
         self.blocked.append(time.perf_counter() - started)
-        seconds = self.blocked[-1] + self.train()
+        seconds = self.blocked[-1] + self.time_steps()
         self._store.wait()
         self.finished.append(time.perf_counter() - started)
         return seconds
@@ -98,7 +100,7 @@ class _Run:
         jax.block_until_ready(restored.arrays)
 
 
-def _writer(path: Path, count: int) -> Callable[[], float]:
+def _build_timed_writer(path: Path, count: int) -> Callable[[], float]:
     # Random, so no file system can compress it.
     content = np.random.default_rng(0).bytes(count)
 
@@ -114,7 +116,7 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
     return write
 
 
-def _report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> BenchResult:
+def _build_report(run: _Run, timings: dict[str, list[float]], restores: list[float]) -> BenchResult:
     count, steps = run.num_bytes, run.steps
     spreads = {
         "step": Spread.from_values([seconds / steps for seconds in timings["alone"]]),

@@ -14,7 +14,7 @@ from lm_trainer.data.dataset import Data
 from lm_trainer.profile.timing import BenchResult, Spread, format_si
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 _AHEAD = 8
@@ -27,22 +27,22 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> BenchResul
     Text without a cache is tokenised first, into the cache training uses.
 
     Raises:
-        UserError: for missing or damaged data, or as `configured_setup`.
+        UserError: for missing or damaged data, or as `configure_and_build_setup`.
     """
     config = resolve_model(config, "bench")
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
     with closing(data):
-        setup, _ = configured_setup(config, data.tokenizer.vocab_size)
+        setup, _ = configure_and_build_setup(config, data.tokenizer.vocab_size)
         tokens = config.trainer.batch_schedule.at(0) * config.model.seq_len
         wall, cpu, waits, steps = [], [], [], []
-        train = _trainer(setup)
+        train = _build_timed_trainer(setup)
         for turn in range(repeats):
             # Each round reads different rows, because the previous ones are in memory.
             start = turn * (batches + 2 * _AHEAD)
-            seconds, work = _load(_batches(config, data, setup, start, batches), batches)
+            seconds, work = _time_loading(_open_batches(config, data, setup, start, batches), batches)
             wall.append(seconds / batches)
             cpu.append(work / batches)
-            for waited, step_seconds in train(_batches(config, data, setup, start, batches), batches):
+            for waited, step_seconds in train(_open_batches(config, data, setup, start, batches), batches):
                 waits.append(waited / step_seconds)
                 steps.append(step_seconds)
     loading, work, share, step = (
@@ -73,7 +73,7 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> BenchResul
     return BenchResult(table, values)
 
 
-def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, count: int) -> Iterator[Batch]:
+def _open_batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, count: int) -> Iterator[Batch]:
     plans = {plan.batch_size: plan for plan in setup.step.plans.values}
     return iter(
         data.train(
@@ -85,7 +85,7 @@ def _batches(config: RunConfig, data: Data, setup: TrainingSetup, first: int, co
     )
 
 
-def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
+def _time_loading(batches: Iterator[Batch], count: int) -> tuple[float, float]:
     """Wall seconds, and CPU seconds of all threads, for `count` batches."""
     # Skips batches that threads have read before the clock starts.
     for _ in range(_AHEAD):
@@ -96,7 +96,7 @@ def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
     return time.perf_counter() - started, time.process_time() - used
 
 
-def _trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
+def _build_timed_trainer(setup: TrainingSetup) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
     """A function that trains on batches and returns, for each, the seconds of data wait and of the full step."""
     state = setup.init()
 

@@ -12,7 +12,7 @@ from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import BenchResult, Spread, format_si, measure_interleaved, time_call
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 
 
@@ -20,9 +20,9 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     """Times prefill of `rows` prompts of `prompt` tokens and decoding of `new` tokens for each, with random weights.
 
     Raises:
-        UserError: if prompt and new tokens do not fit into the model's context, or as `configured_setup`.
+        UserError: if prompt and new tokens do not fit into the model's context, or as `configure_and_build_setup`.
     """
-    program, vocab_size = configured_setup(config := resolve_model(config, "bench"))
+    program, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     context = config.model.spec(vocab_size).num_positions
     if prompt + new > context:
         raise UserError(

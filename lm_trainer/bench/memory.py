@@ -13,7 +13,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.step.dispatch.memory import bytes_per_device
 from lm_trainer.step.state.train_state import TrainState
@@ -26,22 +26,22 @@ def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
     """Compiles the gradient for each way to save memory, reads XLA's memory analysis, and times all of them.
 
     Raises:
-        UserError: as `configured_setup`.
+        UserError: as `configure_and_build_setup`.
     """
-    setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
+    setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     rows, seq_len = setup.step.local_rows(), config.model.seq_len
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
     state = setup.init()
     plan = setup.step.plans.at(0)
-    variants = dict(_variants(with_resolved_gather(config, vocab_size), plan.rows * seq_len))
-    programs = {name: configured_setup(variant, vocab_size)[0] for name, variant in variants.items()}
-    temporary = {name: _temporary(other, batch) for name, other in programs.items()}
-    runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
+    variants = dict(_config_variants(with_resolved_gather(config, vocab_size), plan.rows * seq_len))
+    programs = {name: configure_and_build_setup(variant, vocab_size)[0] for name, variant in variants.items()}
+    temporary = {name: _temporary_bytes(other, batch) for name, other in programs.items()}
+    runs = {name: _build_timed_gradient(other, state, batch) for name, other in programs.items()}
     # Untimed, because the first call allocates.
     for run in runs.values():
         run()
     seconds = {name: Spread.from_values(values) for name, values in measure_interleaved(runs, repeats).items()}
-    held = _held(state)
+    held = _state_bytes(state)
     values = {
         "bytes_per_device": held,
         "microbatch_rows": plan.rows,
@@ -49,7 +49,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
         "gradient": {
             name: {"temporary_bytes": temporary[name], "seconds": spread.as_dict()} for name, spread in seconds.items()
         },
-        "peak_bytes": _peak(),
+        "peak_bytes": _peak_bytes(),
     }
     width = max(map(len, seconds))
     table = [
@@ -59,20 +59,20 @@ def measure_memory(config: RunConfig, *, repeats: int) -> BenchResult:
         *(
             (
                 f"gradient, {name:<{width}}",
-                f"{_or_unknown(temporary[name]):>12} beside it, {spread.format_milliseconds()}",
+                f"{_format_bytes(temporary[name]):>12} beside it, {spread.format_milliseconds()}",
             )
             for name, spread in seconds.items()
         ),
         (
             "peak",
-            f"{format_mebibytes(_peak())}, "
-            f"{'of a device' if _device_peak() else 'of the process, with all of the above'}",
+            f"{format_mebibytes(_peak_bytes())}, "
+            f"{'of a device' if _device_peak_bytes() else 'of the process, with all of the above'}",
         ),
     ]
     return BenchResult(table, values)
 
 
-def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
+def _config_variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
     """The configuration unchanged, and with one setting changed, by setting; `tokens` is the size of a microbatch."""
     model = config.model
     yield "as configured", config
@@ -89,32 +89,32 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
             yield name, config.model_copy(update={"model": changed})
 
 
-def _gradient(setup: TrainingSetup, state: TrainState, batch: Batch) -> Callable[[], float]:
+def _build_timed_gradient(setup: TrainingSetup, state: TrainState, batch: Batch) -> Callable[[], float]:
     """A function that computes the gradient of a full batch and returns its seconds."""
     placed = setup.step.put(batch)
     return lambda: time_call(lambda: jax.block_until_ready(setup.step.gradient(state, placed)))
 
 
-def _temporary(setup: TrainingSetup, batch: Batch) -> int | None:
+def _temporary_bytes(setup: TrainingSetup, batch: Batch) -> int | None:
     """Temporary bytes of a microbatch's gradient, without its inputs and outputs."""
     memory = setup.step.compile(batch).memory()
     return None if memory is None else memory.temp_size_in_bytes
 
 
-def _held(state: TrainState) -> dict[str, int]:
+def _state_bytes(state: TrainState) -> dict[str, int]:
     """Bytes of the state on each device, between steps."""
     parts = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
-def _device_peak() -> int | None:
+def _device_peak_bytes() -> int | None:
     stats = [device.memory_stats() for device in jax.local_devices()]
     return max((s["peak_bytes_in_use"] for s in stats if s), default=None)
 
 
-def _peak() -> int:
-    return _device_peak() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _peak_bytes() -> int:
+    return _device_peak_bytes() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _or_unknown(count: int | None) -> str:
+def _format_bytes(count: int | None) -> str:
     return "unknown" if count is None else format_mebibytes(count)

@@ -17,7 +17,7 @@ PARTS = ("embedding", "attention", "mlp", "loss")
 _COPIES, _LARGEST = 20, 8
 
 
-def roofline(session: BenchSession, report: MfuReport) -> BenchResult:
+def measure_roofline(session: BenchSession, report: MfuReport) -> BenchResult:
     """The minimum time of the gradient's operations, limited by the product of `report` and a measured copy."""
     probe = CopyProbe(jax.devices()[0])
     copies = Spread.from_values([probe.num_bytes / probe.run() for _ in range(_COPIES)])
@@ -30,10 +30,10 @@ def roofline(session: BenchSession, report: MfuReport) -> BenchResult:
         for op in list_operations(program.hlo(), PARTS, times=times)
     ]
 
-    def by(key: str) -> list[Bound]:
+    def group_bounds(key: str) -> list[Bound]:
         return compute_bounds(device_operations, flops_per_second=flops, bytes_per_second=bandwidth, by=key)
 
-    parts, largest = by("part"), by("name")[:_LARGEST]
+    parts, largest = group_bounds("part"), group_bounds("name")[:_LARGEST]
     step_bound = session.gradients_per_step * sum(part.seconds for part in parts)
     heading = f"{'FLOPs':>9} {'bytes':>9} {'least ms':>9}  bound by"
     table = [
@@ -47,9 +47,9 @@ def roofline(session: BenchSession, report: MfuReport) -> BenchResult:
             f"{format_si(copies.lower_quartile)}B/s-{format_si(copies.upper_quartile)}B/s) on one device",
         ),
         (f"part ({session.gradients_per_step} x a step)", heading),
-        *((part.name, _row(part)) for part in parts),
+        *((part.name, _format_row(part)) for part in parts),
         ("largest operations", heading),
-        *((op.name, _row(op)) for op in largest),
+        *((op.name, _format_row(op)) for op in largest),
     ]
     values = {
         "least_step_seconds": step_bound,
@@ -57,15 +57,15 @@ def roofline(session: BenchSession, report: MfuReport) -> BenchResult:
         "bytes_per_second": bandwidth,
         "copies": copies.as_dict(),
         "gradients_per_step": session.gradients_per_step,
-        "parts": [_values(part) for part in parts],
-        "largest_operations": [_values(op) for op in largest],
+        "parts": [_bound_values(part) for part in parts],
+        "largest_operations": [_bound_values(op) for op in largest],
     }
     return BenchResult(table, values)
 
 
-def _row(bound: Bound) -> str:
+def _format_row(bound: Bound) -> str:
     return f"{format_si(bound.flops):>9} {format_si(bound.num_bytes):>8}B {1e3 * bound.seconds:>9.2f}  {bound.bound_by}"
 
 
-def _values(bound: Bound) -> dict[str, Any]:
+def _bound_values(bound: Bound) -> dict[str, Any]:
     return {**vars(bound), "seconds": bound.seconds, "bound_by": bound.bound_by}

@@ -16,7 +16,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.dry_run import configured_setup
+from lm_trainer.run.dry_run import configure_and_build_setup
 from lm_trainer.run.weights.adapters import training_flops
 from lm_trainer.run.weights.pretrained import resolve_model
 from lm_trainer.step.dispatch.executable import Executable, Executables
@@ -54,13 +54,13 @@ class BenchSession:
 
 
 @contextmanager
-def bench_session(config: RunConfig) -> Iterator[BenchSession]:
+def open_bench_session(config: RunConfig) -> Iterator[BenchSession]:
     """Compiles the step of `lmt train` for `config` and gives it a batch of random tokens; writes no files.
 
     Raises:
         UserError: if the devices or the sharding rules do not fit.
     """
-    setup, vocab_size = configured_setup(config := resolve_model(config, "bench"))
+    setup, vocab_size = configure_and_build_setup(config := resolve_model(config, "bench"))
     config = with_resolved_gather(config, vocab_size)
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = setup.step.local_rows()
@@ -79,14 +79,14 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         num_params=parameter_count(spec),
         vocab_size=vocab_size,
         gradient=gradient,
-        gradients_per_step=_gradients(trainer, setup),
+        gradients_per_step=_gradients_per_step(trainer, setup),
         _program=setup,
         _state=setup.init(),
         _batch=setup.step.put(batch),
     )
 
 
-def _gradients(trainer: TrainerConfig, setup: TrainingSetup) -> int:
+def _gradients_per_step(trainer: TrainerConfig, setup: TrainingSetup) -> int:
     if not trainer.bitwise:
         return 1
     return setup.step.plans.at(0).divide_microbatches(setup.sharding.mesh).max_terms

@@ -41,7 +41,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> BenchResult:
             text = config.model_copy(update={"trainer": trainer}).model_dump_json()
             # Order matters: the first start fills the cache the second reads.
             for start in starts_by_kind.values():
-                start.append(_start(text))
+                start.append(_run_start(text))
             size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
     spreads = {
         kind: {phase: Spread.from_values([start[phase] for start in starts]) for phase in PHASES}
@@ -74,7 +74,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> BenchResult:
     return BenchResult(table, values)
 
 
-def _start(config: str) -> dict[str, float]:
+def _run_start(config: str) -> dict[str, float]:
     # The clock starts here, to include the start of Python.
     command = [sys.executable, "-m", "lm_trainer.bench.start", repr(time.time())]
     done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
@@ -86,12 +86,12 @@ def _start(config: str) -> dict[str, float]:
 def main() -> None:
     """Starts once; prints the seconds of each phase as JSON, or an error on stderr."""
     try:
-        _measure()
+        _measure_phases()
     except UserError as error:
         sys.exit(str(error))
 
 
-def _measure() -> None:
+def _measure_phases() -> None:
     # Imported here, because the import time is one of the phases.
     started = float(sys.argv[1])
     from lm_trainer.core.runtime import prepare_process
@@ -100,7 +100,7 @@ def _measure() -> None:
     import jax
 
     from lm_trainer.profile.workload import random_batch
-    from lm_trainer.run.dry_run import configured_setup
+    from lm_trainer.run.dry_run import configure_and_build_setup
 
     marks = {"imports": time.time() - started}
     events: Counter[str] = Counter()
@@ -113,7 +113,7 @@ def _measure() -> None:
 
     config = RunConfig.model_validate_json(sys.stdin.read())
     phase_start = time.time()
-    program, vocab_size = configured_setup(config)
+    program, vocab_size = configure_and_build_setup(config)
     batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
     program.step.compile(batch)
     phase_start = mark("compile", phase_start)

@@ -15,11 +15,11 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _SMALL = 2**16
 """Number of elements up to which NumPy is faster on a CPU than compiling a JAX program for the shape."""
-# One salt per sum in `hashes`, so that a collision in one sum is no collision in the other.
+# One salt per sum in `compute_hashes`, so that a collision in one sum is no collision in the other.
 _SALTS = (0x9E3779B9, 0x7F4A7C15)
 
 
-def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
+def compute_checksums(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
     """Computes a 32-bit checksum of each array: sum over i of bits(x_i) * (2 i + 1) * 0x9E3779B1, modulo 2^32.
 
     Every factor is odd, so any single flipped bit changes the checksum, and so does swapping two unequal elements,
@@ -29,19 +29,20 @@ def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
     Args:
         arrays: arrays of any shape, with 1, 2 or 4 bytes per element.
     """
-    return {name: sums[0] for name, sums in _compute(_checksum, arrays).items()}
+    return {name: sums[0] for name, sums in _compute_sums(_checksum, arrays).items()}
 
 
-def hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
+def compute_hashes(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
     """Computes a 64-bit hash of each array, as 16 hex digits: equal for equal bits, otherwise equal only by chance.
 
     The bits of each element are mixed with its index and summed modulo 2^32, in two sums with different salts. Unlike
-    in the linear sum of `digests`, changes in several elements cannot cancel each other. All processes must call it.
+    in the linear sum of `compute_checksums`, changes in several elements cannot cancel each other. All processes must
+    call it.
 
     Args:
         arrays: arrays of any shape, with 1, 2 or 4 bytes per element.
     """
-    return {name: "".join(f"{part:08x}" for part in sums) for name, sums in _compute(_salted_sums, arrays).items()}
+    return {name: "".join(f"{part:08x}" for part in sums) for name, sums in _compute_sums(_salted_sums, arrays).items()}
 
 
 SumFunction = Callable[[Any, Any], list[Any]]
@@ -63,13 +64,13 @@ def _mix(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
-def _compute(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
+def _compute_sums(sums: SumFunction, arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, list[int]]:
     # Dispatch all before waiting for the first, to keep an accelerator busy.
     started = {
         name: sums(*_bits_and_index_on_host(x)) if _is_small(x) else wait_on_cpu(_on_devices(sums, x))
         for name, x in arrays.items()
     }
-    return {name: [_number(value) for value in values] for name, values in started.items()}
+    return {name: [_read_scalar(value) for value in values] for name, values in started.items()}
 
 
 def _is_small(x: jax.Array | np.ndarray) -> bool:
@@ -85,7 +86,7 @@ def _on_devices(sums: SumFunction, x: Any) -> list[jax.Array]:
     return sums(*_bits_and_index(x))
 
 
-def _number(x: Any) -> int:
+def _read_scalar(x: Any) -> int:
     """Returns the value of a replicated scalar; blocks until it is computed."""
     # Reads this process's copy, because `int(x)` refuses an array spanning several processes.
     return int(np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x))
@@ -110,7 +111,7 @@ def _bits_and_index(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return bits, index
 
 
-def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
+def find_non_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
     """Returns the names of arrays with a NaN or an infinity. All processes must call it."""
     values = _all_finite({name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
     return [name for name, value in values.items() if not np.asarray(value.addressable_data(0))]

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def waiting_loops() -> Iterator[None]:
+def drain_event_loops_on_close() -> Iterator[None]:
     """Context in which new event loops wait for their tasks before closing.
 
     Orbax closes a loop at the first unreadable array, while TensorStore still reads others. Each of these then finds a
@@ -26,8 +26,8 @@ def waiting_loops() -> Iterator[None]:
         _exchange_policy(policy)
 
 
-def use_waiting_loops() -> None:
-    """Makes all future event loops wait for their tasks before closing, as in `waiting_loops`."""
+def always_drain_event_loops_on_close() -> None:
+    """Makes all future event loops wait for their tasks before closing, as in `drain_event_loops_on_close`."""
     _exchange_policy(_WaitingLoopPolicy())
 
 

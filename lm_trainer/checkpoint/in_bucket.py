@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
+from lm_trainer.checkpoint.record import CheckpointError, root_cause, verify_record
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock
 from lm_trainer.core.bucket import Bucket, explain_failed_request
 from lm_trainer.core.checksummed import with_checksum
@@ -58,25 +58,25 @@ class BucketSteps:
         self.directory = directory
         self.config = config or CheckpointerConfig()
 
-    def committed(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         matches = (_MARKER.fullmatch(name) for name in self.directory.list(_STEPS))
         return sorted(int(match[1]) for match in matches if match)
 
-    def record(self, step: int) -> dict[str, Any]:
+    def read_record(self, step: int) -> dict[str, Any]:
         content = self.directory.read(record_key(step))
         if content is None:
             raise CheckpointError("it is gone")
-        return _parsed(content)
+        return _parse_record(content)
 
-    def arrays(
+    def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         del step
         read: dict[str, jax.Array] = {}
-        for names in _groups(like):
+        for names in _group_by_size(like):
             # Devices sharing a chunk read it once.
             cache = tensorstore_context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
-            stores = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
+            stores = {name: _open_array(self.directory, record["layout"], name, like[name], cache) for name in names}
             # Request all before waiting for the first.
             parts = {name: _request_shards(stores[name], like[name]) for name in names}
             for name in names:
@@ -84,9 +84,9 @@ class BucketSteps:
         return read
 
     def _assemble(self, parts: Mapping[Any, Any], like: jax.ShapeDtypeStruct) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
+        def read_shard(index: Any) -> np.ndarray:
             try:
-                return np.asarray(parts[_key(index, like.shape)].result(timeout=_READ_SECONDS))
+                return np.asarray(parts[_index_key(index, like.shape)].result(timeout=_READ_SECONDS))
             except UserError:
                 # Raised by the handler of a stop signal.
                 raise
@@ -97,9 +97,9 @@ class BucketSteps:
                 raise MachineError(f"{self.directory}: a checkpoint cannot be read: {reason}") from None
 
         assert like.sharding is not None
-        return jax.make_array_from_callback(like.shape, like.sharding, part)
+        return jax.make_array_from_callback(like.shape, like.sharding, read_shard)
 
-    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> BucketWriter:
+    def open_writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> BucketWriter:
         del all_damaged  # a damaged record does not prevent reading other steps
         return BucketWriter(self, lock)
 
@@ -125,7 +125,7 @@ class BucketWriter:
             self._remove_orphans()
         wait_for_all("checkpoint directory")
         # Cached: an unresponsive server must not delay the training steps between two saves.
-        self._present = set(steps.committed())
+        self._present = set(steps.list_steps())
 
     def how_to_remove(self, step: int) -> str:
         return f"to remove one, remove {self.directory}/{record_key(step)}; its arrays go at the next start"
@@ -143,7 +143,7 @@ class BucketWriter:
         timer = _SaveTimer(self, step)
         layout, shapes = record["layout"], record["shapes"]
         stores = {
-            name: _open(self.directory, layout, name, _abstract(shapes[name]), tensorstore_context())
+            name: _open_array(self.directory, layout, name, _parse_shape_dtype(shapes[name]), tensorstore_context())
             for name in {name for name, *_ in shards}
         }
         writes = [
@@ -153,27 +153,27 @@ class BucketWriter:
         ]
         try:
             for write in writes:
-                timer.result(write)
+                timer.wait_for(write)
         except BaseException:
             for write in writes:
                 write.cancel()
             raise
-        self._agree(layout["prefix"], timer)
+        self._wait_for_all_shards(layout["prefix"], timer)
         if is_lead():
-            self._lock.before_commit(timer.left())
-            timer.check()
-            self.directory.write(record_key(step), _encoded(record), seconds=timer.left())
+            self._lock.before_commit(timer.seconds_left())
+            timer.check_deadline()
+            self.directory.write(record_key(step), _encode_record(record), seconds=timer.seconds_left())
         elif jax.process_count() > 1:
-            while self._prefixes(record_key(step)) != [layout["prefix"]]:
+            while self._array_prefixes(record_key(step)) != [layout["prefix"]]:
                 timer.sleep()
         self._present.add(step)
         self._deletes = True
 
-    def _agree(self, prefix: str, timer: _SaveTimer) -> None:
+    def _wait_for_all_shards(self, prefix: str, timer: _SaveTimer) -> None:
         """Waits for the shards of every process; via objects, because this thread must not use JAX collectives."""
         if jax.process_count() == 1:
             return
-        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=timer.left())
+        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=timer.seconds_left())
         while is_lead() and len(self.directory.list(f"{prefix}/done")) < jax.process_count():
             timer.sleep()
 
@@ -184,10 +184,10 @@ class BucketWriter:
     def wait(self) -> None:
         """No-op: waiting for the result of a save is sufficient."""
 
-    def present(self) -> list[int]:
+    def known_steps(self) -> list[int]:
         return sorted(self._present)
 
-    def limit_time(self, seconds: float) -> None:
+    def limit_save_time(self, seconds: float) -> None:
         self._latest_deadline = min(self._latest_deadline, time.monotonic() + seconds)
 
     def discard_unfinished(self) -> None:
@@ -203,10 +203,10 @@ class BucketWriter:
         if not self._deletes:
             return
         try:
-            prefixes = self._prefixes(record_key(step), _DELETE_SECONDS)
+            prefixes = self._array_prefixes(record_key(step), _DELETE_SECONDS)
             self.directory.delete(record_key(step), seconds=_DELETE_SECONDS)
             for prefix in prefixes:
-                self._remove(prefix)
+                self._remove_arrays(prefix)
         except MachineError as error:
             self._deletes = False
             logger.warning("%s; what is left goes at the next start", error)
@@ -230,16 +230,16 @@ class BucketWriter:
         self._saves.shutdown()
         self._trash.shutdown()
 
-    def _prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
+    def _array_prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
         """Returns a list with the array directory of a step; empty if its record cannot be read."""
         try:
-            prefix = _parsed(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]
+            prefix = _parse_record(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]
         except (CheckpointError, KeyError, TypeError):
             return []
         # Everything below the prefix is deleted with the step, so a record must not name any other directory.
         return [prefix] if isinstance(prefix, str) and _PREFIX.fullmatch(prefix) else []
 
-    def _remove(self, prefix: str) -> None:
+    def _remove_arrays(self, prefix: str) -> None:
         try:
             self.directory.delete_below(prefix, seconds=_DELETE_SECONDS)
         except MachineError as error:
@@ -252,14 +252,14 @@ class BucketWriter:
             return
         referenced, damaged = set(), set()
         for name in self.directory.list(_STEPS):
-            prefixes = self._prefixes(f"{_STEPS}/{name}")
+            prefixes = self._array_prefixes(f"{_STEPS}/{name}")
             referenced |= {prefix.partition("/")[2] for prefix in prefixes}
             if not prefixes and (match := _MARKER.fullmatch(name) or _ASIDE.fullmatch(name)):
                 damaged.add(match[1])
         for unused in stored - referenced:
             # Keep all arrays of a step with a damaged record, because the record may refer to any of them.
             if unused.partition("-")[0] not in damaged:
-                self._trash.submit(self._remove, f"{_ARRAYS}/{unused}")
+                self._trash.submit(self._remove_arrays, f"{_ARRAYS}/{unused}")
 
 
 class _SaveTimer:
@@ -270,11 +270,11 @@ class _SaveTimer:
         self._started = time.monotonic()
         self._warned = False
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the deadline; at least 0.1, so that a request can still report its error."""
         return max(self._writer.deadline(self._started) - time.monotonic(), 0.1)
 
-    def check(self) -> None:
+    def check_deadline(self) -> None:
         """Raises `MachineError` with the server's response after the deadline."""
         time_now = time.monotonic()
         if time_now >= self._writer.deadline(self._started):
@@ -295,16 +295,16 @@ class _SaveTimer:
             )
 
     def sleep(self) -> None:
-        self.check()
+        self.check_deadline()
         time.sleep(0.2)
 
-    def result(self, future: Any) -> Any:
+    def wait_for(self, future: Any) -> Any:
         """Waits for a request."""
         while True:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                self.check()
+                self.check_deadline()
             except Exception as error:
                 reason = explain_failed_request(error, self._writer.directory, 0)
                 raise MachineError(reason) from None
@@ -315,24 +315,26 @@ def record_key(step: int) -> str:
     return f"{_STEPS}/{step}.json"
 
 
-def _encoded(record: Mapping[str, Any]) -> bytes:
+def _encode_record(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record).encode()
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parse_record(content: bytes) -> dict[str, Any]:
     try:
-        return checked(json.loads(content))
+        return verify_record(json.loads(content))
     except ValueError as error:
         raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from None
 
 
-def _abstract(text: str) -> jax.ShapeDtypeStruct:
+def _parse_shape_dtype(text: str) -> jax.ShapeDtypeStruct:
     """Parses shape and dtype from a text such as `float32[12,64]`."""
     dtype, _, sizes = text.rstrip("]").partition("[")
     return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jax.numpy.dtype(dtype))
 
 
-def _open(directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.ShapeDtypeStruct, ts_context: Any) -> Any:
+def _open_array(
+    directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.ShapeDtypeStruct, ts_context: Any
+) -> Any:
     """Opens an array without a request: its shape, dtype and chunks are in the record."""
     import tensorstore as ts
 
@@ -375,7 +377,7 @@ def _local_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, n
         yield name, shard.index, np.array(shard.data, copy=True)
 
 
-def _groups(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
+def _group_by_size(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
     """Yields groups of names with at most `_IN_FLIGHT_BYTES` in total, or with a single array."""
     group: list[str] = []
     size = 0
@@ -394,9 +396,9 @@ def _request_shards(store: Any, like: jax.ShapeDtypeStruct) -> dict[Any, Any]:
     """Requests each shard needed by the devices of this process once; returns index -> future."""
     assert like.sharding is not None
     indices: Iterable[Any] = like.sharding.addressable_devices_indices_map(like.shape).values()
-    unique = {_key(index, like.shape): index for index in indices}
+    unique = {_index_key(index, like.shape): index for index in indices}
     return {key: store[index].read() for key, index in unique.items()}
 
 
-def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _index_key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True))

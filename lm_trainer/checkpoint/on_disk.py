@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lm_trainer.checkpoint.event_loops import use_waiting_loops, waiting_loops
-from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
+from lm_trainer.checkpoint.event_loops import always_drain_event_loops_on_close, drain_event_loops_on_close
+from lm_trainer.checkpoint.record import CheckpointError, root_cause, verify_record
 from lm_trainer.checkpoint.steps import AllDamaged, DirectoryLock, move_damaged_aside
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import ensure_writable_directory
@@ -39,34 +39,34 @@ class DiskSteps:
 
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
-        logging.getLogger("absl").addFilter(_is_not_reported_here)
+        logging.getLogger("absl").addFilter(_is_worth_logging)
 
-    def committed(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         if not self.directory.is_dir():
             return []
         return sorted(int(p.name) for p in self.directory.iterdir() if re.fullmatch(r"\d+", p.name) and p.is_dir())
 
-    def record(self, step: int) -> dict[str, Any]:
+    def read_record(self, step: int) -> dict[str, Any]:
         try:
-            with waiting_loops():
+            with drain_event_loops_on_close():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax passes on the errors of its many readers
-            raise self._unreadable(step, "metadata", error) from error
-        return checked(meta)
+            raise self._unreadable_error(step, "metadata", error) from error
+        return verify_record(meta)
 
-    def arrays(
+    def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         # Orbax does not read arrays with a placeholder.
         targets = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
         try:
-            with waiting_loops():
+            with drain_event_loops_on_close():
                 loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": targets})["state"]
         except Exception as error:
-            raise self._unreadable(step, "arrays", error) from error
+            raise self._unreadable_error(step, "arrays", error) from error
         return {name: loaded[name] for name in like}
 
-    def _unreadable(self, step: int, part: str, error: Exception) -> Exception:
+    def _unreadable_error(self, step: int, part: str, error: Exception) -> Exception:
         """Returns CheckpointError for a damaged step, MachineError if a possibly intact step cannot be read now."""
         cause = root_cause(error)
         if any(os.strerror(code) in cause for code in _TRANSIENT):
@@ -76,7 +76,7 @@ class DiskSteps:
             )
         return CheckpointError(f"its {part} cannot be read ({cause})")
 
-    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> DiskWriter:
+    def open_writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> DiskWriter:
         del lock  # this process holds the lock of the run directory until it ends
         return DiskWriter(self, all_damaged)
 
@@ -100,7 +100,7 @@ class DiskWriter:
         wait_for_all("checkpoint directory")
         self._opened = self.directory.stat()
         # A failed save leaves tasks in the event loop of its thread, as a failed read does.
-        use_waiting_loops()
+        always_drain_event_loops_on_close()
         self._reopen(cleanup=True)
 
     def how_to_remove(self, step: int) -> str:
@@ -119,10 +119,10 @@ class DiskWriter:
     def wait(self) -> None:
         self._orbax.wait()
 
-    def present(self) -> list[int]:
-        return self._steps.committed()
+    def known_steps(self) -> list[int]:
+        return self._steps.list_steps()
 
-    def limit_time(self, seconds: float) -> None:
+    def limit_save_time(self, seconds: float) -> None:
         """No-op: writes to a local disk are not retried."""
 
     def discard_unfinished(self) -> None:
@@ -167,38 +167,38 @@ class DiskWriter:
         """
         try:
             # Reading damaged metadata fails in the same way as reading damaged arrays.
-            with waiting_loops():
-                self._orbax = _open(self.directory, cleanup=cleanup)
+            with drain_event_loops_on_close():
+                self._orbax = _open_checkpointer(self.directory, cleanup=cleanup)
         except Exception as error:
             bad: dict[int, CheckpointError] = {}
-            steps = self._steps.committed()
+            steps = self._steps.list_steps()
             for step in steps:
                 try:
-                    self._steps.record(step)
+                    self._steps.read_record(step)
                 except CheckpointError as problem:
                     bad[step] = problem
             if len(bad) == len(steps):
                 raise self._all_damaged(bad) from error
             move_damaged_aside(self, bad)
-            self._orbax = _open(self.directory, cleanup=cleanup)
+            self._orbax = _open_checkpointer(self.directory, cleanup=cleanup)
 
     def _reload(self) -> None:
         """Makes Orbax refresh its cached list of steps, after some were removed."""
         try:
-            with waiting_loops():
+            with drain_event_loops_on_close():
                 self._orbax.reload()
         except Exception:  # of any class: it rereads all metadata, and some may be damaged by now
             self._orbax.close()
             self._reopen()
 
 
-def _is_not_reported_here(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     # Orbax logs the traceback of each of its threads and then raises the error, which is reported here once. Unreadable
     # array metadata is reported when the arrays are read.
     return not record.exc_info and "Failed to get metadata for checkpointable" not in record.getMessage()
 
 
-def _open(directory: Path, *, cleanup: bool) -> Any:
+def _open_checkpointer(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
     # With compression, a save of 378 MB took 5.4 s instead of 0.7 s, and was only 8 % smaller.
     context.array.saving.use_compression = False

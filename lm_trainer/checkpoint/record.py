@@ -20,7 +20,7 @@ class CheckpointError(Exception):
     """A checkpoint that is incomplete, unreadable or corrupt."""
 
 
-def checked(record: Any) -> dict[str, Any]:
+def verify_record(record: Any) -> dict[str, Any]:
     """Returns the record after verifying its checksum.
 
     Raises:
@@ -33,7 +33,7 @@ def checked(record: Any) -> dict[str, Any]:
     return record
 
 
-def describe(arrays: Mapping[str, Any]) -> dict[str, str]:
+def describe_arrays(arrays: Mapping[str, Any]) -> dict[str, str]:
     """Describes the dtype and shape of each array as text, such as `float32[12,64]`."""
     return {name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in arrays.items()}
 

@@ -22,7 +22,7 @@ AllDamaged = Callable[[Mapping[int, CheckpointError]], Exception]
 class DirectoryLock(Protocol):
     """Lock of the directory against other processes."""
 
-    def check_held(self) -> None:
+    def check_lock_held(self) -> None:
         """Raises `MachineError` if another process has taken the directory; sends no request."""
         ...
 
@@ -38,7 +38,7 @@ class DirectoryLock(Protocol):
 class NoLock:
     """Null lock, for a directory unknown to other processes."""
 
-    def check_held(self) -> None: ...
+    def check_lock_held(self) -> None: ...
 
     def before_commit(self, seconds: float) -> None: ...
 
@@ -49,21 +49,21 @@ class Steps(Protocol):
     directory: Any
     """A `StoragePath`."""
 
-    def committed(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Lists the complete steps in order; empty if the directory does not exist."""
         ...
 
-    def record(self, step: int) -> dict[str, Any]:
+    def read_record(self, step: int) -> dict[str, Any]:
         """Reads the JSON record of a step; raises `CheckpointError` if it is missing or damaged."""
         ...
 
-    def arrays(
+    def read_arrays(
         self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         """Reads arrays of a step without verification; raises `CheckpointError` if they cannot be read."""
         ...
 
-    def writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> Writer:
+    def open_writer(self, all_damaged: AllDamaged, lock: DirectoryLock) -> Writer:
         """Opens the directory for writing, and removes leftovers of killed attempts.
 
         Args:
@@ -96,11 +96,11 @@ class Writer(Protocol):
         """Waits until all writes are complete."""
         ...
 
-    def present(self) -> list[int]:
+    def known_steps(self) -> list[int]:
         """Lists the complete steps in order, without a request to a server."""
         ...
 
-    def limit_time(self, seconds: float) -> None:
+    def limit_save_time(self, seconds: float) -> None:
         """Limits every save that can take long to this many seconds; a save completes or leaves no step."""
         ...
 

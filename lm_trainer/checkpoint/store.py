@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from lm_trainer.checkpoint.digest import digests
+from lm_trainer.checkpoint.digest import compute_checksums
 from lm_trainer.checkpoint.in_bucket import BucketSteps
 from lm_trainer.checkpoint.on_disk import DiskSteps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
-from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause
+from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe_arrays, root_cause
 from lm_trainer.checkpoint.steps import DirectoryLock, NoLock, Steps, move_damaged_aside
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.checksummed import with_checksum
@@ -26,7 +26,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointStore",
     "Restored",
-    "committed_steps",
+    "list_steps",
     "read_record",
     "read_step",
     "root_cause",
@@ -67,31 +67,33 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: StoragePath, config: CheckpointerConfig, lock: DirectoryLock | None = None):
-        self._steps = _steps_of(directory, config)
+        self._steps = _open_steps(directory, config)
         self.directory = self._steps.directory
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Future[Any] | None = None
         self._lock = lock or NoLock()
-        self._writer = self._steps.writer(self._all_damaged, self._lock)
+        self._writer = self._steps.open_writer(self._all_damaged_error, self._lock)
         earlier = self.steps()
         # Steps covered by the policy need no record, so few records are read. Without the key, the checkpoint is kept.
         self.extra_permanent = [
-            s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(PERMANENT_KEY, True)
+            s
+            for s in earlier
+            if not is_permanent(s, config.keep) and self._read_record_or_empty(s).get(PERMANENT_KEY, True)
         ]
         self._stay = {*self.extra_permanent, *(() if config.delete_old_temp_checkpoints else earlier)}
 
     def steps(self) -> list[int]:
         """Lists the committed steps in order."""
-        return self._steps.committed()
+        return self._steps.list_steps()
 
-    def record(self, step: int) -> dict[str, Any]:
+    def read_record(self, step: int) -> dict[str, Any]:
         """Returns the JSON record of a step; empty if it is missing or unreadable."""
-        return self._record(step) if step in self.steps() else {}
+        return self._read_record_or_empty(step) if step in self.steps() else {}
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _read_record_or_empty(self, step: int) -> dict[str, Any]:
         try:
-            return self._steps.record(step)
+            return self._steps.read_record(step)
         except CheckpointError:
             return {}
 
@@ -105,15 +107,15 @@ class CheckpointStore:
             f"they were saved and stay; {self._writer.how_to_remove(self.extra_permanent[0])}"
         )
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True if either policy requires a checkpoint after `step` steps."""
-        return self.is_permanent(step) or self.overdue()
+        return self.is_permanent(step) or self.is_overdue()
 
     def is_permanent(self, step: int) -> bool:
         """True if the policy by steps requires a checkpoint after `step` steps."""
         return is_permanent(step, self._config.keep)
 
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """True if the policy by time requires a checkpoint."""
         return time.monotonic() - self._saved_at >= self._config.save_interval.total_seconds()
 
@@ -132,26 +134,31 @@ class CheckpointStore:
         permanent = is_permanent(step, self._config.keep) or record.get(PERMANENT_KEY, False)
         if permanent:
             self._stay.add(step)
-        fields = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays)}
+        fields = {
+            "format": FORMAT,
+            "step": step,
+            "digests": compute_checksums(arrays),
+            "shapes": describe_arrays(arrays),
+        }
         meta = with_checksum({**fields, **record, PERMANENT_KEY: permanent})
         try:
             self._saving = self._writer.save(step, arrays, meta)
         except Exception as error:
-            raise self._save_failed(error) from error
+            raise self._discard_failed_save(error) from error
         self._saved_at = time.monotonic()
 
-    def poll(self) -> None:
+    def check_for_errors(self) -> None:
         """Raises `MachineError` if the save in progress has failed, or another process has taken the directory.
 
         It is cheap and does not block.
         """
-        self._lock.check_held()
+        self._lock.check_lock_held()
         if self._saving is not None and self._saving.done():
             self.wait()
 
     def start_grace_period(self) -> None:
         """Limits current and future saves to a bucket to the grace period; a save completes or leaves no step."""
-        self._writer.limit_time(self._config.grace_period.total_seconds())
+        self._writer.limit_save_time(self._config.grace_period.total_seconds())
 
     def wait(self) -> None:
         """Waits until the last save is complete.
@@ -166,7 +173,7 @@ class CheckpointStore:
                 saving.result()
             self._writer.wait()
         except Exception as error:
-            raise self._save_failed(error) from error
+            raise self._discard_failed_save(error) from error
 
     def close(self) -> None:
         """Waits for the last save and releases the directory."""
@@ -204,7 +211,7 @@ class CheckpointStore:
                 self._move_damaged_aside(bad)
                 return restored
         if bad:
-            raise self._all_damaged(bad)
+            raise self._all_damaged_error(bad)
         return None
 
     def _move_damaged_aside(self, bad: Mapping[int, CheckpointError]) -> None:
@@ -212,7 +219,7 @@ class CheckpointStore:
             move_damaged_aside(self._writer, bad)
             self._writer.refresh()
 
-    def _all_damaged(self, bad: Mapping[int, CheckpointError]) -> MachineError:
+    def _all_damaged_error(self, bad: Mapping[int, CheckpointError]) -> MachineError:
         return MachineError(
             f"{self.directory}: no checkpoint can be used, and nothing was changed:\n"
             + "".join(f"  step {step}: {error}\n" for step, error in bad.items())
@@ -221,14 +228,16 @@ class CheckpointStore:
 
     def _delete_temporary(self) -> None:
         """Deletes every temporary checkpoint except the newest."""
-        old = [s for s in self._writer.present()[:-1] if not is_permanent(s, self._config.keep) and s not in self._stay]
+        old = [
+            s for s in self._writer.known_steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._stay
+        ]
         # Every process must list the steps before the first one is deleted.
         wait_for_all("old checkpoints are known")
         self._writer.delete(old)
 
-    def _save_failed(self, error: Exception) -> MachineError:
+    def _discard_failed_save(self, error: Exception) -> MachineError:
         self._writer.discard_unfinished()
-        present = self._writer.present()
+        present = self._writer.known_steps()
         saved = f"The checkpoints of steps {present} are untouched" if present else "There are no other checkpoints"
         return MachineError(
             f"{self.directory}: a checkpoint could not be written: {root_cause(error)}. "
@@ -236,13 +245,13 @@ class CheckpointStore:
         )
 
 
-def _steps_of(directory: StoragePath, config: CheckpointerConfig | None = None) -> Steps:
+def _open_steps(directory: StoragePath, config: CheckpointerConfig | None = None) -> Steps:
     return BucketSteps(directory, config) if isinstance(directory, Bucket) else DiskSteps(directory)
 
 
-def committed_steps(directory: StoragePath) -> list[int]:
+def list_steps(directory: StoragePath) -> list[int]:
     """Lists the steps of a checkpoint directory in order; empty if it does not exist."""
-    return _steps_of(directory).committed()
+    return _open_steps(directory).list_steps()
 
 
 def read_record(directory: StoragePath, step: int) -> dict[str, Any]:
@@ -251,7 +260,7 @@ def read_record(directory: StoragePath, step: int) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is missing or damaged.
     """
-    return _steps_of(directory).record(step)
+    return _open_steps(directory).read_record(step)
 
 
 def read_step(
@@ -275,21 +284,21 @@ def read_step(
         CheckpointError: if the checkpoint is damaged.
         UserError: if it is intact, but contains other arrays.
     """
-    steps = _steps_of(directory)
-    record = _in_all_processes(lambda: steps.record(step))
+    steps = _open_steps(directory)
+    record = _read_in_all_processes(lambda: steps.read_record(step))
     saved = {k: v for k, v in record["shapes"].items() if k.startswith(prefix)}
     if partial:
         like = {name: x for name, x in like.items() if name in saved}
-    _check_same_arrays(directory / str(step), saved, describe(like))
-    arrays = _in_all_processes(lambda: steps.arrays(step, record, like))
-    actual = digests(arrays)
+    _check_same_arrays(directory / str(step), saved, describe_arrays(like))
+    arrays = _read_in_all_processes(lambda: steps.read_arrays(step, record, like))
+    actual = compute_checksums(arrays)
     bad = [name for name in arrays if actual[name] != record["digests"][name]]
     if bad:
         raise CheckpointError(f"the checksum differs for {', '.join(bad[:3])}{' ...' if len(bad) > 3 else ''}")
     return Restored(step, arrays, record)
 
 
-def _in_all_processes(read: Callable[[], T]) -> T:
+def _read_in_all_processes(read: Callable[[], T]) -> T:
     """Returns the result of `read`, or raises in all processes if it fails in one of them.
 
     Otherwise some processes would fall back to an older checkpoint while the others continue from this one.

@@ -165,7 +165,7 @@ class TrainIterator(Iterator[Batch]):
         """
         return self._source.missing_tokens(self._taken)
 
-    def saved_state(self) -> dict[str, object]:
+    def get_state(self) -> dict[str, object]:
         """The state in the format of Grain's iterators: the next step, counted from 0, and the states of pipelines."""
         return {"next_index": self._steps.start + self._taken, **self._pipeline_states()}
 

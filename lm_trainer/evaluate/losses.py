@@ -15,7 +15,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.held_out import HeldOut
 from lm_trainer.evaluate.model import EvalModel
-from lm_trainer.run.training.eval_groups import groups_of
+from lm_trainer.run.training.eval_groups import group_by_tag
 
 
 class Mean(NamedTuple):
@@ -159,9 +159,9 @@ class GroupAverages(NamedTuple):
 
 
 def group_means(sets: Sequence[SetLosses]) -> list[GroupAverages]:
-    """The averages of every group of `groups_of`."""
+    """The averages of every group of `group_by_tag`."""
     by_name = {losses.name: losses for losses in sets}
-    groups = groups_of({losses.name: losses.tags for losses in sets})
+    groups = group_by_tag({losses.name: losses.tags for losses in sets})
     return [_average_group(name, [by_name[member] for member in members]) for name, members in groups.items()]
 
 

@@ -29,8 +29,8 @@ from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_merged_model
-from lm_trainer.run.weights.local_params import local_params
-from lm_trainer.run.weights.open_model import local_hf_directory
+from lm_trainer.run.weights.local_params import gather_full_params
+from lm_trainer.run.weights.open_model import find_hf_directory
 from lm_trainer.run.weights.saved_model import LoadedModel, read_config
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
@@ -73,8 +73,8 @@ class EvalModel:
         return self.setup.evaluate
 
     def decoder(self) -> Decoder:
-        """The module with its parameters, from `local_params`."""
-        return self.setup.model.merge(local_params(self.setup, self.params))
+        """The module with its parameters, from `gather_full_params`."""
+        return self.setup.model.merge(gather_full_params(self.setup, self.params))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
@@ -101,7 +101,7 @@ def open_eval_model(
     Raises:
         UserError: if there is no such model, it is damaged, or the devices cannot share it.
     """
-    path = local_hf_directory(source)
+    path = find_hf_directory(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")

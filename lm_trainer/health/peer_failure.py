@@ -141,9 +141,9 @@ class FailureDetector:
         port, token = gather_texts(f"{port} {secrets.token_hex(_TOKEN_BYTES)}")[0].split()
         if server is not None:
             with server:
-                self._accept(server, token, len(hosts) - 1)
+                self._accept_connections(server, token, len(hosts) - 1)
         else:
-            self._dial("127.0.0.1" if local else lead_host, int(port), token)
+            self._connect_to_lead("127.0.0.1" if local else lead_host, int(port), token)
         missing = [index for index, n in enumerate(gather(np.asarray(len(self._connections)))) if index and not n]
         if missing:
             self._progress.note(
@@ -151,7 +151,7 @@ class FailureDetector:
                 f"when one of them dies, the others end after JAX's own time limit of about 100 s"
             )
 
-    def _accept(self, server: socket.socket, token: str, count: int) -> None:
+    def _accept_connections(self, server: socket.socket, token: str, count: int) -> None:
         end = time.monotonic() + _CONNECT_SECONDS
         while len(self._connections) < count and (left := end - time.monotonic()) > 0:
             server.settimeout(left)
@@ -166,7 +166,7 @@ class FailureDetector:
                     accepted.settimeout(None)
                     self._connections[int(hello["process"])] = connection
 
-    def _dial(self, host: str, port: int, token: str) -> None:
+    def _connect_to_lead(self, host: str, port: int, token: str) -> None:
         # A process that cannot connect still trains; `_connect` counts the connections and warns.
         with contextlib.suppress(OSError):
             dialled = socket.create_connection((host, port), _CONNECT_SECONDS)
@@ -189,7 +189,7 @@ class FailureDetector:
                 if not self._reported:
                     text = f"{self._names[index]} stopped: {message['end']}"
                     # In another thread: this one must keep reading, for the message that all have failed.
-                    threading.Thread(target=self._follow, args=(text, message["code"]), daemon=True).start()
+                    threading.Thread(target=self._exit_with_peer, args=(text, message["code"]), daemon=True).start()
         # Closed without a goodbye, and not by this process.
         if index not in self._failed and not connection.closed:
             text = f"{self._names[index]} is gone: it was killed, or its machine was lost"
@@ -204,7 +204,7 @@ class FailureDetector:
                 self._forward(all=True)
                 self._all_failed.set()
 
-    def _follow(self, text: str, code: int) -> None:
+    def _exit_with_peer(self, text: str, code: int) -> None:
         """Ends this process too, unless it fails by itself within `GRACE` with a more specific error."""
         if not self._all_failed.wait(GRACE) and not self._reported:
             self._forward(lost=text)

@@ -22,12 +22,12 @@ from lm_trainer.parallel.processes import is_lead
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def _end_at_once(number: int) -> None:
+def _exit_immediately(number: int) -> None:
     # Without cleanup: after a second signal, do not wait for a save that may hang.
     os._exit(128 + number)
 
 
-class _SecondSignal:
+class _SecondSignalWatcher:
     """Thread that ends the process at the second of the given signals, even while the main thread runs no Python.
 
     Python calls handlers in the main thread between bytecode instructions, so two signals during a JAX computation
@@ -38,7 +38,7 @@ class _SecondSignal:
         self._signals = set(signals)
         self._read, self._written = socket.socketpair()
         self._written.setblocking(False)  # a handler must not wait
-        self._thread = threading.Thread(target=self._count, name="second-signal", daemon=True)
+        self._thread = threading.Thread(target=self._count_signals, name="second-signal", daemon=True)
         self._previous = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         self._thread.start()
 
@@ -48,12 +48,12 @@ class _SecondSignal:
         self._thread.join()
         self._read.close()
 
-    def _count(self) -> None:
+    def _count_signals(self) -> None:
         count = 0
         while number := self._read.recv(1):
             count += number[0] in self._signals
             if count == 2:
-                _end_at_once(number[0])
+                _exit_immediately(number[0])
 
 
 # A forked process would send its signals to the parent's thread: Ctrl-C reaches all processes, and would count twice.
@@ -72,11 +72,11 @@ class _Handlers:
     def __init__(self) -> None:
         self.requested: str | None = None
         self._previous: dict[int, Any] = {}
-        self._second: _SecondSignal | None = None
+        self._second: _SecondSignalWatcher | None = None
 
     def __enter__(self) -> Self:
         signals = signals_to_handle(_SIGNALS)
-        self._second = _SecondSignal(signals)
+        self._second = _SecondSignalWatcher(signals)
         for number in signals:
             self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -92,7 +92,7 @@ class _Handlers:
         if number == signal.SIGHUP:
             redirect_terminal_to_devnull()
         if self.requested:
-            _end_at_once(number)
+            _exit_immediately(number)
         self.requested = signal.Signals(number).name
         self._on_first()
 
@@ -117,7 +117,7 @@ class StopRequest(_Handlers):
 
     def _on_first(self) -> None:
         if not self._armed:
-            raise preempted(self.requested, 0)
+            raise preempted_error(self.requested, 0)
         _write_stderr(f"\n{self.requested}: stopping after this step; once more stops at once\n")
 
 
@@ -163,7 +163,7 @@ class SaveRequests:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGUSR1, self._previous)
 
-    def agree(self, stop: bool, *, overdue: bool = False) -> Requests:
+    def agree_on_requests(self, stop: bool, *, overdue: bool = False) -> Requests:
         """Exchanges the requests of all processes; every process must call it after the same step.
 
         A run of several processes learns of a request one step later, so that no process waits for its devices.
@@ -183,18 +183,18 @@ class SaveRequests:
         self._has_saved = self._has_saved_permanently = False
         return agreed
 
-    def saved(self, *, permanently: bool) -> None:
+    def mark_saved(self, *, permanently: bool) -> None:
         """Marks the requests that a checkpoint of the last step fulfils as done."""
         self._has_saved = True
         if permanently:
             self._has_saved_permanently, self._signalled = True, False
-            self._remove(SAVE_NOW)
+            self._remove_file(SAVE_NOW)
 
-    def stopping(self) -> None:
+    def mark_stopping(self) -> None:
         """Marks the request to stop after a checkpoint as done."""
-        self._remove(STOP_AFTER_SAVE)
+        self._remove_file(STOP_AFTER_SAVE)
 
-    def _remove(self, name: str) -> None:
+    def _remove_file(self, name: str) -> None:
         self._seen[name] = False
         if is_lead():
             # If it cannot be removed, the request is repeated: visible, but harmless.
@@ -210,7 +210,7 @@ class SaveRequests:
 class InterruptHandler(_Handlers):
     """Context manager that interrupts work other than training by an exception.
 
-    Python drops an exception raised during garbage collection, so long work should also poll `came`.
+    Python drops an exception raised during garbage collection, so long work should also poll `is_interrupted`.
 
     Args:
         results_note: message telling the user which results remain.
@@ -223,29 +223,29 @@ class InterruptHandler(_Handlers):
         self._report_unraisable = sys.unraisablehook
 
     def __enter__(self) -> Self:
-        self._report_unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        self._report_unraisable, sys.unraisablehook = sys.unraisablehook, self._handle_unraisable
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         sys.unraisablehook = self._report_unraisable
 
-    def came(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Returns True once a signal was received."""
         return self.requested is not None
 
-    def error(self) -> BaseException:
+    def to_exception(self) -> BaseException:
         """Returns the exception to end the work with."""
         if self.requested == "SIGINT":
             return KeyboardInterrupt()
         return Preempted(f"stopped by {self.requested}; {self._results_note}")
 
     def _on_first(self) -> None:
-        self._raised = self.error()
+        self._raised = self.to_exception()
         raise self._raised
 
-    def _unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Reports an exception dropped by Python, unless it is ours, which `came` reports."""
+    def _handle_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Reports an exception dropped by Python, unless it is ours, which `is_interrupted` reports."""
         if dropped.exc_value is not self._raised:
             self._report_unraisable(dropped)
 
@@ -257,18 +257,18 @@ def _write_stderr(text: str) -> None:
         os.write(2, text.encode())
 
 
-def preempted(signal: str | None, step: int) -> Preempted:
+def preempted_error(signal: str | None, step: int) -> Preempted:
     """Returns the exception ending a run after `step` steps because of a signal to this or another process."""
     cause = signal or "another process"
     if not step:
         return Preempted(f"stopped by {cause} before the first step; there was nothing to save")
-    return Preempted(_saved(cause, step))
+    return Preempted(_describe_saved_stop(cause, step))
 
 
-def stopped_after_save(step: int) -> Stopped:
+def stopped_after_save_error(step: int) -> Stopped:
     """Returns the exception ending a run after the checkpoint of `step` because of the file `stop-after-save`."""
-    return Stopped(_saved(STOP_AFTER_SAVE, step))
+    return Stopped(_describe_saved_stop(STOP_AFTER_SAVE, step))
 
 
-def _saved(cause: str, step: int) -> str:
+def _describe_saved_stop(cause: str, step: int) -> str:
     return f"stopped by {cause} after step {step}; everything is saved, and the same command goes on from here"

@@ -92,7 +92,7 @@ class Watchdog:
         """Stops timing: the next operation, such as a compilation, may take any time."""
         self._wait = None
 
-    def timed(self, items: Iterable[T], operation: str) -> Iterator[T]:
+    def time_items(self, items: Iterable[T], operation: str) -> Iterator[T]:
         """Yields the items, and times fetching and using each of them."""
         for item in items:
             self.arm(operation)

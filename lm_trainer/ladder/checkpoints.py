@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import batch_shape, count_params, run_name
@@ -55,7 +55,7 @@ def find_checkpoints(
     names = {tokens // batch: name for tokens, name in requested}
     run = run_name(ladder, size_spec, seed)
     folders = [local_path(root) / run for root in (ladder.dir, *(alternative_dirs or ()))]
-    steps_on_disk = {folder: set(committed_steps(folder / "checkpoints")) for folder in folders}
+    steps_on_disk = {folder: set(list_steps(folder / "checkpoints")) for folder in folders}
     extra = set().union(*steps_on_disk.values()) - set(names) if discover_all else set()
     checkpoints = []
     for step in sorted({*names, *extra}):

@@ -18,7 +18,7 @@ from lm_trainer.ladder.running import describe_changes
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import numeric_identity
-from lm_trainer.run.files.records import RUN, identity_of, read_run_record
+from lm_trainer.run.files.records import RUN, read_run_record, recorded_identity
 
 if TYPE_CHECKING:
     import pandas
@@ -82,7 +82,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
     """Refuses a directory with another run, which would be taken for this one."""
     if not (folder / RUN).is_file():
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
-    identity = identity_of(read_run_record(folder), folder)
+    identity = recorded_identity(read_run_record(folder), folder)
     expected = config_with_recorded_keys(run_config(ladder, size_spec, seed), identity)
     if differences := describe_changes(identity, numeric_identity(expected), expected):
         raise UserError(

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.bench.session import bench_session
+from lm_trainer.bench.session import open_bench_session
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import run_config, run_folder, run_name
@@ -17,7 +17,7 @@ from lm_trainer.profile.matmul import MatmulProbe
 from lm_trainer.profile.mfu import measure_mfu
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.files.records import RUN, identity_of, read_run_record
+from lm_trainer.run.files.records import RUN, read_run_record, recorded_identity
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress
@@ -51,7 +51,7 @@ def run_rung(
 def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     if not (folder / RUN).exists():
         return False
-    identity = identity_of(read_run_record(folder), folder)
+    identity = recorded_identity(read_run_record(folder), folder)
     config = config_with_recorded_keys(config, identity)
     expected = numeric_identity(config)
     if differences := describe_changes(identity, expected, config):
@@ -91,6 +91,6 @@ def benchmark_rung(
     ladder: LadderConfig, size_spec: str, *, seed: int | None = None, steps: int = 10, warmup: int = 3
 ) -> dict[str, Any]:
     """Times the training step of a size, like `lmt bench mfu`; returns the report as plain data."""
-    with bench_session(run_config(ladder, size_spec, seed)) as session:
+    with open_bench_session(run_config(ladder, size_spec, seed)) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         return measure_mfu(session, probe, samples=steps, warmup=warmup).as_dict()

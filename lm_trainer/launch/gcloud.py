@@ -15,7 +15,7 @@ from lm_trainer.core.errors import MachineError, UserError
 _NO_GCLOUD = "there is no gcloud on this machine; install the Google Cloud CLI, or look at the commands with --dry-run"
 
 
-class State(NamedTuple):
+class ResourceState(NamedTuple):
     """The state of a queued resource."""
 
     name: str
@@ -32,45 +32,49 @@ class Gcloud:
     zone: str
     project: str | None = None
 
-    def create(self, arguments: Sequence[str]) -> list[str]:
-        return self._command("queued-resources", "create", self.name, *arguments, "--quiet")
+    def create_command(self, arguments: Sequence[str]) -> list[str]:
+        return self._build_command("queued-resources", "create", self.name, *arguments, "--quiet")
 
-    def describe(self) -> list[str]:
-        return self._command("queued-resources", "describe", self.name, "--format=json")
+    def describe_command(self) -> list[str]:
+        return self._build_command("queued-resources", "describe", self.name, "--format=json")
 
-    def delete(self) -> list[str]:
+    def delete_command(self) -> list[str]:
         # --force deletes the TPU of the resource too.
-        return self._command("queued-resources", "delete", self.name, "--force", "--quiet")
+        return self._build_command("queued-resources", "delete", self.name, "--force", "--quiet")
 
-    def ssh(self, command: str, worker: str = "all") -> list[str]:
-        return self._command("tpu-vm", "ssh", self.name, f"--worker={worker}", f"--command={command}", "--quiet")
+    def ssh_command(self, command: str, worker: str = "all") -> list[str]:
+        return self._build_command("tpu-vm", "ssh", self.name, f"--worker={worker}", f"--command={command}", "--quiet")
 
-    def copy(self, source: Path) -> list[str]:
+    def copy_command(self, source: Path) -> list[str]:
         """Copies a directory into the home directory of every worker."""
-        return self._command("tpu-vm", "scp", "--recurse", str(source), f"{self.name}:", "--worker=all", "--quiet")
+        return self._build_command(
+            "tpu-vm", "scp", "--recurse", str(source), f"{self.name}:", "--worker=all", "--quiet"
+        )
 
-    def state(self) -> State:
+    def query_state(self) -> ResourceState:
         """Queries the state.
 
         Raises:
             UserError: if gcloud is not installed.
             MachineError: if gcloud fails.
         """
-        done = _run(self.describe())
+        done = _run(self.describe_command())
         if done.returncode:
             if "NOT_FOUND" in done.stderr:
-                return State("", "")
-            raise MachineError(f"`{shlex.join(self.describe())}` failed: {_reason(done)}")
+                return ResourceState("", "")
+            raise MachineError(f"`{shlex.join(self.describe_command())}` failed: {_failure_reason(done)}")
         state = json.loads(done.stdout)["state"]
-        return State(state["state"], state.get("failedData", {}).get("error", {}).get("message", "no reason given"))
+        return ResourceState(
+            state["state"], state.get("failedData", {}).get("error", {}).get("message", "no reason given")
+        )
 
-    def call(self, command: list[str]) -> None:
+    def run_command(self, command: list[str]) -> None:
         """Runs a command; if it fails, raises `UserError` with gcloud's message."""
         done = _run(command)
         if done.returncode:
-            raise UserError(f"`{shlex.join(command)}` failed: {_reason(done)}")
+            raise UserError(f"`{shlex.join(command)}` failed: {_failure_reason(done)}")
 
-    def stream(self, command: list[str]) -> Iterator[str]:
+    def stream_output(self, command: list[str]) -> Iterator[str]:
         """Yields each line of output as it comes; raises `MachineError` after the last one if the command failed."""
         try:
             process = subprocess.Popen(
@@ -91,7 +95,7 @@ class Gcloud:
         if process.returncode:
             raise MachineError(f"`{shlex.join(command)}` failed with exit code {process.returncode}")
 
-    def _command(self, *parts: str) -> list[str]:
+    def _build_command(self, *parts: str) -> list[str]:
         project = [] if self.project is None else [f"--project={self.project}"]
         return ["gcloud", "compute", "tpus", *parts, f"--zone={self.zone}", *project]
 
@@ -103,5 +107,5 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
         raise UserError(_NO_GCLOUD) from None
 
 
-def _reason(done: subprocess.CompletedProcess[str]) -> str:
+def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.strip() or f"exit code {done.returncode}"

@@ -21,7 +21,7 @@ from lm_trainer.core.errors import (
     MachineError,
     UserError,
 )
-from lm_trainer.launch.local import coordinates
+from lm_trainer.launch.local import distributed_settings
 from lm_trainer.launch.tpu_slices import TpuSlice
 from lm_trainer.launch.volumes import Volume
 
@@ -94,7 +94,7 @@ class KubernetesJob:
         return self.hardware.nodes * self.slices
 
 
-def manifest(job: KubernetesJob, config: str, config_name: str) -> str:
+def build_manifest(job: KubernetesJob, config: str, config_name: str) -> str:
     """Builds the manifest for kubectl: a ConfigMap with the configuration, and the JobSet.
 
     Args:
@@ -105,15 +105,15 @@ def manifest(job: KubernetesJob, config: str, config_name: str) -> str:
     """
     import yaml
 
-    metadata = {"name": f"{job.name}-config", **_namespace(job)}
+    metadata = {"name": f"{job.name}-config", **_namespace_metadata(job)}
     documents = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {config_name: config}},
-        _job_set(job, config_name),
+        _build_job_set(job, config_name),
     ]
-    return yaml.dump_all(documents, Dumper=_dumper(), sort_keys=False, width=120)
+    return yaml.dump_all(documents, Dumper=_build_yaml_dumper(), sort_keys=False, width=120)
 
 
-def apply(text: str) -> str:
+def apply_manifest(text: str) -> str:
     """Passes a manifest to kubectl and returns its output.
 
     Raises:
@@ -132,12 +132,12 @@ def apply(text: str) -> str:
     return done.stdout.strip()
 
 
-def _namespace(job: KubernetesJob) -> dict[str, str]:
+def _namespace_metadata(job: KubernetesJob) -> dict[str, str]:
     return {} if job.namespace is None else {"namespace": job.namespace}
 
 
-def _job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": job.name, **_namespace(job)}
+def _build_job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": job.name, **_namespace_metadata(job)}
     if job.queue is not None:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
     if isinstance(job.hardware, TpuSlice) and job.hardware.nodes > 1:
@@ -150,7 +150,7 @@ def _job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
         "completions": job.hardware.nodes,
         "parallelism": job.hardware.nodes,
         "podFailurePolicy": _POD_FAILURES,
-        "template": _pod(job, config_name),
+        "template": _build_pod(job, config_name),
     }
     replicated = {"name": JOB, "replicas": job.slices, "template": {"spec": template}}
     return {
@@ -192,7 +192,7 @@ _FAILURES = [
 ]
 
 
-def _pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
+def _build_pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     mounts = [volume.mount for volume in job.volumes]
     volumes = [volume.source for volume in job.volumes]
     mounts.append({"name": "config", "mountPath": _CONFIG_DIRECTORY, "readOnly": True})
@@ -206,7 +206,7 @@ def _pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
         "terminationGracePeriodSeconds": job.grace,
         "nodeSelector": {**_hardware_labels(job), **job.node_selector},
         "tolerations": _tolerations(job),
-        "containers": [_container(job, config_name, mounts)],
+        "containers": [_build_container(job, config_name, mounts)],
         "volumes": volumes,
     }
     if job.service_account is not None:
@@ -217,8 +217,8 @@ def _pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
     return {"metadata": {"annotations": annotations}, "spec": spec} if annotations else {"spec": spec}
 
 
-def _container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    chips = _resources(job.hardware)
+def _build_container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    chips = _resource_limits(job.hardware)
     env: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
     settings: list[str] = []
     if isinstance(job.hardware, Gpus) and job.processes > 1:
@@ -228,7 +228,7 @@ def _container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[st
             {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
         ]
         # Kubernetes substitutes the values.
-        settings = coordinates("$(COORDINATOR_ADDRESS)", "$(NUM_PROCESSES)", "$(PROCESS_ID)")
+        settings = distributed_settings("$(COORDINATOR_ADDRESS)", "$(NUM_PROCESSES)", "$(PROCESS_ID)")
     # On TPUs, GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices, MEGASCALE_*, which JAX reads.
     env += [{"name": name, "value": value} for name, value in job.env.items()]
     ports = _TPU_PORTS if isinstance(job.hardware, TpuSlice) else (_PORT,)
@@ -245,7 +245,7 @@ def _container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[st
     }
 
 
-def _resources(hardware: TpuSlice | Gpus) -> dict[str, int]:
+def _resource_limits(hardware: TpuSlice | Gpus) -> dict[str, int]:
     if isinstance(hardware, TpuSlice):
         return {"google.com/tpu": hardware.chips_per_node}
     return {"nvidia.com/gpu": hardware.per_node}
@@ -263,12 +263,12 @@ def _hardware_labels(job: KubernetesJob) -> dict[str, str]:
 
 
 def _tolerations(job: KubernetesJob) -> list[dict[str, str]]:
-    (resource,) = _resources(job.hardware)
+    (resource,) = _resource_limits(job.hardware)
     spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
     return [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}, *([spot] if job.spot else [])]
 
 
-def _dumper() -> Any:
+def _build_yaml_dumper() -> Any:
     """A YAML dumper that writes out repeated parts instead of using aliases, and long texts as blocks."""
     import yaml
 
@@ -277,8 +277,8 @@ def _dumper() -> Any:
             del data
             return True
 
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    def represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, represent_text)
     return Dumper

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.supervise import LocalProcess, free_address, supervise
+from lm_trainer.launch.supervise import LocalProcess, find_free_address, supervise
 
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
@@ -38,16 +38,18 @@ def launch_local(
     Raises:
         UserError: if the GPUs cannot be divided equally.
     """
-    address = free_address()
+    address = find_free_address()
     environments = process_environments(environ, count, devices_per_process)
     processes = [
-        LocalProcess([sys.executable, *arguments, *coordinates(address, count, index)], environment, os.getcwd())
+        LocalProcess(
+            [sys.executable, *arguments, *distributed_settings(address, count, index)], environment, os.getcwd()
+        )
         for index, environment in enumerate(environments)
     ]
     return supervise(processes, write)
 
 
-def coordinates(address: str, count: int | str, index: int | str) -> list[str]:
+def distributed_settings(address: str, count: int | str, index: int | str) -> list[str]:
     """Settings for one process to find the others, as numbers or texts; empty for a single process."""
     if count == 1:
         return []
@@ -76,7 +78,7 @@ def process_environments(
     # The output goes through a pipe, which Python block-buffers by default.
     shared = {**environ, "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
-        return [{**shared, **emulation(environ, devices_per_process)} for _ in range(count)]
+        return [{**shared, **emulation_environ(environ, devices_per_process)} for _ in range(count)]
     gpus = visible_gpus(environ) if gpus is None else gpus
     if count == 1 or not gpus or environ.get("JAX_PLATFORMS") == "cpu":
         return [dict(shared) for _ in range(count)]
@@ -89,7 +91,7 @@ def process_environments(
     return [{**shared, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} for i in range(count)]
 
 
-def emulation(environ: Mapping[str, str], devices: int) -> dict[str, str]:
+def emulation_environ(environ: Mapping[str, str], devices: int) -> dict[str, str]:
     """The environment variables that make JAX emulate `devices` devices on a CPU."""
     # An existing flag, for example from a test run, would override the variable.
     flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]

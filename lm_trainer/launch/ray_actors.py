@@ -10,8 +10,8 @@ from typing import Any
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import join_cluster
-from lm_trainer.launch.local import coordinates, emulation
-from lm_trainer.launch.supervise import LocalProcess, Status, free_address, supervise
+from lm_trainer.launch.local import distributed_settings, emulation_environ
+from lm_trainer.launch.supervise import LocalProcess, Status, find_free_address, supervise
 
 _LOST = -9
 """Status of a process with a dead actor: the process was killed with it (SIGKILL)."""
@@ -49,9 +49,9 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
     Raises:
         UserError: if Ray is not installed, the cluster does not exist, or its resources do not become free in time.
     """
-    ray = _connect(job.address)
+    ray = _connect_to_ray(job.address)
     try:
-        group = _reserve(ray, job)
+        group = _reserve_resources(ray, job)
         # Never restarted: the processes of a run start together or not at all.
         options = {"num_cpus": job.cpus_per_process, "num_gpus": job.gpus_per_process, "max_restarts": 0}
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -63,9 +63,9 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
         ]
         # The coordinator listens on the node of process 0, so only an actor on this node can find a free port.
         address = ray.get(actors[0].address.remote())
-        extra = {} if job.devices_per_process is None else emulation({}, job.devices_per_process)
+        extra = {} if job.devices_per_process is None else emulation_environ({}, job.devices_per_process)
         for index, actor in enumerate(actors):
-            command = [*arguments, *coordinates(address, job.processes, index)]
+            command = [*arguments, *distributed_settings(address, job.processes, index)]
             ray.get(actor.start.remote(command, extra, os.getcwd()))
         return supervise([_RemoteProcess(ray, actor) for actor in actors], write)
     except ray.exceptions.RayError as error:
@@ -74,7 +74,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
         ray.shutdown()
 
 
-def _connect(address: str) -> Any:
+def _connect_to_ray(address: str) -> Any:
     try:
         import ray
         import ray.util.scheduling_strategies  # an attribute of `ray` only once it is imported
@@ -85,7 +85,7 @@ def _connect(address: str) -> Any:
     return ray
 
 
-def _reserve(ray: Any, job: RayJob) -> Any:
+def _reserve_resources(ray: Any, job: RayJob) -> Any:
     """Reserves resources for all processes at once: a part of them would wait for the others forever."""
     need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
     bundle = {name: amount for name, amount in need.items() if amount}
@@ -107,7 +107,7 @@ class _Worker:
     def address(self) -> str:
         import ray
 
-        return free_address(ray.util.get_node_ip_address())
+        return find_free_address(ray.util.get_node_ip_address())
 
     def start(self, command: Sequence[str], extra: Mapping[str, str], directory: str) -> None:
         environ = {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}

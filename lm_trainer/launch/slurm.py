@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
-from lm_trainer.launch.local import emulation
+from lm_trainer.launch.local import emulation_environ
 
 _LAST_SECONDS = 300
 """Maximum time for the other processes of a job step to save and stop after the first has ended."""
@@ -65,7 +65,7 @@ class SlurmJob:
         return self.processes // self.nodes
 
 
-def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
+def build_batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
     """Builds the script for sbatch.
 
     Args:
@@ -103,7 +103,7 @@ if [ "$code" -eq {EXIT_PREEMPTED} ]; then
     fi
 fi
 """
-    variables = {} if job.devices_per_process is None else emulation(os.environ, job.devices_per_process)
+    variables = {} if job.devices_per_process is None else emulation_environ(os.environ, job.devices_per_process)
     # SLURM binds a task to one core by default: on exclusive nodes the job lifts this limit.
     cores = "cpu-bind=none" if job.cpus_per_process is None else f"cpus-per-task={job.cpus_per_process}"
     return (
@@ -122,7 +122,7 @@ code=$?
     )
 
 
-def submit(script: str) -> str:
+def submit_job(script: str) -> str:
     """Passes a script to sbatch and returns its output.
 
     Raises:

@@ -107,7 +107,7 @@ class LocalProcess:
                 self._lines.put(line.decode(errors="replace").rstrip("\r\n"))
 
 
-def free_address(host: str = "127.0.0.1") -> str:
+def find_free_address(host: str = "127.0.0.1") -> str:
     """Finds a `host:port` without a listener at this moment."""
     with socket.socket() as server:
         server.bind((host, 0))
@@ -138,7 +138,7 @@ def supervise(
         may be seen first. If none failed, 75 or 76 if any was stopped after saving, else 0.
     """
     running = dict(enumerate(processes))
-    write = _Output(write)
+    write = _GuardedOutput(write)
     takedown = _Takedown(grace_period, clock)
     first, stopped = 0, 0
     with _ForwardedSignals(running):
@@ -157,7 +157,7 @@ def supervise(
                     first = code
                     write(f"process {index} of {len(processes)} ({process.location}) {describe_exit(code)}")
                     takedown.begin()
-            if running and (number := takedown.due()):
+            if running and (number := takedown.take_due_signal()):
                 write(f"sending {number.name} to process {', '.join(map(str, running))}")
                 for process in running.values():
                     process.send_signal(number)
@@ -177,7 +177,7 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-class _Output:
+class _GuardedOutput:
     """Output that stops on an error, such as a closed terminal: the processes still have to be supervised."""
 
     def __init__(self, write: Callable[[str], object]):
@@ -205,7 +205,7 @@ class _Takedown:
         soon = self._clock() + self._grace_period
         self._plan = [(soon, signal.SIGTERM), (soon + self._grace_period, signal.SIGKILL)]
 
-    def due(self) -> signal.Signals | None:
+    def take_due_signal(self) -> signal.Signals | None:
         if not self._plan or self._clock() < self._plan[0][0]:
             return None
         self.sent = True

@@ -17,10 +17,10 @@ from lm_trainer.launch.tpu_scripts import (
     EXIT_MARK,
     FAILURE_MARK,
     LOST,
-    follow,
+    build_scripts,
+    follow_command,
     remote_directory,
-    script,
-    scripts,
+    script_command,
     write_files,
 )
 
@@ -111,37 +111,40 @@ class TpuJob:
             *self.create_options,
         ]
 
-    def scripts(self, config_name: str) -> dict[str, str]:
+    def build_scripts(self, config_name: str) -> dict[str, str]:
         """Scripts for every worker, by name."""
-        return scripts(config_name, self.env, self.install, self.setup)
+        return build_scripts(config_name, self.env, self.install, self.setup)
 
 
 def describe_commands(job: TpuJob, config_name: str) -> Iterator[str]:
     """Yields the shell commands of an attempt in order, and the scripts, all with comments."""
     gcloud, directory = job.gcloud, remote_directory(job.name)
     steps = [
-        ("ask for the TPU", gcloud.create(job.create_arguments)),
-        ("repeated until the state is ACTIVE", gcloud.describe()),
-        ("the configuration, the scripts below and lm_trainer, to every worker", gcloud.copy(Path(directory))),
-        ("install, on every worker", gcloud.ssh(script(job.name, "install"))),
-        ("start training, on every worker", gcloud.ssh(script(job.name, "start"))),
-        ("the output of worker 0; from the next line on, if the connection breaks", _follow(gcloud, 1)),
-        ("at Ctrl-C: save and stop", gcloud.ssh(script(job.name, "stop"))),
-        ("after a preemption, before asking again" + ("; and when the run is over" * job.delete), gcloud.delete()),
+        ("ask for the TPU", gcloud.create_command(job.create_arguments)),
+        ("repeated until the state is ACTIVE", gcloud.describe_command()),
+        ("the configuration, the scripts below and lm_trainer, to every worker", gcloud.copy_command(Path(directory))),
+        ("install, on every worker", gcloud.ssh_command(script_command(job.name, "install"))),
+        ("start training, on every worker", gcloud.ssh_command(script_command(job.name, "start"))),
+        ("the output of worker 0; from the next line on, if the connection breaks", _follow_command(gcloud, 1)),
+        ("at Ctrl-C: save and stop", gcloud.ssh_command(script_command(job.name, "stop"))),
+        (
+            "after a preemption, before asking again" + ("; and when the run is over" * job.delete),
+            gcloud.delete_command(),
+        ),
     ]
     for comment, command in steps:
         yield f"# {comment}"
         yield shlex.join(command)
-    for name, text in job.scripts(config_name).items():
+    for name, text in job.build_scripts(config_name).items():
         yield f"# {directory}/{name}:"
         yield from (f"#   {line}" for line in text.splitlines())
 
 
-def _follow(gcloud: Gcloud, line: int) -> list[str]:
-    return gcloud.ssh(follow(gcloud.name, line), worker="0")
+def _follow_command(gcloud: Gcloud, line: int) -> list[str]:
+    return gcloud.ssh_command(follow_command(gcloud.name, line), worker="0")
 
 
-class _Lost(Exception):
+class _TpuLost(Exception):
     """The TPU was taken away."""
 
 
@@ -186,15 +189,15 @@ class TpuRun:
             MachineError: if an installation fails, requests fail repeatedly, or the run is preempted too often.
         """
         try:
-            code = self._attempts()
+            code = self._run_attempts()
         except KeyboardInterrupt:
-            code = self._interrupted()
+            code = self._handle_interrupt()
         if code != EXIT_INTERRUPTED:
             self._write(f"the run ended with exit code {code}")
-        self._end(delete=self._job.delete and (code != EXIT_INTERRUPTED or not self._started))
+        self._release(delete=self._job.delete and (code != EXIT_INTERRUPTED or not self._started))
         return code
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         for attempt in range(self._job.restarts + 1):
             if attempt:
                 self._write(f"starting again ({attempt} of at most {self._job.restarts} times)")
@@ -202,16 +205,16 @@ class TpuRun:
                 self._acquire()
                 self._prepare()
                 code = self._train()
-            except _Lost:
+            except _TpuLost:
                 self._write("the TPU was taken away (preempted)")
                 continue
             if code in (EXIT_PREEMPTED, LOST):
                 continue
-            if code == EXIT_CRASH and self._lost():
+            if code == EXIT_CRASH and self._is_lost():
                 self._write("the TPU was taken away (preempted)")
                 continue
             if code not in (0, EXIT_STOPPED):
-                self._show_ends()
+                self._show_last_lines()
             return code
         raise MachineError(f"the run was stopped more than {self._job.restarts} times (--restarts)")
 
@@ -219,7 +222,7 @@ class TpuRun:
         """Waits for the TPU: one from an earlier command, or a new one."""
         failures, shown = 0, ""
         while True:
-            state = self._gcloud.state()
+            state = self._gcloud.query_state()
             if state.name == "ACTIVE":
                 return
             if state.name == "FAILED":
@@ -228,10 +231,10 @@ class TpuRun:
                 if failures == _FAILURES_IN_QUEUE:
                     raise MachineError(f"{self._job.name}: {failures} requests failed, the last one: {state.reason}")
             if state.name in _OVER:
-                self._gcloud.call(self._gcloud.delete())
+                self._gcloud.run_command(self._gcloud.delete_command())
             if state.name in (*_OVER, ""):
                 self._write(f"asking for {self._job.accelerator_type} in {self._job.zone} as {self._job.name}")
-                self._gcloud.call(self._gcloud.create(self._job.create_arguments))
+                self._gcloud.run_command(self._gcloud.create_command(self._job.create_arguments))
             elif state.name != shown:
                 shown = state.name
                 self._write(f"{self._job.name} is {shown}")
@@ -244,85 +247,85 @@ class TpuRun:
         with tempfile.TemporaryDirectory() as base:
             staged = Path(base) / remote_directory(self._job.name)
             staged.mkdir()
-            texts = {self._config_name: self._config, **self._job.scripts(self._config_name)}
+            texts = {self._config_name: self._config, **self._job.build_scripts(self._config_name)}
             write_files(staged, texts, source=self._job.install is None)
             self._write("copying and installing on every worker")
-            self._on_workers(self._gcloud.copy(staged))
-        self._on_workers(self._script("install"))
+            self._run_on_workers(self._gcloud.copy_command(staged))
+        self._run_on_workers(self._script_command("install"))
 
-    def _script(self, name: str) -> list[str]:
-        return self._gcloud.ssh(script(self._job.name, name))
+    def _script_command(self, name: str) -> list[str]:
+        return self._gcloud.ssh_command(script_command(self._job.name, name))
 
     def _is_running(self) -> bool:
         try:
-            return not any(FAILURE_MARK in line for line in self._gcloud.stream(self._script("running")))
+            return not any(FAILURE_MARK in line for line in self._gcloud.stream_output(self._script_command("running")))
         except MachineError:
             return False
 
-    def _on_workers(self, command: list[str]) -> None:
+    def _run_on_workers(self, command: list[str]) -> None:
         lines: list[str] = []
         try:
-            lines.extend(self._gcloud.stream(command))
+            lines.extend(self._gcloud.stream_output(command))
             failed = any(FAILURE_MARK in line for line in lines)
         except MachineError:
             failed = True
-        if failed and self._lost():
-            raise _Lost
+        if failed and self._is_lost():
+            raise _TpuLost
         if failed:
             raise MachineError("\n".join([f"`{shlex.join(command)}` failed:", *lines[-20:]]))
 
     def _train(self) -> int:
-        self._on_workers(self._script("start"))
+        self._run_on_workers(self._script_command("start"))
         self._started, self._next_line = True, 1
-        return self._follow()
+        return self._follow_output()
 
-    def _follow(self) -> int:
+    def _follow_output(self) -> int:
         """Forwards the output of worker 0 until the training ends; returns its exit code."""
         while True:
             try:
-                for line in self._gcloud.stream(_follow(self._gcloud, self._next_line)):
+                for line in self._gcloud.stream_output(_follow_command(self._gcloud, self._next_line)):
                     if line.startswith(EXIT_MARK):
                         return int(line.removeprefix(EXIT_MARK))
                     self._next_line += 1
                     self._write(line)
             except MachineError:
-                if self._lost():
-                    raise _Lost from None
+                if self._is_lost():
+                    raise _TpuLost from None
             self._write("the connection to worker 0 broke; connecting again")
             time.sleep(self._interval)
 
-    def _lost(self) -> bool:
+    def _is_lost(self) -> bool:
         """True if the TPU is gone, which may become known some time after its workers are gone."""
         end = time.monotonic() + self._settle
-        while self._gcloud.state().name == "ACTIVE":
+        while self._gcloud.query_state().name == "ACTIVE":
             if time.monotonic() >= end:
                 return False
             time.sleep(min(self._interval, 5.0))
         return True
 
-    def _interrupted(self) -> int:
+    def _handle_interrupt(self) -> int:
         if not self._started or self._job.on_interrupt == "leave":
             return EXIT_INTERRUPTED
         self._write("interrupted: the training saves and stops; once more leaves it to that")
         try:
-            self._on_workers(self._script("stop"))
-            return self._follow()
-        except (KeyboardInterrupt, _Lost):
+            self._run_on_workers(self._script_command("stop"))
+            return self._follow_output()
+        except (KeyboardInterrupt, _TpuLost):
             return EXIT_INTERRUPTED
 
-    def _show_ends(self) -> None:
+    def _show_last_lines(self) -> None:
         """Shows the last lines of every worker: the first to fail may not be worker 0."""
-        command = self._gcloud.ssh(f"tail -n 20 {remote_directory(self._job.name)}/log")
+        command = self._gcloud.ssh_command(f"tail -n 20 {remote_directory(self._job.name)}/log")
         try:
-            for line in self._gcloud.stream(command):
+            for line in self._gcloud.stream_output(command):
                 self._write(f"  | {line}")
         except MachineError as error:
             self._write(f"the logs of the workers could not be read: {error}")
 
-    def _end(self, *, delete: bool) -> None:
-        command = self._gcloud.delete()
+    def _release(self, *, delete: bool) -> None:
+        command = self._gcloud.delete_command()
         if delete:
             self._write(f"deleting {self._job.name}")
-            self._gcloud.call(command)
+            self._gcloud.run_command(command)
         else:
             self._write(f"{self._job.name} is kept, and costs; delete it by: {shlex.join(command)}")

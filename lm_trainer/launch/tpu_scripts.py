@@ -27,12 +27,12 @@ def remote_directory(name: str) -> str:
     return name
 
 
-def script(name: str, step: str) -> str:
+def script_command(name: str, step: str) -> str:
     """The command to run one of the scripts on a worker."""
     return f"bash {remote_directory(name)}/{step}.sh || echo {FAILURE_MARK}$?"
 
 
-def follow(name: str, line: int) -> str:
+def follow_command(name: str, line: int) -> str:
     """The command to show the output of a worker from a line on, counted from 1, until the training ends."""
     return f"bash {remote_directory(name)}/follow.sh {line}"
 
@@ -49,14 +49,14 @@ def write_files(directory: Path, texts: Mapping[str, str], *, source: bool) -> N
         UserError: if this lm_trainer is not a source tree.
     """
     if source:
-        _pack(_ROOT, directory / _SOURCE)
+        _pack_source(_ROOT, directory / _SOURCE)
         if (_ROOT / _CONSTRAINTS).is_file():
             (directory / _CONSTRAINTS).write_text((_ROOT / _CONSTRAINTS).read_text())
     for name, text in texts.items():
         (directory / name).write_text(text)
 
 
-def scripts(config_name: str, env: Mapping[str, str], install: str | None, setup: str | None) -> dict[str, str]:
+def build_scripts(config_name: str, env: Mapping[str, str], install: str | None, setup: str | None) -> dict[str, str]:
     """The scripts of a run, by name.
 
     Args:
@@ -104,7 +104,7 @@ kill -TERM -- "-$(cat pid)"
     return {f"{name}.sh": 'cd "$(dirname "$0")"\n' + text for name, text in bodies.items()}
 
 
-def _pack(root: Path, archive: Path) -> None:
+def _pack_source(root: Path, archive: Path) -> None:
     if not (root / "pyproject.toml").is_file():
         raise UserError(
             "this lm_trainer was not installed from a source tree, so there is nothing to copy to the TPU; say what "

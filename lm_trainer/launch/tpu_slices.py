@@ -63,22 +63,22 @@ class TpuSlice:
 
 def is_tpu(accelerator: str) -> bool:
     """True for the name of a TPU, with or without a size: `v5p-128`, `v6e`."""
-    return _kind(accelerator) in GENERATIONS
+    return _parse_generation_name(accelerator) in GENERATIONS
 
 
 def device_count(accelerator: str) -> int | None:
     """Number of JAX devices of an accelerator with a size, such as `v5p-128`; None if unknown."""
-    kind = GENERATIONS.get(_kind(accelerator))
-    chips = None if kind is None else _chips(accelerator, kind)
+    kind = GENERATIONS.get(_parse_generation_name(accelerator))
+    chips = None if kind is None else _parse_num_chips(accelerator, kind)
     return None if kind is None or chips is None else chips * kind.devices_per_chip
 
 
-def _chips(accelerator: str, kind: TpuGeneration) -> int | None:
+def _parse_num_chips(accelerator: str, kind: TpuGeneration) -> int | None:
     size = re.search(r"-(\d+)$", accelerator)
     return None if size is None else int(size[1]) // kind.counted_per_chip
 
 
-def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None) -> TpuSlice:
+def find_tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None) -> TpuSlice:
     """Finds the slice for the options of a user.
 
     Args:
@@ -89,8 +89,8 @@ def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None
     Raises:
         UserError: if the slice does not exist, or size and topology differ.
     """
-    kind = GENERATIONS[_kind(accelerator)]
-    chips = _chips(accelerator, kind)
+    kind = GENERATIONS[_parse_generation_name(accelerator)]
+    chips = _parse_num_chips(accelerator, kind)
     if topology is None:
         if chips is None:
             raise UserError(f"--accelerator {accelerator}: give a size ({accelerator}-16) or --topology")
@@ -104,7 +104,7 @@ def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None
         sides = tuple(map(int, topology.split("x")))
         if chips is not None and math.prod(sides) != chips:
             raise UserError(f"--topology {topology} has {math.prod(sides)} chips, but {accelerator} has {chips}")
-    result = TpuSlice(kind, sides, chips_per_node or _chips_of_node(math.prod(sides), kind))
+    result = TpuSlice(kind, sides, chips_per_node or _default_chips_per_node(math.prod(sides), kind))
     if math.prod(sides) % result.chips_per_node:
         raise UserError(f"--chips-per-node {result.chips_per_node} does not divide the {math.prod(sides)} chips")
     return result
@@ -126,10 +126,10 @@ def usual_topology(chips: int, dimensions: int) -> tuple[int, ...] | None:
     return tuple(2 ** (share + (index >= dimensions - remainder)) for index in range(dimensions))
 
 
-def _kind(accelerator: str) -> str:
+def _parse_generation_name(accelerator: str) -> str:
     name = re.sub(r"-\d+$", "", accelerator)
     return _OTHER_NAMES.get(name, name)
 
 
-def _chips_of_node(chips: int, kind: TpuGeneration) -> int:
+def _default_chips_per_node(chips: int, kind: TpuGeneration) -> int:
     return chips if kind.dimensions == 2 and chips <= 8 else min(chips, _USUAL_CHIPS)

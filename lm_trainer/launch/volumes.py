@@ -26,10 +26,10 @@ def parse_volumes(texts: Sequence[str]) -> tuple[Volume, ...]:
     Raises:
         UserError: for anything else.
     """
-    return tuple(_parse(text, f"volume-{index}") for index, text in enumerate(texts))
+    return tuple(_parse_volume(text, f"volume-{index}") for index, text in enumerate(texts))
 
 
-def _parse(text: str, name: str) -> Volume:
+def _parse_volume(text: str, name: str) -> Volume:
     source, _, target = text.rpartition(":")
     if not source or not target.startswith("/"):
         raise UserError(f"--volume {text!r}: expected CLAIM:/MOUNT, gs://BUCKET:/MOUNT or /DIRECTORY:/MOUNT")

@@ -51,7 +51,7 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int
 def _can_share_batches(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> bool:
     try:
         plan = trainer.model_copy(update={"per_device_parallelism": rows}).step_plan
-        plan.check_shares(mesh)
+        plan.check_microbatch_shares(mesh)
         for plan_group in plan.microbatches.values:
             check_rows(plan_group.rows, mesh.shape)
     except (ValueError, UserError):

@@ -8,7 +8,7 @@ from lm_trainer.plan.compiler_flags import all_gather_advice
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import align_rows
-from lm_trainer.trackers.console import duration
+from lm_trainer.trackers.console import format_long_duration
 
 DOES_NOT_FIT = "DOES NOT FIT"
 _CAVEAT = "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ."
@@ -192,7 +192,7 @@ def format_count(number: int, noun: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
+    return f"{seconds:.3g} s" if seconds < 60 else format_long_duration(seconds)
 
 
 def format_bytes(count: int) -> str:

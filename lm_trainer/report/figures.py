@@ -39,9 +39,9 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
             for index, run in enumerate(runs):
                 if name in run.metrics:
                     x, y = downsample(*run.metrics[name], POINTS)
-                    axis.plot(x, y, label=_plain(run.name), linewidth=1, color=_COLORS[index % len(_COLORS)])
+                    axis.plot(x, y, label=_escape_dollars(run.name), linewidth=1, color=_COLORS[index % len(_COLORS)])
             axis.set_xlabel("step")
-            axis.set_ylabel(_plain(name))
+            axis.set_ylabel(_escape_dollars(name))
             axis.grid(alpha=0.3)
             if len(runs) > 1:
                 axis.legend(fontsize="small")
@@ -54,6 +54,6 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
     return written
 
 
-def _plain(name: str) -> str:
+def _escape_dollars(name: str) -> str:
     """Escapes a name for matplotlib, where dollar signs delimit formulas."""
     return name.replace("$", r"\$")

@@ -13,12 +13,12 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.html_page import render_page
 from lm_trainer.report.downsample import downsample
-from lm_trainer.report.run import ReportedRun, utc_time
-from lm_trainer.report.saved import tokens_saved
-from lm_trainer.reproduce.compare import compare
+from lm_trainer.report.run import ReportedRun, format_utc_now
+from lm_trainer.report.saved import compute_token_savings
+from lm_trainer.reproduce.compare import compare_runs
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import changed_keys
-from lm_trainer.trackers.token_page import token_page
+from lm_trainer.trackers.token_page import render_token_page
 
 POINTS = 2000
 """Points of a curve on the page."""
@@ -36,14 +36,14 @@ GROUPS = (
 metrics.jsonl."""
 
 
-def report_page(runs: Sequence[ReportedRun]) -> str:
+def build_report_page(runs: Sequence[ReportedRun]) -> str:
     """Writes the page of one run, or of several."""
     data = {
-        "written": utc_time(),
-        "runs": [_run(run) for run in runs],
-        "groups": _groups(runs),
-        "pairs": [_pair(runs[0], other) for other in runs[1:]],
-        "tokens": _tokens(runs),
+        "written": format_utc_now(),
+        "runs": [_run_content(run) for run in runs],
+        "groups": _chart_groups(runs),
+        "pairs": [_compare_pair(runs[0], other) for other in runs[1:]],
+        "tokens": _token_page(runs),
     }
     uplot = resources.files("lm_trainer.report") / "uplot"
     return render_page(
@@ -56,7 +56,7 @@ def report_page(runs: Sequence[ReportedRun]) -> str:
     )
 
 
-def _run(run: ReportedRun) -> dict[str, Any]:
+def _run_content(run: ReportedRun) -> dict[str, Any]:
     last = {
         name: float(values[-1]) for name, (_, values) in run.metrics.items() if name.startswith(("eval/", "lm_eval/"))
     }
@@ -73,8 +73,8 @@ def _run(run: ReportedRun) -> dict[str, Any]:
         "verifications": list(run.verifications),
         "gaps": list(run.gaps),
         "parameters": run.facts.get("parameters"),
-        "data": _data(run),
-        "throughput": _throughput(run),
+        "data": _data_rows(run),
+        "throughput": _throughput_rows(run),
         "samples": [list(sample) for sample in run.samples],
         "last": {
             name: value if value == value and abs(value) != float("inf") else None for name, value in last.items()
@@ -82,7 +82,7 @@ def _run(run: ReportedRun) -> dict[str, Any]:
     }
 
 
-def _data(run: ReportedRun) -> list[list[Any]]:
+def _data_rows(run: ReportedRun) -> list[list[Any]]:
     """Rows of a table: set, tokens."""
     data = run.facts.get("data", {})
     rows = [
@@ -95,7 +95,7 @@ def _data(run: ReportedRun) -> list[list[Any]]:
     return rows
 
 
-def _throughput(run: ReportedRun) -> list[list[Any]]:
+def _throughput_rows(run: ReportedRun) -> list[list[Any]]:
     """Rows of a table: figure, value; medians over the steps, and memory limits."""
     medians = {
         name: float(np.median(values[np.isfinite(values)]))
@@ -125,7 +125,7 @@ def _throughput(run: ReportedRun) -> list[list[Any]]:
     return rows
 
 
-def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+def _chart_groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     groups: dict[str, list[dict[str, Any]]] = {title: [] for title, _ in GROUPS}
     for name in sorted(names):
@@ -145,7 +145,7 @@ def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
     return [{"title": title, "charts": charts} for title, charts in groups.items() if charts]
 
 
-def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
+def _compare_pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
     """Differences of two runs: configuration, first step with different bits, tokens to the same loss."""
     differences = changed_keys(first.identity, other.identity)
     content: dict[str, Any] = {
@@ -156,7 +156,7 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
         ],
     }
     try:
-        comparison = compare(RunRecord.read(str(first.path)), RunRecord.read(str(other.path)))
+        comparison = compare_runs(RunRecord.read(str(first.path)), RunRecord.read(str(other.path)))
         parting = comparison.divergence
         content["bits"] = (
             f"equal in all {comparison.common} steps that both have"
@@ -168,7 +168,7 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
         ]
     except UserError as error:
         content["bits"] = str(error)
-    if saved := tokens_saved(other, first):
+    if saved := compute_token_savings(other, first):
         content["saved"] = {
             "loss": saved.loss,
             "ratio": saved.ratio,
@@ -178,13 +178,13 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
     return content
 
 
-def _tokens(runs: Sequence[ReportedRun]) -> dict[str, str] | None:
+def _token_page(runs: Sequence[ReportedRun]) -> dict[str, str] | None:
     """The page of token probabilities, of at most the first two runs, and a note on omitted runs."""
     histories = {run.name: run.tokens for run in runs[:2] if run.tokens is not None}
     if not histories:
         return None
     try:
-        return {"page": token_page(histories), "note": ""}
+        return {"page": render_token_page(histories), "note": ""}
     except UserError as error:
         name, history = next(iter(histories.items()))
-        return {"page": token_page({name: history}), "note": f"Of {name} alone: {error}."}
+        return {"page": render_token_page({name: history}), "note": f"Of {name} alone: {error}."}

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.reproduce.lost_metrics import lost_lines
+from lm_trainer.reproduce.lost_metrics import find_lost_metrics
 from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config.run_config import RunConfig, changed_keys
-from lm_trainer.run.files.find_run import checkpoints_of, find_run
+from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.files.records import read_attempts, read_run_record
 from lm_trainer.run.weights.saved_model import read_config
@@ -77,7 +77,7 @@ def read_run(source: str) -> ReportedRun:
     path = find_run(source)
     (listing,) = list_runs([path])
     lines = read_metrics(path) if (path / METRICS).is_file() else []
-    gaps = _gaps(path, listing.id)
+    gaps = _describe_gaps(path, listing.id)
     if not lines:
         raise UserError(gaps[0] if gaps else f"{source}: this run has not done a step yet")
     content = read_run_record(path)
@@ -88,16 +88,16 @@ def read_run(source: str) -> ReportedRun:
         listing.state,
         max(line["step"] for line in lines),
         listing.steps,
-        _changes(config),
+        _non_default_keys(config),
         content.get("identity", {}),
-        [_attempt(attempt) for attempt in read_attempts(path)],
-        _metrics(lines),
+        [_summarize_attempt(attempt) for attempt in read_attempts(path)],
+        _metric_curves(lines),
         [Alert(line["step"], line["alert"], line.get("message", "")) for line in lines if "alert" in line],
         [(line["step"], line["fingerprint"]) for line in lines if "fingerprint" in line],
-        [_verification(entry) for entry in _json_lines(path / VERIFIED)],
-        _json(path / SUMMARY, {}),
-        _samples(path / TEXTS),
-        _tokens(path),
+        [_summarize_verification(entry) for entry in _read_json_lines(path / VERIFIED)],
+        _read_json(path / SUMMARY, {}),
+        _read_samples(path / TEXTS),
+        _read_token_history(path),
         gaps,
     )
 
@@ -108,7 +108,7 @@ def with_unique_names(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     return [replace(run, name=str(run.path)) if names.count(run.name) > 1 else run for run in runs]
 
 
-def _changes(config: RunConfig) -> dict[str, Any]:
+def _non_default_keys(config: RunConfig) -> dict[str, Any]:
     """The keys with non-default values, and the type of sections with several types."""
     dumped = config.model_dump(mode="json")
     plain = RunConfig().model_dump(mode="json")
@@ -119,7 +119,7 @@ def _changes(config: RunConfig) -> dict[str, Any]:
     return {key: new for key, (_, new) in changed_keys(plain, dumped).items() if key != "trainer.tracker"}
 
 
-def _metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _metric_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     columns: dict[str, dict[int, float]] = {}
     for line in lines:
         step = line["step"]
@@ -135,7 +135,7 @@ def _metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, 
     return metrics
 
 
-def _attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _summarize_attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
     packages = entry.get("packages", {})
     devices = entry.get("devices", [])
     kinds = {kind: devices.count(kind) for kind in dict.fromkeys(devices)}
@@ -150,7 +150,7 @@ def _attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _verification(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _summarize_verification(entry: Mapping[str, Any]) -> dict[str, Any]:
     segments = entry["segments"]
     difference = next((segment["difference"] for segment in segments if segment["difference"]), None)
     return {
@@ -161,17 +161,17 @@ def _verification(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gaps(path: Path, run_id: str) -> list[str]:
-    checkpoints = checkpoints_of(path)
-    lost = lost_lines(path, checkpoints) if isinstance(checkpoints, Path) else None
-    return lost.named(path, run_id) if lost else []
+def _describe_gaps(path: Path, run_id: str) -> list[str]:
+    checkpoints = find_checkpoints_of_run(path)
+    lost = find_lost_metrics(path, checkpoints) if isinstance(checkpoints, Path) else None
+    return lost.describe_by_file(path, run_id) if lost else []
 
 
-def _samples(file: Path) -> list[tuple[int, str]]:
-    return [(record["step"], record["text"]) for record in _json_lines(file)]
+def _read_samples(file: Path) -> list[tuple[int, str]]:
+    return [(record["step"], record["text"]) for record in _read_json_lines(file)]
 
 
-def _json_lines(file: Path) -> list[Any]:
+def _read_json_lines(file: Path) -> list[Any]:
     """The records of a file, without incomplete lines."""
     records = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
@@ -183,7 +183,7 @@ def _json_lines(file: Path) -> list[Any]:
     return records
 
 
-def _tokens(path: Path) -> TokenHistory | None:
+def _read_token_history(path: Path) -> TokenHistory | None:
     try:
         history = TokenHistory.read(path)
     except UserError:
@@ -191,13 +191,13 @@ def _tokens(path: Path) -> TokenHistory | None:
     return history if history.steps else None
 
 
-def _json(file: Path, default: Any) -> Any:
+def _read_json(file: Path, default: Any) -> Any:
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError):
         return default
 
 
-def utc_time() -> str:
+def format_utc_now() -> str:
     """The time, in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -16,7 +16,7 @@ _WINDOWS, _RESAMPLED = 40, 1000
 
 
 @dataclass(frozen=True)
-class Saved:
+class TokenSavings:
     """The comparison of two runs at a loss both reach."""
 
     loss: float
@@ -29,14 +29,14 @@ class Saved:
     """95 % interval of the ratio, from the noise of the loss within windows of steps."""
 
 
-def tokens_saved(run: ReportedRun, other: ReportedRun) -> Saved | None:
+def compute_token_savings(run: ReportedRun, other: ReportedRun) -> TokenSavings | None:
     """Compares the tokens that two runs need for the same training loss; None without enough data.
 
     Each curve is averaged over windows of steps, evenly spaced in log tokens, with standard errors of these means. The
     target loss is the higher of the two final losses; the point at which a curve reaches it is interpolated in log
     tokens. The interval comes from resampled curves with noise of these errors.
     """
-    curves = [_windows(item) for item in (run, other)]
+    curves = [_average_windows(item) for item in (run, other)]
     if any(curve is None for curve in curves):
         return None
     (x_W, mean_W, error_W), (u_W, other_W, noise_W) = curves  # pyright: ignore[reportGeneralTypeIssues]
@@ -46,16 +46,16 @@ def tokens_saved(run: ReportedRun, other: ReportedRun) -> Saved | None:
     for index in range(_RESAMPLED + 1):
         # The first curve has no noise.
         scale = float(index > 0)
-        a = _reach(x_W, mean_W + scale * error_W * rng.standard_normal(len(x_W)), loss)
-        b = _reach(u_W, other_W + scale * noise_W * rng.standard_normal(len(u_W)), loss)
+        a = _log_tokens_to_reach(x_W, mean_W + scale * error_W * rng.standard_normal(len(x_W)), loss)
+        b = _log_tokens_to_reach(u_W, other_W + scale * noise_W * rng.standard_normal(len(u_W)), loss)
         ratios_R.append(np.exp(a - b))
     low, high = np.quantile(ratios_R[1:], [0.025, 0.975])
     flops, other_flops = (item.facts.get("flops_per_token") for item in (run, other))
     compute = float(ratios_R[0]) * flops / other_flops if flops and other_flops else None
-    return Saved(loss, float(ratios_R[0]), compute, (float(low), float(high)))
+    return TokenSavings(loss, float(ratios_R[0]), compute, (float(low), float(high)))
 
 
-def _windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _average_windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Log tokens, mean losses and their standard errors, each of shape [W]."""
     if LOSS not in run.metrics or TOKENS not in run.metrics:
         return None
@@ -79,7 +79,7 @@ def _windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | No
     return x, mean, error
 
 
-def _reach(x_W: np.ndarray, loss_W: np.ndarray, loss: float) -> float:
+def _log_tokens_to_reach(x_W: np.ndarray, loss_W: np.ndarray, loss: float) -> float:
     """Log tokens at which a curve, made monotonic, first reaches a loss."""
     falling = np.minimum.accumulate(loss_W)
     if falling[-1] > loss:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.reproduce.record import RunRecord, equal_bits
+from lm_trainer.reproduce.record import RunRecord, is_bitwise_equal
 from lm_trainer.run.config.run_config import changed_keys
 from lm_trainer.run.files.environment import environment_differences
 
@@ -48,36 +48,36 @@ class Comparison:
     """The number of equal parameters at that step."""
 
 
-def compare(a: RunRecord, b: RunRecord) -> Comparison:
+def compare_runs(a: RunRecord, b: RunRecord) -> Comparison:
     """Compares the steps both runs recorded, and their checkpoints of equal steps.
 
     Raises:
         UserError: if there is no common step.
     """
-    common = [step for step in a.computed if step in b.computed and _shared(a, b, step)]
+    common = [step for step in a.computed if step in b.computed and _shared_metrics(a, b, step)]
     if not common:
         raise UserError(
-            f"{a.id} and {b.id} have no step in common: {a.id} has recorded {_range(a)}, {b.id} {_range(b)}; "
-            f"trainer.steps_per_log says which steps are"
+            f"{a.id} and {b.id} have no step in common: {a.id} has recorded {_describe_steps(a)}, {b.id} "
+            f"{_describe_steps(b)}; trainer.steps_per_log says which steps are"
         )
     result = Comparison(a.id, b.id, len(common), common[-1], _first_difference(a, b, common))
     _compare_checkpoints(a, b, result)
     compared_step = result.divergence.step if result.divergence else result.last
-    config, data = _configuration(a, b, compared_step), _data(a, b)
-    software = environment_differences(a.attempt(compared_step), b.attempt(compared_step))
+    config, data = _config_differences(a, b, compared_step), _data_differences(a, b)
+    software = environment_differences(a.attempt_at(compared_step), b.attempt_at(compared_step))
     causes = {"configuration": config, "data": data, "code and packages": software}
     result.causes = {kind: lines for kind, lines in causes.items() if lines}
-    result.harmless = _harmless(a.attempt(compared_step), b.attempt(compared_step))
+    result.harmless = _harmless_differences(a.attempt_at(compared_step), b.attempt_at(compared_step))
     return result
 
 
-def _shared(a: RunRecord, b: RunRecord, step: int) -> list[str]:
+def _shared_metrics(a: RunRecord, b: RunRecord, step: int) -> list[str]:
     """The metrics of a step both runs recorded, and that cover the same steps in both."""
     alike = a.start == b.start or (a.covers_all_steps and b.covers_all_steps)
     return [name for name in a.computed[step] if name in b.computed[step] and (alike or name != "fingerprint")]
 
 
-def _range(run: RunRecord) -> str:
+def _describe_steps(run: RunRecord) -> str:
     return f"steps {min(run.computed)} to {run.last}" if run.computed else "none"
 
 
@@ -85,7 +85,9 @@ def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergen
     last_equal = None
     for step in common:
         x, y = a.computed[step], b.computed[step]
-        values = {name: (x[name], y[name]) for name in _shared(a, b, step) if not equal_bits(x[name], y[name])}
+        values = {
+            name: (x[name], y[name]) for name in _shared_metrics(a, b, step) if not is_bitwise_equal(x[name], y[name])
+        }
         if values:
             return Divergence(step, last_equal, values)
         last_equal = step
@@ -94,8 +96,8 @@ def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergen
 
 def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None:
     # In order: the first differing checkpoints end the search.
-    for step in sorted({*a.saved()} & {*b.saved()}):
-        x, y = (run.checkpoint(step).get("hashes", {}) for run in (a, b))
+    for step in sorted({*a.checkpoint_steps()} & {*b.checkpoint_steps()}):
+        x, y = (run.read_checkpoint(step).get("hashes", {}) for run in (a, b))
         # Old checkpoints have no hashes to compare.
         differing = [name for name in {**x, **y} if x.get(name) != y.get(name)]
         if x and y and differing:
@@ -106,12 +108,15 @@ def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None
             return
 
 
-def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
+def _config_differences(a: RunRecord, b: RunRecord, step: int) -> list[str]:
     """The differing keys, and the configuration changes up to the step."""
     x, y = a.identity_at(step), b.identity_at(step)
     # Compares in both directions, because one run's code may have keys the other lacks: only keys that differ both
     # ways count.
-    forward, backward = changed_keys(x, y, _config(b, step)), changed_keys(y, x, _config(a, step))
+    forward, backward = (
+        changed_keys(x, y, _load_config_or_none(b, step)),
+        changed_keys(y, x, _load_config_or_none(a, step)),
+    )
     lines = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in forward.items() if key in backward]
     for run, other in ((a, b), (b, a)):
         lines += [
@@ -122,31 +127,33 @@ def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
     return lines
 
 
-def _config(run: RunRecord, step: int) -> Any:
+def _load_config_or_none(run: RunRecord, step: int) -> Any:
     try:
-        return run.config(step)
+        return run.load_config(step)
     except UserError:  # a custom training loop, of which only the identity is recorded
         return None
 
 
-def _data(a: RunRecord, b: RunRecord) -> list[str]:
+def _data_differences(a: RunRecord, b: RunRecord) -> list[str]:
     """Differences of the data, from the first checkpoints at a common step, else the newest checkpoint of each run."""
-    common = sorted({*a.saved()} & {*b.saved()})
+    common = sorted({*a.checkpoint_steps()} & {*b.checkpoint_steps()})
     fingerprints = []
     for run in (a, b):
-        steps = common[:1] or run.saved()[-1:]
-        fingerprints.append(_flat(run.checkpoint(steps[0]).get("data_fingerprint") if steps else None))
+        steps = common[:1] or run.checkpoint_steps()[-1:]
+        fingerprints.append(
+            _fingerprint_by_name(run.read_checkpoint(steps[0]).get("data_fingerprint") if steps else None)
+        )
     names = [
         name for name in fingerprints[0] if name in fingerprints[1] and fingerprints[0][name] != fingerprints[1][name]
     ]
     return [f"{name}: {fingerprints[0][name]} -> {fingerprints[1][name]}" for name in names[:1]]
 
 
-def _flat(value: Any) -> dict[str, Any]:
+def _fingerprint_by_name(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {"tokens": value} if value else {}
 
 
-def _harmless(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def _harmless_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     counts = {
         "devices": (len(a.get("devices", ())), len(b.get("devices", ()))),
         "processes": (a.get("processes"), b.get("processes")),

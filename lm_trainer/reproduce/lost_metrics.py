@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
+from lm_trainer.checkpoint.store import CheckpointError, list_steps, read_record
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.run.training.checkpoints import SERIES
-from lm_trainer.trackers.json_lines import parse
+from lm_trainer.trackers.json_lines import parse_records
 from lm_trainer.trackers.series import Series, describe_gap, line_name
 
 Missing = dict[str, dict[str, list[int]]]
@@ -23,18 +23,18 @@ class LostMetrics:
     """The step of the newest checkpoint, which records them."""
     lines: Missing
 
-    def named(self, path: Path, run_id: str) -> list[str]:
+    def describe_by_file(self, path: Path, run_id: str) -> list[str]:
         """A readable line about each file of the run directory `path`."""
         return [describe_gap(path / file, run_id, self.step, names) for file, names in self.lines.items()]
 
 
-def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
+def find_lost_metrics(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
     """Compares the files of a run directory with the lines recorded in the newest checkpoint.
 
     Returns:
         The missing lines; None if no checkpoint is readable, or its version recorded no lines.
     """
-    saved = committed_steps(checkpoints)
+    saved = list_steps(checkpoints)
     try:
         series = read_record(checkpoints, saved[-1]).get(SERIES) if saved else None
     except CheckpointError:
@@ -44,9 +44,9 @@ def lost_lines(path: Path, checkpoints: StoragePath) -> LostMetrics | None:
     missing = {}
     for name, expected in series.items():
         file, present = path / name, Series()
-        for line, _ in parse(file.read_bytes())[0] if file.is_file() else []:
+        for line, _ in parse_records(file.read_bytes())[0] if file.is_file() else []:
             if line["step"] <= saved[-1]:
                 present.add(line_name(line), line["step"])
-        if missing_lines := Series(expected).without(present):
+        if missing_lines := Series(expected).missing_in(present):
             missing[name] = missing_lines
     return LostMetrics(saved[-1], missing)

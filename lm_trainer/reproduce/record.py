@@ -8,15 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
+from lm_trainer.checkpoint.store import CheckpointError, list_steps, read_record
 from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.safe_names import check_relative_path, path_inside
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.files.find_run import checkpoints_of, find_run, run_start_directory
-from lm_trainer.run.files.records import RUN, identity_of, read_attempts, read_run_record
+from lm_trainer.run.files.find_run import find_checkpoints_of_run, find_run, run_start_directory
+from lm_trainer.run.files.records import RUN, read_attempts, read_run_record, recorded_identity
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")
@@ -55,14 +55,14 @@ class RunRecord:
             # A step has several lines: metrics, evaluation, fingerprint of its checkpoint.
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
-        checkpoints = checkpoints_of(path)
-        if not attempts or not (steps or committed_steps(checkpoints)):
+        checkpoints = find_checkpoints_of_run(path)
+        if not attempts or not (steps or list_steps(checkpoints)):
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
             check_relative_path(content.get("id", path.name), path / RUN),
             checkpoints,
-            identity_of(content, path),
+            recorded_identity(content, path),
             content.get("changes", []),
             attempts,
             {step: {k: v for k, v in steps[step].items() if k not in _IGNORED} for step in sorted(steps)},
@@ -97,39 +97,39 @@ class RunRecord:
         """The last recorded step."""
         return max(self.computed, default=self.start)
 
-    def saved(self) -> list[int]:
+    def checkpoint_steps(self) -> list[int]:
         """The steps with a checkpoint at present; a running run replaces its temporary ones."""
-        return committed_steps(self.checkpoints)
+        return list_steps(self.checkpoints)
 
-    def checkpoint(self, step: int) -> dict[str, Any]:
+    def read_checkpoint(self, step: int) -> dict[str, Any]:
         """Reads the JSON of a checkpoint; empty if it is missing or unreadable."""
         try:
-            return read_record(self.checkpoints, step) if step in self.saved() else {}
+            return read_record(self.checkpoints, step) if step in self.checkpoint_steps() else {}
         except CheckpointError:
             return {}
 
-    def attempt(self, step: int) -> Mapping[str, Any]:
+    def attempt_at(self, step: int) -> Mapping[str, Any]:
         """The environment in which a step was computed; steps count from 1."""
         # A step computed twice, after a crash, is recorded by the last attempt.
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
-    def reach(self, start: int) -> int:
+    def last_reachable_step(self, start: int) -> int:
         """The last step that can be computed from the checkpoint at `start` under one configuration."""
         # Another configuration gives other numbers.
         later = [change["step"] for change in self.changes if change["step"] > start]
-        return min(later, default=self.config(start + 1).trainer.num_train_steps)
+        return min(later, default=self.load_config(start + 1).trainer.num_train_steps)
 
     def identity_at(self, step: int) -> Mapping[str, Any]:
         """The part of a step's configuration that affects the numbers."""
         earlier = any(step <= change["step"] for change in self.changes)
-        return numeric_identity(self.config(step)) if earlier else self.identity
+        return numeric_identity(self.load_config(step)) if earlier else self.identity
 
     @cached_property
     def root(self) -> Path:
         """The directory in which the run was started, to which relative paths of its configuration refer."""
-        return run_start_directory(self.path, self.config(self.last).trainer.log_dir)
+        return run_start_directory(self.path, self.load_config(self.last).trainer.log_dir)
 
-    def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+    def load_config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
         """Loads the configuration of a step.
 
         Args:
@@ -148,19 +148,19 @@ class RunRecord:
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
         file = path_inside(self.path, name, self.path / "run.json")
         # Without trackers, whose packages may not be installed on this machine.
-        plain = self._load(file)
+        plain = self._load_config_file(file)
         if not overrides:
             return plain
-        config = self._load(file, overrides)
+        config = self._load_config_file(file, overrides)
         if changed := numeric_differences(numeric_identity(plain), numeric_identity(config)):
             raise UserError("these settings would give other numbers than the run's:\n  " + "\n  ".join(changed))
         return config
 
-    def _load(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    def _load_config_file(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
         loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
         return config_with_recorded_keys(loaded.config, loaded.data)
 
 
-def equal_bits(a: Any, b: Any) -> bool:
+def is_bitwise_equal(a: Any, b: Any) -> bool:
     """Returns True if two recorded values are equal, bit for bit; NaN equals NaN."""
     return a == b or (a != a and b != b)

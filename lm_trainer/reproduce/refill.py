@@ -11,18 +11,18 @@ from typing import Any, get_args
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.reproduce.lost_metrics import Missing, lost_lines
+from lm_trainer.reproduce.lost_metrics import Missing, find_lost_metrics
 from lm_trainer.reproduce.record import RunRecord
-from lm_trainer.reproduce.rerun import Rerun, rerun
-from lm_trainer.run.files.directory import locked
+from lm_trainer.reproduce.rerun import Rerun, open_rerun
+from lm_trainer.run.files.directory import lock_directory
 from lm_trainer.run.training.batches import DataWait
-from lm_trainer.run.training.evaluations import Evaluations, named_sets
+from lm_trainer.run.training.evaluations import Evaluations, name_eval_sets
 from lm_trainer.run.training.metrics import evaluation_metrics
 from lm_trainer.step.updates.norms import Watcher
 from lm_trainer.step.updates.watch import Target
 from lm_trainer.trackers import Progress
-from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse
-from lm_trainer.trackers.jsonl import encode
+from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse_records
+from lm_trainer.trackers.jsonl import encode_non_finite
 from lm_trainer.trackers.series import line_name
 
 _LOSS, _WATCHED, _EVALUATION, _FINGERPRINT = range(4)
@@ -32,7 +32,7 @@ _BEGINNINGS = {"train/loss": _LOSS, **{f"{target}/": _WATCHED for target in get_
 
 @dataclass
 class RefillResult:
-    """The result of `refill`."""
+    """The result of `refill_metrics`."""
 
     lines: Missing
     """Restored lines."""
@@ -43,7 +43,7 @@ class RefillResult:
     """Checkpoints whose fingerprints were reproduced."""
 
 
-class _Lines:
+class _LineCollector:
     """Collects lines as a run logs them: the part of `MetricLogger` that evaluations need."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class _Lines:
 
     def add(self, step: int, values: Mapping[str, Any], file: str = METRICS) -> None:
         record = {"step": step, "time": round(time.time(), 3)}
-        self.of_files[file].append({**record, **{name: encode(value) for name, value in values.items()}})
+        self.of_files[file].append({**record, **{name: encode_non_finite(value) for name, value in values.items()}})
 
     def log_evaluation(self, step: int, name: str, means: Mapping[str, float]) -> None:
         self.add(step, evaluation_metrics(name, means))
@@ -64,19 +64,19 @@ class _Lines:
     def pause(self) -> None: ...
 
 
-def missing_lines(record: RunRecord) -> Missing:
+def find_missing_lines(record: RunRecord) -> Missing:
     """The lines recorded in the newest checkpoint, but missing from the run directory.
 
     Raises:
         UserError: if the checkpoints have no record of lines.
     """
-    lost = lost_lines(record.path, record.checkpoints)
+    lost = find_lost_metrics(record.path, record.checkpoints)
     if lost is None:
         raise UserError(f"{record.checkpoints}: no checkpoint there remembers which metrics were logged")
     return lost.lines
 
 
-def refill(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progress) -> RefillResult:
+def refill_metrics(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progress) -> RefillResult:
     """Recomputes missing lines of the run directory, and restores them; other lines stay unchanged.
 
     Computes steps from one checkpoint to the next, whose fingerprint proves that they are the run's.
@@ -88,28 +88,28 @@ def refill(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progre
 
     Raises:
         UserError: if the run is in progress, or its steps are not reproduced here (then no file is written), or as
-            `rerun`.
+            `open_rerun`.
     """
-    with locked(record.path):
-        missing = missing_lines(record)
-        lines, proved = _Lines(), []
-        for start, end in itertools.pairwise(sorted({record.start, *record.saved()})):
-            steps_by_kind = _by_kind(missing, start, end)
+    with lock_directory(record.path):
+        missing = find_missing_lines(record)
+        lines, proved = _LineCollector(), []
+        for start, end in itertools.pairwise(sorted({record.start, *record.checkpoint_steps()})):
+            steps_by_kind = _group_steps_by_kind(missing, start, end)
             # After a configuration change, the numbers would differ.
-            if steps_by_kind and end <= record.reach(start):
-                with rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
-                    _compute(record, recomputed_run, end, steps_by_kind, lines, progress)
+            if steps_by_kind and end <= record.last_reachable_step(start):
+                with open_rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
+                    _compute_lines(record, recomputed_run, end, steps_by_kind, lines, progress)
                 proved.append(end)
         restored_lines = {}
         for file, computed in lines.of_files.items():
             lost = missing.get(file, {})
             if restored := [line for line in computed if line["step"] in lost.get(line_name(line), ())]:
-                _write(record, file, restored)
+                _insert_lines(record, file, restored)
                 restored_lines[file] = _steps_by_name(restored)
-    return RefillResult(restored_lines, missing_lines(record), proved)
+    return RefillResult(restored_lines, find_missing_lines(record), proved)
 
 
-def _kind(name: str, file: str = METRICS) -> int | None:
+def _line_kind(name: str, file: str = METRICS) -> int | None:
     """The kind of a line; None if it cannot be recomputed."""
     if name == "fingerprint":
         return _FINGERPRINT
@@ -117,34 +117,34 @@ def _kind(name: str, file: str = METRICS) -> int | None:
     return kind if file == METRICS or (file == HISTOGRAMS and kind == _WATCHED) else None
 
 
-def _by_kind(missing: Missing, start: int, end: int) -> dict[int, set[int]]:
+def _group_steps_by_kind(missing: Missing, start: int, end: int) -> dict[int, set[int]]:
     """The steps after `start` and up to `end` with missing lines that can be recomputed, by kind."""
     steps_by_kind: dict[int, set[int]] = {}
     for file, names in missing.items():
         for name, steps in names.items():
             within = {step for step in steps if start < step <= end}
-            if within and (kind := _kind(name, file)) is not None:
+            if within and (kind := _line_kind(name, file)) is not None:
                 steps_by_kind.setdefault(kind, set()).update(within)
     return steps_by_kind
 
 
-def _compute(
+def _compute_lines(
     record: RunRecord,
     recomputed_run: Rerun,
     end: int,
     steps_by_kind: Mapping[int, set[int]],
-    lines: _Lines,
+    lines: _LineCollector,
     progress: Progress,
 ) -> None:
     """Computes the steps up to a checkpoint, and their missing lines."""
     program, config = recomputed_run.run.setup, recomputed_run.run.config
-    watcher = Watcher(record.config(end).trainer.watch, program.sharding, program.model.axes)
-    evaluations = _evaluations(recomputed_run, lines)
+    watcher = Watcher(record.load_config(end).trainer.watch, program.sharding, program.model.axes)
+    evaluations = _build_evaluations(recomputed_run, lines)
     while recomputed_run.state.step < end:
         step = recomputed_run.state.step + 1
         progress.phase(f"step {step} of up to {end}")
         total = program.plan.batch_schedule.rows_before(step) * config.model.seq_len
-        metrics = recomputed_run.step(watcher if step in steps_by_kind.get(_WATCHED, ()) else None)
+        metrics = recomputed_run.run_step(watcher if step in steps_by_kind.get(_WATCHED, ()) else None)
         lines.add(step, {**metrics, "throughput/total_tokens": total})
         for watched in watcher.report():
             lines.add(step, watched.scalars)
@@ -153,8 +153,8 @@ def _compute(
         if step in steps_by_kind.get(_EVALUATION, ()):
             evaluations.run(recomputed_run.state)
         if step in steps_by_kind.get(_FINGERPRINT, ()):
-            lines.add(step, {"fingerprint": recomputed_run.fingerprint()})
-    proof, recorded = recomputed_run.fingerprint(), record.checkpoint(end).get("fingerprint")
+            lines.add(step, {"fingerprint": recomputed_run.compute_fingerprint()})
+    proof, recorded = recomputed_run.compute_fingerprint(), record.read_checkpoint(end).get("fingerprint")
     if proof != recorded:
         raise UserError(
             f"{record.path}: the steps up to {end} come out otherwise here than in the run (fingerprint {recorded}, "
@@ -162,28 +162,28 @@ def _compute(
         )
 
 
-def _evaluations(recomputed_run: Rerun, lines: _Lines) -> Evaluations:
+def _build_evaluations(recomputed_run: Rerun, lines: _LineCollector) -> Evaluations:
     run, attempt = recomputed_run.run, recomputed_run.run.attempt
     wait = DataWait(attempt.stop, attempt.progress, attempt.watchdog, keep=lambda _: None)
-    sets = named_sets(run.data.validation())
+    sets = name_eval_sets(run.data.validation())
     return Evaluations(sets, run.config.trainer, run.setup, lines, wait, attempt.watchdog, attempt.progress)
 
 
-def _write(record: RunRecord, file: str, new_lines: Iterable[Mapping[str, Any]]) -> None:
+def _insert_lines(record: RunRecord, file: str, new_lines: Iterable[Mapping[str, Any]]) -> None:
     """Inserts lines into a file, in the order in which a run logs the lines of a step."""
     by_step: dict[int, list[tuple[int, bytes]]] = {}
-    for line, content in _parsed(record, file):
-        by_step.setdefault(line["step"], []).append((_kind(line_name(line)) or 0, content))
+    for line, content in _parse_file(record, file):
+        by_step.setdefault(line["step"], []).append((_line_kind(line_name(line)) or 0, content))
     for line in new_lines:
-        step_lines, kind = by_step.setdefault(line["step"], []), _kind(line_name(line)) or 0
+        step_lines, kind = by_step.setdefault(line["step"], []), _line_kind(line_name(line)) or 0
         position = next((i for i, (other, _) in enumerate(step_lines) if other > kind), len(step_lines))
         step_lines.insert(position, (kind, json.dumps(line).encode() + b"\n"))
     write_atomically(record.path / file, b"".join(content for step in sorted(by_step) for _, content in by_step[step]))
 
 
-def _parsed(record: RunRecord, name: str) -> list[tuple[dict[str, Any], bytes]]:
+def _parse_file(record: RunRecord, name: str) -> list[tuple[dict[str, Any], bytes]]:
     file = record.path / name
-    return parse(file.read_bytes())[0] if file.is_file() else []
+    return parse_records(file.read_bytes())[0] if file.is_file() else []
 
 
 def _steps_by_name(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:

@@ -15,8 +15,8 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.data.provenance import RowDocuments, documents_of_step
 from lm_trainer.reproduce.record import RunRecord
-from lm_trainer.reproduce.rerun import Rerun, rerun
-from lm_trainer.reproduce.tokens import HardToken, hardest, token_losses
+from lm_trainer.reproduce.rerun import Rerun, open_rerun
+from lm_trainer.reproduce.tokens import HardToken, compute_token_losses, find_hardest_tokens
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState, to_host
 from lm_trainer.step.updates.norms import Watcher
@@ -56,7 +56,7 @@ class Replay:
     gradients: Path | None
     """The file with the gradients; None if they were not written."""
 
-    def source(self, token: HardToken) -> str:
+    def source_of_token(self, token: HardToken) -> str:
         """The source of the document that contains a token."""
         passages, left = self.rows[token.row].passages, token.position
         for passage in passages:
@@ -88,7 +88,7 @@ class _StepObserver:
         self.grads, self.weight = grads, float(np.asarray(weight.addressable_data(0)))
         self._watcher.after_step(before, grads, weight, state)
 
-    def norms(self) -> dict[str, Norms]:
+    def compute_norms(self) -> dict[str, Norms]:
         (report,) = self._watcher.report()
         norms_by_name: dict[str, dict[str, float]] = {}
         for key, value in report.scalars.items():
@@ -100,7 +100,7 @@ class _StepObserver:
         }
 
 
-def replay(
+def replay_step(
     record: RunRecord,
     step: int,
     *,
@@ -121,47 +121,48 @@ def replay(
         progress: shows the phases.
 
     Raises:
-        UserError: if the run has no such step, or as `rerun`.
+        UserError: if the run has no such step, or as `open_rerun`.
         MachineError: if the gradients cannot be written.
     """
-    start = _nearest(record, step)
+    start = _nearest_checkpoint_step(record, step)
     directory = None if dump_grads is None else local_path(dump_grads).absolute()
-    with rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
+    with open_rerun(record, start, overrides=overrides, progress=progress) as recomputed_run:
         while recomputed_run.state.step < step - 1:
             progress.phase(f"step {recomputed_run.state.step + 1}, on the way to {step}")
-            recomputed_run.step()
+            recomputed_run.run_step()
         data, config, batch = recomputed_run.run.data, recomputed_run.run.config, recomputed_run.next_batch()
         progress.phase("losses of the tokens")
         # Before the step, which donates the state.
-        losses = token_losses(recomputed_run.run.setup, config, recomputed_run.state, batch)
+        losses = compute_token_losses(recomputed_run.run.setup, config, recomputed_run.state, batch)
         observer = _StepObserver(recomputed_run)
-        recomputed_metrics = recomputed_run.step(observer)
+        recomputed_metrics = recomputed_run.run_step(observer)
         return Replay(
             step,
             start,
             dict(record.computed.get(step, {})),
             recomputed_metrics,
-            observer.norms(),
-            hardest(losses, batch, data.tokenizer, top_k),
+            observer.compute_norms(),
+            find_hardest_tokens(losses, batch, data.tokenizer, top_k),
             list(documents_of_step(data, config.trainer.batch_schedule, step)),
-            None if directory is None else _write(directory / f"gradients-{step}.safetensors", observer),
+            None if directory is None else _write_gradients(directory / f"gradients-{step}.safetensors", observer),
         )
 
 
-def _nearest(record: RunRecord, step: int) -> int:
-    total = record.config(step).trainer.num_train_steps
+def _nearest_checkpoint_step(record: RunRecord, step: int) -> int:
+    total = record.load_config(step).trainer.num_train_steps
     if not record.start < step <= total:
         raise UserError(f"the run {record.id} has the steps {record.start + 1} to {total}; there is no step {step}")
-    start = max(s for s in (record.start, *record.saved()) if s < step)
-    if step > record.reach(start):
+    start = max(s for s in (record.start, *record.checkpoint_steps()) if s < step)
+    last_reachable = record.last_reachable_step(start)
+    if step > last_reachable:
         raise UserError(
-            f"step {step} cannot be reached: the configuration changed after step {record.reach(start)}, and there is "
-            f"no checkpoint between it and step {step} (there are: {record.saved()})"
+            f"step {step} cannot be reached: the configuration changed after step {last_reachable}, and there is "
+            f"no checkpoint between it and step {step} (there are: {record.checkpoint_steps()})"
         )
     return start
 
 
-def _write(file: Path, observer: _StepObserver) -> Path:
+def _write_gradients(file: Path, observer: _StepObserver) -> Path:
     from safetensors.numpy import save_file
 
     # The step provides the sum over all tokens, which the update divides by their weight.

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.checkpoint.digest import digests, hashes
+from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket import Bucket, StoragePath
@@ -22,13 +22,13 @@ from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.environment import pinned_cpu_threads
-from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
-from lm_trainer.run.train import PreparedRun, prepare
-from lm_trainer.run.training.hooks import scalar
+from lm_trainer.run.files.environment import num_cpu_threads_for_rerun
+from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
+from lm_trainer.run.train import PreparedRun, prepare_run
+from lm_trainer.run.training.hooks import read_scalar
 from lm_trainer.run.training.metrics import step_metrics
 from lm_trainer.run.weights.saved_model import SETTINGS
-from lm_trainer.run.weights.saved_state import saved_arrays
+from lm_trainer.run.weights.saved_state import arrays_to_save
 from lm_trainer.step.base import Observer
 from lm_trainer.step.updates.watch import WatchConfig
 from lm_trainer.trackers import Progress
@@ -65,7 +65,7 @@ class Rerun:
             raise UserError(f"the data end after step {self.state.step}")
         return self.batch
 
-    def step(self, observer: Observer | None = None) -> dict[str, float]:
+    def run_step(self, observer: Observer | None = None) -> dict[str, float]:
         """Runs one step, and returns the metrics a run records for it."""
         batch, step_index, program = self.next_batch(), self.state.step, self.run.setup
         if not program.step.is_compiled(step_index):
@@ -73,26 +73,26 @@ class Rerun:
             self.program = program.step.compile(batch, step_index).fingerprint()
         self.state, metrics = program.take_step(self.state, batch, observer)
         self.batch = None
-        values = {name: scalar(x) for name, x in metrics.items()}
+        values = {name: read_scalar(x) for name, x in metrics.items()}
         if self._chain is not None:
             self._chain = extend_chain(self._chain, self.state.step, values["loss"], values["grad_norm"])
         return step_metrics(values, program.learning_rate(step_index))
 
-    def hashes(self) -> dict[str, str]:
+    def compute_hashes(self) -> dict[str, str]:
         """The hash of each parameter, by name."""
-        return hashes(self.state.params)
+        return compute_hashes(self.state.params)
 
-    def fingerprint(self) -> str | None:
+    def compute_fingerprint(self) -> str | None:
         """The fingerprint the run should have recorded at this step; None if the checkpoint has no hash chain."""
-        return None if self._chain is None else fingerprint(self._chain, self.hashes())
+        return None if self._chain is None else compute_fingerprint(self._chain, self.compute_hashes())
 
-    def digests(self) -> dict[str, int]:
+    def compute_checksums(self) -> dict[str, int]:
         """The checksum of every array in a checkpoint of this state, by name."""
-        return digests(saved_arrays(self.state, self.run.setup))
+        return compute_checksums(arrays_to_save(self.state, self.run.setup))
 
 
 @contextlib.contextmanager
-def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
+def open_rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
     """Resumes a run after `start` steps, at a checkpoint or at its start, without modifying it.
 
     Uses the devices of this machine; their number and the sharding may differ from the run's.
@@ -101,18 +101,18 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
         UserError: if the checkpoint or the data are gone, or the devices do not fit.
     """
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
-        config = _isolated(record.config(start + 1, overrides), Path(scratch), record.id)
+        config = _isolate_config(record.load_config(start + 1, overrides), Path(scratch), record.id)
         configure_as_recorded(
             record, config.trainer, start + 1
         )  # before reading a checkpoint, which starts the backends
-        saved = record.checkpoint(start)
-        if start in record.saved():
-            config = _with_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
+        saved = record.read_checkpoint(start)
+        if start in record.checkpoint_steps():
+            config = _link_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
         # Allows a configuration change at exactly this step, as the user did.
         changed = any(change["step"] == start for change in record.changes)
         # Old checkpoints have no hash chain.
         chain = saved.get("chain") if saved else record.first_chain
-        with prepare(config, name=record.id, progress=progress, allow_config_change=changed) as run:
+        with prepare_run(config, name=record.id, progress=progress, allow_config_change=changed) as run:
             yield Rerun(run, start, chain)
 
 
@@ -122,11 +122,13 @@ def configure_as_recorded(record: RunRecord, trainer: TrainerConfig, step: int) 
     Call it before JAX's backends start, which reading a checkpoint does.
     """
     configure_jax(
-        trainer.jax_config, trainer.jax_compilation_cache_dir, pinned_cpu_threads(trainer, record.attempt(step))
+        trainer.jax_config,
+        trainer.jax_compilation_cache_dir,
+        num_cpu_threads_for_rerun(trainer, record.attempt_at(step)),
     )
 
 
-def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
+def _isolate_config(config: RunConfig, scratch: Path, name: str) -> RunConfig:
     """The configuration with all outputs and reports disabled or redirected to the scratch directory."""
     checkpointer = CheckpointerConfig(
         base_path=str(scratch / "checkpoints"), save_interval=timedelta(days=9999), keep=()
@@ -151,7 +153,7 @@ def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "hf_save_path": None})
 
 
-def _with_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scratch: Path) -> RunConfig:
+def _link_checkpoint(config: RunConfig, checkpoints: StoragePath, step: int, scratch: Path) -> RunConfig:
     """Links one checkpoint of the run, which may be large, into the scratch run, or passes its URL."""
     if isinstance(checkpoints, Bucket):
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})

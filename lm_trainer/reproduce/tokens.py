@@ -37,7 +37,7 @@ class HardToken(NamedTuple):
     after: str
 
 
-def token_losses(setup: TrainingSetup, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
+def compute_token_losses(setup: TrainingSetup, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
     """Computes -log p(target) in nats, float32 [B, S], without dropout; NaN for a target outside the loss.
 
     Runs one microbatch at a time, which is known to fit into memory.
@@ -63,11 +63,11 @@ def token_losses(setup: TrainingSetup, config: RunConfig, state: TrainState, bat
     return np.where(np.asarray(batch.weights) > 0, np.concatenate(parts), np.nan)
 
 
-def hardest(losses: np.ndarray, batch: Batch, tokenizer: Tokenizer, count: int) -> list[HardToken]:
+def find_hardest_tokens(losses: np.ndarray, batch: Batch, tokenizer: Tokenizer, count: int) -> list[HardToken]:
     """The `count` tokens with the highest losses, non-finite losses first.
 
     Args:
-        losses: float32 [B, S], from `token_losses`.
+        losses: float32 [B, S], from `compute_token_losses`.
         batch: the batch of the losses.
         tokenizer: decodes ids to text.
         count: the number of tokens.

@@ -11,9 +11,9 @@ from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.build.setup import TrainingSetup, build_setup, check_devices
 from lm_trainer.run.build.startup_notes import configuration_warnings, describe_mesh, schedule_notes
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.directory import run_id
-from lm_trainer.run.weights.adapters import describe_size, training_flops
-from lm_trainer.run.weights.pretrained import find_start
+from lm_trainer.run.files.directory import choose_run_id
+from lm_trainer.run.weights.adapters import describe_num_params, training_flops
+from lm_trainer.run.weights.pretrained import find_hf_start
 from lm_trainer.run.weights.vocabulary import find_vocabulary
 
 _EMBEDDED = "note: data names no text (train_urls, id or source), so the sources of Python's library are the text"
@@ -26,16 +26,16 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         UserError: if the devices, the sharding rules or the initial Hugging Face checkpoint do not fit, a file or the
             tokenizer is missing, or the requested attention backend is not available here.
     """
-    run = run_id(config, name)
-    start = find_start(config, run)
+    run = choose_run_id(config, name)
+    start = find_hf_start(config, run)
     config = config if start is None else start.config
     if missing := [f"data.{key}: {reason}" for key, reason in find_missing_data(config.data, network=True)]:
         raise ConfigError(missing)
     vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
-    setup, _ = configured_setup(config, vocab_size)
+    setup, _ = configure_and_build_setup(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    check_attention(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
+    check_attention_backend(config, vocab_size, setup.sharding.mesh.devices.flat[0].platform)
     flops = training_flops(flops_per_token(spec, seq_len), setup.model)
     plan, schedule = setup.step.plans.at(0), trainer.batch_schedule
     return [
@@ -45,7 +45,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         *(f"note: {line}" for line in configuration_warnings(trainer, setup.sharding.mesh)),
         *(f"note: {line}" for line in schedule_notes(config)),
         *(() if all(dataset.names_text for dataset in config.data.sets.values()) else (_EMBEDDED,)),
-        f"{describe_size(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
+        f"{describe_num_params(setup.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches for at most {trainer.step_plan.max_devices} devices, "
         f"{schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
@@ -53,14 +53,14 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     ]
 
 
-def check_attention(config: RunConfig, vocab_size: int, platform: str) -> None:
+def check_attention_backend(config: RunConfig, vocab_size: int, platform: str) -> None:
     """Raises UserError if `model.attn_backend` is not available on a platform (`cpu`, `gpu`, `tpu`)."""
     seq_len, trainer = config.model.seq_len, config.trainer
     metadata = AttentionMetadata(platform, trainer.mp.compute_dtype, seq_len // trainer.context_axis_size, seq_len)
     check_backends(config.model.spec(vocab_size).blocks, metadata)
 
 
-def configured_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
+def configure_and_build_setup(config: RunConfig, vocab_size: int | None = None) -> tuple[TrainingSetup, int]:
     """Configures JAX, and returns the program of a configuration and its vocabulary size.
 
     Args:

@@ -15,7 +15,7 @@ from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.generate.text import encode_prompt
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.weights.local_params import local_params
+from lm_trainer.run.weights.local_params import gather_full_params
 from lm_trainer.step.state.train_state import TrainState
 
 
@@ -32,8 +32,8 @@ def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: Trai
         prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
     else:
         prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
-    weights = list(setup.weights(state).values())[-1]
-    params = local_params(setup, weights)
+    weights = list(setup.weights_to_evaluate(state).values())[-1]
+    params = gather_full_params(setup, weights)
     tokens = generate(
         setup.model.merge(params),
         [prompt],
@@ -50,8 +50,8 @@ def draw_sample(config: RunConfig, setup: TrainingSetup, data: Data, state: Trai
 
 def _sample_transcription(setup: TrainingSetup, data: Data, state: TrainState, row: Batch) -> str:
     """Returns the transcript of a recording, and the model's transcription of it."""
-    weights = list(setup.weights(state).values())[-1]
-    model: Any = setup.model.merge(local_params(setup, weights))
+    weights = list(setup.weights_to_evaluate(state).values())[-1]
+    model: Any = setup.model.merge(gather_full_params(setup, weights))
     # The prompt is the tokens before the first one with a loss weight.
     count = int(np.argmax(row.weights[0] > 0)) + 1
     ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id

@@ -53,7 +53,7 @@ class Summary:
         return [
             *result,
             f"  metrics      {self.run_dir / 'metrics.jsonl'}",
-            f"  checkpoints  {_shortest(self.checkpoints)}",
+            f"  checkpoints  {_shorten_path(self.checkpoints)}",
             "next:",
             *(f"  {command}" for command in self._next_commands()),
         ]
@@ -71,7 +71,7 @@ class Summary:
         yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}" if self.exports else "lmt runs"
 
 
-def _shortest(path: StoragePath) -> StoragePath:
+def _shorten_path(path: StoragePath) -> StoragePath:
     if not isinstance(path, Path):
         return path
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

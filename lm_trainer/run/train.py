@@ -26,21 +26,21 @@ from lm_trainer.run.build.setup import TrainingSetup, setup_from_config
 from lm_trainer.run.build.startup_notes import recomputation_note, schedule_notes
 from lm_trainer.run.config.gather import with_resolved_gather
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.directory import run_id
+from lm_trainer.run.files.directory import choose_run_id
 from lm_trainer.run.sample import draw_sample
 from lm_trainer.run.start.attempt import Attempt, open_attempt
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.training.batches import batches_from
 from lm_trainer.run.training.data_notes import BuildWatch, describe_build, empty_rows_note
-from lm_trainer.run.training.evaluations import named_sets
+from lm_trainer.run.training.evaluations import name_eval_sets
 from lm_trainer.run.training.hf_exports import HfExports, check_exports
 from lm_trainer.run.training.loop import train_to_end
 from lm_trainer.run.training.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.training.task_evaluation import TaskEvaluation
 from lm_trainer.run.training.token_probabilities import TokenProbabilities
-from lm_trainer.run.weights.adapters import describe_size, find_base, training_flops
+from lm_trainer.run.weights.adapters import describe_num_params, find_base_checkpoint, training_flops
 from lm_trainer.run.weights.initial_weights import choose_vocab_size
-from lm_trainer.run.weights.pretrained import HfStart, find_start, published_settings
+from lm_trainer.run.weights.pretrained import HfStart, find_hf_start, published_model_settings
 from lm_trainer.run.weights.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -63,7 +63,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
     started = time.monotonic()
     with ExitStack() as stack:
         run = stack.enter_context(
-            prepare(config, name=name, progress=progress, allow_config_change=allow_config_change)
+            prepare_run(config, name=name, progress=progress, allow_config_change=allow_config_change)
         )
         config, attempt, data, setup = run.config, run.attempt, run.data, run.setup
         options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, run.recomputed_flops_per_token)
@@ -79,12 +79,12 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
                 config, setup, held_out, attempt.directory.path, tracker
             )
         sets = data.validation()
-        options.eval_sets = named_sets(sets)
+        options.eval_sets = name_eval_sets(sets)
         if not sets:
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
         opened = stack.enter_context(open_loop(attempt, setup, run.state, options))
         loop = opened.parts
-        opened.tracker.log_summary(run_facts(run, options.flops_per_token))
+        opened.tracker.log_summary(describe_run(run, options.flops_per_token))
 
         state = train_to_end(loop, run.state, run.batches())
         sample = None
@@ -93,7 +93,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             progress.phase("sampling")
             sample = draw_sample(config, setup, data, state)
         loop.metrics.finish(state.step, sample)
-        opened.tracker.log_summary({"data": data_facts(data)})
+        opened.tracker.log_summary({"data": describe_data(data)})
         return Summary(
             attempt.directory.name,
             attempt.directory.path,
@@ -117,13 +117,13 @@ def _is_exportable(model: DecoderConfig) -> bool:
     return True
 
 
-def run_facts(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
+def describe_run(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
     """Returns facts of a run that its configuration does not contain, as plain data."""
     parameters = sum(math.prod(shape.shape) for shape in run.setup.model.shapes.values())
-    return {"parameters": parameters, "flops_per_token": flops_per_token, "data": data_facts(run.data)}
+    return {"parameters": parameters, "flops_per_token": flops_per_token, "data": describe_data(run.data)}
 
 
-def data_facts(data: Data) -> dict[str, Any]:
+def describe_data(data: Data) -> dict[str, Any]:
     """Returns the size of the data in tokens, as far as it has been tokenised."""
     caches = {name: {"tokens": len(cache.stream), "complete": cache.finished} for name, cache in data.caches.items()}
     return {"train_tokens": data.num_train_tokens, "vocabulary": data.tokenizer.vocab_size, "caches": caches}
@@ -155,15 +155,15 @@ class PreparedRun:
 
 
 @contextmanager
-def prepare(
+def prepare_run(
     config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False
 ) -> Iterator[PreparedRun]:
     """Prepares a run for its next step; arguments and errors as in `train`.
 
     All checks that need no data are made before text is tokenised, which may take hours.
     """
-    name = run_id(config, name)
-    pretrained = find_start(config, name)
+    name = choose_run_id(config, name)
+    pretrained = find_hf_start(config, name)
     # The checkpoint may determine the model section, so it is read before planning.
     if pretrained is not None:
         config = pretrained.config
@@ -181,10 +181,10 @@ def prepare(
         with closing(open_training_data(config, progress)) as data:
             for note in data.notes:
                 progress.note(note)
-            yield _prepare_run(config, attempt, data, pretrained, hub_name)
+            yield _build_prepared_run(config, attempt, data, pretrained, hub_name)
 
 
-def _prepare_run(
+def _build_prepared_run(
     config: RunConfig, attempt: Attempt, data: Data, pretrained: HfStart | None, hub_name: str | None
 ) -> PreparedRun:
     """Builds the model for the data's vocabulary, describes the run to the user, and creates the initial state."""
@@ -201,9 +201,9 @@ def _prepare_run(
         )
     model = trace_model(config, vocab_size)
     if pretrained is not None:
-        model = pretrained.attach(model)
-    _describe(config, vocab_size, model, data, attempt.progress)
-    settings = published_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
+        model = pretrained.with_initial_weights(model)
+    _report_setup(config, vocab_size, model, data, attempt.progress)
+    settings = published_model_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
     # Saved with the checkpoints, so that a model can be used without its training data.
     if is_lead():
         with staging_directory(attempt.directory.checkpoints) as directory:
@@ -211,9 +211,9 @@ def _prepare_run(
             if settings is not None:
                 settings.write(directory / SETTINGS)
     facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
-    if base := find_base(config, attempt.store):
+    if base := find_base_checkpoint(config, attempt.store):
         # `initialize_from` names the frozen base model of the adapter here, not the initial weights of the state.
-        model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
+        model, loads = base.with_initial_weights(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
     setup = plan_for_memory(
         lambda trainer: setup_from_config(config, trainer, model),
@@ -221,14 +221,14 @@ def _prepare_run(
         config.model.seq_len,
         attempt.progress.note,
     )
-    state = attempt.start(setup, setup.init, data.fingerprints, config=loads)
+    state = attempt.load_state(setup, setup.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     recomputed = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model)
     return PreparedRun(config, attempt, data, setup, state, facts, flops, recomputed, hub_name, settings)
 
 
-def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
+def _report_setup(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
     plan = config.trainer.step_plan.microbatches.at(0)
     so_far = "" if data.complete else " so far"
     progress.note(
@@ -236,7 +236,7 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
         "time of a step, tokens a second, and the time left"
     )
     progress.note(
-        f"{describe_size(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
+        f"{describe_num_params(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
         f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step, for at most "
         f"{config.trainer.step_plan.max_devices} devices"
     )

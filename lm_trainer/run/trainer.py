@@ -194,7 +194,7 @@ class Trainer:
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
         """Runs everything due after a step, or with `force` everything possible; see `loop.run_due_actions`."""
         parts = self.loop.parts
-        overdue = any_process(parts.records and parts.checkpoints.overdue())
+        overdue = any_process(parts.records and parts.checkpoints.is_overdue())
         run_due_actions(parts, info, last=force, save=overdue)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
@@ -257,7 +257,7 @@ class Trainer:
             weights = definition.flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             init = lambda: setup.from_weights(weights)  # noqa: E731
         fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
-        state = self.attempt.start(setup, init, fingerprint)
+        state = self.attempt.load_state(setup, init, fingerprint)
         options = LoopOptions(
             fingerprint,
             flops_per_token=self.flops_per_token,

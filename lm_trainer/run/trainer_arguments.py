@@ -20,11 +20,11 @@ def check_trainer(config: object, optimizer: object, loss_fn: object) -> None:
     """Checks the first three arguments of `Trainer`."""
     if not isinstance(config, TrainerConfig):
         inside = ", whose field `trainer` it is" if isinstance(getattr(config, "trainer", None), TrainerConfig) else ""
-        raise UserError(f"Trainer: the configuration must be a TrainerConfig, not {_kind(config)}{inside}")
+        raise UserError(f"Trainer: the configuration must be a TrainerConfig, not {_describe_type(config)}{inside}")
     if not isinstance(optimizer, Optimizer):
         raise UserError(
             f"Trainer: the optimizer must be one of lm_trainer.optim, such as AdamConfig(learning_rate=1e-3), not "
-            f"{_kind(optimizer)}; a transformation of optax becomes one by "
+            f"{_describe_type(optimizer)}; a transformation of optax becomes one by "
             f"lm_trainer.optim.from_optax(NAME, TRANSFORMATION)"
         )
     _check_call("Trainer: the loss", loss_fn, "loss(model, batch, key)", None, None, None)
@@ -47,14 +47,14 @@ def check_eval_set(held_out: object, name: object, names: Iterable[str | None]) 
     if batches is None:
         several = callable(getattr(held_out, "validation", None)) or isinstance(held_out, Mapping)
         raise UserError(
-            f"trainer.add_eval_hook takes a held-out set, which has a method `batches`, not {_kind(held_out)}"
+            f"trainer.add_eval_hook takes a held-out set, which has a method `batches`, not {_describe_type(held_out)}"
             + ("; the sets of open_data are those of data.validation(), a dict by name" * several)
             + ": for name, held_out in data.validation().items(): trainer.add_eval_hook(held_out, name)" * several
         )
     call = "batches(batch_size, *, rows, max_batches=None)"
     _check_call("trainer.add_eval_hook: the method `batches`", batches, call, 1, rows=range(1), max_batches=None)
     if name is not None and not isinstance(name, str):
-        raise UserError(f"trainer.add_eval_hook: the name must be a text, not {_kind(name)}")
+        raise UserError(f"trainer.add_eval_hook: the name must be a text, not {_describe_type(name)}")
     if name in [*names]:
         label = "without a name" if name is None else repr(name)
         raise UserError(f"trainer.add_eval_hook: there is a held-out set {label} already; give each a name of its own")
@@ -64,7 +64,7 @@ def check_model(model: object, model_init: object) -> None:
     """Checks the arguments `model` and `model_init` of `initial_state`, one of which is given."""
     if model is not None and not isinstance(model, nnx.Module):
         call = "; a class or function that makes one is model_init=" if callable(model) else ""
-        raise UserError(f"trainer.initial_state: model must be a module of flax.nnx, not {_kind(model)}{call}")
+        raise UserError(f"trainer.initial_state: model must be a module of flax.nnx, not {_describe_type(model)}{call}")
     if isinstance(model_init, nnx.Module):
         raise UserError("trainer.initial_state: model_init makes a model; give one that is there already as model=")
     if model_init is not None and not isinstance(model_init, ModelDef):
@@ -80,7 +80,7 @@ def check_dataset(dataset: object) -> None:
     elif not isinstance(dataset, Iterable):
         raise UserError(
             f"trainer.data_loader takes a dataset with a method `train`, such as open_data returns, or a pipeline of "
-            f"Grain, not {_kind(dataset)}"
+            f"Grain, not {_describe_type(dataset)}"
         )
 
 
@@ -90,7 +90,7 @@ def check_loader(state: object, loader: object) -> None:
     if not isinstance(loader, BatchLoader | Iterable):
         instead = "; write trainer.data_loader(data)" if hasattr(loader, "train") else ""
         raise UserError(
-            f"the batches must be those of trainer.data_loader or an iterable, not {_kind(loader)}{instead}"
+            f"the batches must be those of trainer.data_loader or an iterable, not {_describe_type(loader)}{instead}"
         )
 
 
@@ -98,19 +98,21 @@ def check_state(state: object) -> None:
     """Checks the state to continue from."""
     if not isinstance(state, TrainState):
         inside = "; it is its field `state`" if isinstance(getattr(state, "state", None), TrainState) else ""
-        raise UserError(f"the state must be a TrainState, as initial_state returns it, not {_kind(state)}{inside}")
+        raise UserError(
+            f"the state must be a TrainState, as initial_state returns it, not {_describe_type(state)}{inside}"
+        )
 
 
 def check_batch(batch: object) -> None:
     """Checks a batch of `train_step`."""
     if not isinstance(batch, Batch):
-        raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_kind(batch)}")
+        raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_describe_type(batch)}")
 
 
 def _check_call(subject: str, function: object, call: str, /, *args: object, **kwargs: object) -> None:
     """Raises `UserError` unless `function` can be called with these arguments."""
     if not callable(function):
-        raise UserError(f"{subject} must be a function, called as {call}, not {_kind(function)}")
+        raise UserError(f"{subject} must be a function, called as {call}, not {_describe_type(function)}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # the function has no signature, for example some written in C
@@ -121,5 +123,5 @@ def _check_call(subject: str, function: object, call: str, /, *args: object, **k
         raise UserError(f"{subject} is called as {call}, and cannot be: {error}") from None
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.trackers.base import Composite, TrackedRun, Tracker, TrackerConfig, report
+from lm_trainer.trackers.base import Composite, TrackedRun, Tracker, TrackerConfig, report_failure
 from lm_trainer.trackers.console import Progress
 from lm_trainer.trackers.jsonl import JsonlConfig, JsonlTracker, read_metrics
 from lm_trainer.trackers.noop import NoopConfig, NoopTracker
@@ -79,7 +79,7 @@ def open_trackers(
                 raise
             # An unreachable service must not stop training.
             except Exception as error:
-                report(config.type, error)
+                report_failure(config.type, error)
     except BaseException:
         Composite(run_file, opened).close()
         raise

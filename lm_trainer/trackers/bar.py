@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
-from lm_trainer.trackers.console import describe, duration
+from lm_trainer.trackers.console import format_long_duration, format_metrics
 
 # Limits the cost of drawing for short steps.
 _DRAW_SECONDS = 0.25
@@ -49,8 +49,8 @@ class Bar:
         self._draw(force=True)
 
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
-        shown = describe(metrics, names=("train/loss", "throughput/tokens_per_second", "throughput/mfu"))
-        status = " | ".join([*shown, f"eta {duration(seconds_left)}"])
+        shown = format_metrics(metrics, names=("train/loss", "throughput/tokens_per_second", "throughput/mfu"))
+        status = " | ".join([*shown, f"eta {format_long_duration(seconds_left)}"])
         self._bar.update(self._task, completed=step, description="training", status=status)
         self._draw(force=step == self._total)
 

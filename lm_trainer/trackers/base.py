@@ -106,7 +106,7 @@ class Tracker(Protocol):
 class RunFile(Tracker, Protocol):
     """The tracker of every run: its own files."""
 
-    def records(self, file: str) -> Sequence[Mapping[str, Any]]:
+    def read_records(self, file: str) -> Sequence[Mapping[str, Any]]:
         """The records of one of the files, in order."""
         ...
 
@@ -173,8 +173,8 @@ class Composite:
             TypeError: for a value that is not a single number.
             MachineError: if the run's own file cannot be written.
         """
-        numbers = {name: as_number(name, value) for name, value in metrics.items()}
-        self._for_each(lambda tracker: tracker.log(numbers, step=step))
+        numbers = {name: to_number(name, value) for name, value in metrics.items()}
+        self._call_each_tracker(lambda tracker: tracker.log(numbers, step=step))
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
         """Records strings of a step, such as a fingerprint.
@@ -182,21 +182,21 @@ class Composite:
         Raises:
             MachineError: if the file cannot be written.
         """
-        self._for_each(lambda tracker: tracker.log_record(record, step=step))
+        self._call_each_tracker(lambda tracker: tracker.log_record(record, step=step))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Records the resolved configuration; passwords inside URLs are blanked."""
-        clean = without_credentials(as_plain(config))
-        self._for_each(lambda tracker: tracker.log_config(clean))
+        clean = without_credentials(to_json_value(config))
+        self._call_each_tracker(lambda tracker: tracker.log_config(clean))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Records facts about the entire run; scalars of NumPy and JAX are accepted."""
-        clean = without_credentials(as_plain(summary))
-        self._for_each(lambda tracker: tracker.log_summary(clean))
+        clean = without_credentials(to_json_value(summary))
+        self._call_each_tracker(lambda tracker: tracker.log_summary(clean))
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
         """Records a text, such as a sample of the model."""
-        self._for_each(lambda tracker: tracker.log_text(name, text, step=step))
+        self._call_each_tracker(lambda tracker: tracker.log_text(name, text, step=step))
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
         """Records a histogram; arguments as for `Tracker`.
@@ -204,7 +204,7 @@ class Composite:
         Raises:
             MachineError: if the run's own file cannot be written.
         """
-        self._for_each(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
+        self._call_each_tracker(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
 
     def log_alert(self, kind: str, message: str, *, step: int) -> None:
         """Records an alert, and sends it through services with notifications; arguments as for `Tracker`.
@@ -212,7 +212,7 @@ class Composite:
         Raises:
             MachineError: if the run's own file cannot be written.
         """
-        self._for_each(lambda tracker: tracker.log_alert(kind, message, step=step))
+        self._call_each_tracker(lambda tracker: tracker.log_alert(kind, message, step=step))
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Passes a file or directory of the run to the trackers that store artifacts; arguments as for `Tracker`.
@@ -220,12 +220,14 @@ class Composite:
         Other characters of the name become `-`.
         """
         clean = re.sub(r"[^A-Za-z0-9._-]", "-", name)
-        self._for_each(lambda tracker: tracker.log_artifact(clean, path, type=type))
+        self._call_each_tracker(lambda tracker: tracker.log_artifact(clean, path, type=type))
 
     def catch_up(self) -> None:
         """Inserts missing lines of finished steps into each tracker, and adds a note about them."""
         for name, tracker in tuple(self._trackers):
-            self._try(name, tracker, lambda tracker, name=name: self._note(catch_up(name, tracker, self._run_file)))
+            self._call_or_remove(
+                name, tracker, lambda tracker, name=name: self._note(catch_up(name, tracker, self._run_file))
+            )
 
     def _note(self, note: str | None) -> None:
         self.notes += [note] if note else []
@@ -236,7 +238,7 @@ class Composite:
         Raises:
             MachineError: if the run's own files cannot be written, or were removed.
         """
-        self._for_each(lambda tracker: tracker.sync())
+        self._call_each_tracker(lambda tracker: tracker.sync())
         return self._run_file.series
 
     @property
@@ -252,34 +254,34 @@ class Composite:
                 try:
                     tracker.close()
                 except Exception as error:
-                    report(name, error)
+                    report_failure(name, error)
         finally:
             self._run_file.close()
 
-    def _for_each(self, call: Callable[[Tracker], None]) -> None:
+    def _call_each_tracker(self, call: Callable[[Tracker], None]) -> None:
         # The file first: it is complete even if a tracker hangs. A copy, because failing trackers are removed.
         call(self._run_file)
         for name, tracker in tuple(self._trackers):
-            self._try(name, tracker, call)
+            self._call_or_remove(name, tracker, call)
 
-    def _try(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
+    def _call_or_remove(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
         try:
             call(tracker)
         except Exception as error:
             self._trackers.remove((name, tracker))
-            report(name, error)
+            report_failure(name, error)
             with contextlib.suppress(Exception):
                 tracker.close()
 
 
-def report(name: str, error: Exception) -> None:
+def report_failure(name: str, error: Exception) -> None:
     """Reports in one line that a tracker is switched off; the traceback is logged at level DEBUG."""
     reason = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
     logger.warning("the %s tracker failed and is switched off, training goes on: %s", name, reason)
     logger.debug("what the %s tracker raised", name, exc_info=error)
 
 
-def as_number(name: str, value: Any) -> float | int:
+def to_number(name: str, value: Any) -> float | int:
     """Converts a Python, NumPy or JAX scalar to a Python number; floats keep their exact value.
 
     Raises:
@@ -300,15 +302,15 @@ def as_number(name: str, value: Any) -> float | int:
     raise TypeError(f"metric {name!r}: expected a number, got {type(value).__name__}: {value!r}"[:200])
 
 
-def as_plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Converts a value for JSON: scalars to numbers, containers element by element, anything else to text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(k): as_plain(v) for k, v in value.items()}
+        return {str(k): to_json_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [as_plain(v) for v in value]
+        return [to_json_value(v) for v in value]
     try:
-        return as_number("", value)
+        return to_number("", value)
     except TypeError:
         return str(value)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, TEXTS, decode
-from lm_trainer.trackers.series import Series, describe, line_name
+from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, TEXTS, decode_non_finite
+from lm_trainer.trackers.series import Series, format_steps, line_name
 
 if TYPE_CHECKING:
     from lm_trainer.trackers.base import RunFile, Tracker
@@ -36,18 +36,20 @@ def catch_up(name: str, tracker: Tracker, run_file: RunFile) -> str | None:
         return None
     tracker.insert_missing(
         {
-            file: [record for record in run_file.records(file) if record["step"] in names.get(line_name(record), ())]
+            file: [
+                record for record in run_file.read_records(file) if record["step"] in names.get(line_name(record), ())
+            ]
             for file, names in missing.items()
         }
     )
     descriptions = [
-        f"{kind} of {describe(sorted(steps))}" for names in missing.values() for kind, steps in names.items()
+        f"{kind} of {format_steps(sorted(steps))}" for names in missing.values() for kind, steps in names.items()
     ]
     summary = "; ".join(descriptions[:6]) + (f"; {len(descriptions) - 6} more" if len(descriptions) > 6 else "")
     return f"the {name} tracker lacked lines of steps that are done, and now has them from {METRICS}: {summary}"
 
 
-def find_missing(lines: Mapping[str, Series], recorded: Mapping[str, Iterable[int]]) -> Missing:
+def find_missing_lines(lines: Mapping[str, Series], recorded: Mapping[str, Iterable[int]]) -> Missing:
     """The lines missing in a service.
 
     Args:
@@ -70,7 +72,8 @@ def log_records(tracker: Tracker, records: Mapping[str, Sequence[Mapping[str, An
     """Logs records of the run's files, by file, in their original order: step by step."""
     lines = ((file, record) for file, file_records in records.items() for record in file_records)
     for file, record in sorted(lines, key=lambda line: line[1]["step"]):
-        step, content = record["step"], {k: decode(v) for k, v in record.items() if k not in ("step", "time")}
+        step = record["step"]
+        content = {k: decode_non_finite(v) for k, v in record.items() if k not in ("step", "time")}
         if file == TEXTS:
             tracker.log_text(content["name"], content["text"], step=step)
         elif file == HISTOGRAMS:

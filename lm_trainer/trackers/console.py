@@ -50,16 +50,18 @@ class Progress:
         self._clock = clock
         self._first: tuple[int, float] | None = None
         self._encoding = getattr(output, "encoding", None) or "utf-8"
-        if _wants_live(output) if live is None else live:
+        if _supports_live_display(output) if live is None else live:
             # Imports rich, which only a terminal needs.
             from lm_trainer.trackers.bar import Bar
 
             self._view: _View = Bar(output, total_steps, clock)
         else:
-            self._view = _Lines(output, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
+            self._view = _LineView(
+                output, total_steps, line_steps or _choose_line_interval(total_steps), line_seconds, clock
+            )
         self._open = True
-        self._choices, self._previous_state = _Notes(self.note), (_MODULES.level, _MODULES.propagate)
-        self._warnings = _Notes(self.note, logging.WARNING)
+        self._choices, self._previous_state = _NoteHandler(self.note), (_MODULES.level, _MODULES.propagate)
+        self._warnings = _NoteHandler(self.note, logging.WARNING)
 
     def __enter__(self) -> Self:
         self._previous_state = (_MODULES.level, _MODULES.propagate)
@@ -79,23 +81,23 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Writes a permanent line; unencodable characters are escaped, and terminal control characters replaced."""
-        self._show(lambda: self._view.note(self._encodable(text)))
+        self._draw_if_open(lambda: self._view.note(self._make_encodable(text)))
 
     def phase(self, text: str) -> None:
         """Shows the current activity until the next phase or step; may be called often, with changing figures."""
-        self._show(lambda: self._view.phase(self._encodable(text)))
+        self._draw_if_open(lambda: self._view.phase(self._make_encodable(text)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a finished step, with its metrics that have a short form."""
         left = self._seconds_left(step)
-        self._show(lambda: self._view.log(step, metrics, left))
+        self._draw_if_open(lambda: self._view.log(step, metrics, left))
 
     def close(self) -> None:
         """Restores the terminal; safe to call twice."""
-        self._show(self._view.close)
+        self._draw_if_open(self._view.close)
         self._open = False
 
-    def _encodable(self, text: str) -> str:
+    def _make_encodable(self, text: str) -> str:
         return escape_for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
@@ -108,7 +110,7 @@ class Progress:
         first_step, first = self._first
         return (timestamp - first) / (step - first_step) * (self._total - step)
 
-    def _show(self, draw: Callable[[], None]) -> None:
+    def _draw_if_open(self, draw: Callable[[], None]) -> None:
         if not self._open:
             return
         try:
@@ -117,7 +119,7 @@ class Progress:
             self._open = False
 
 
-class _Notes(logging.Handler):
+class _NoteHandler(logging.Handler):
     def __init__(self, note: Callable[[str], None], level: int = logging.INFO):
         super().__init__(level)
         self._note = note
@@ -139,7 +141,7 @@ class _View(Protocol):
     def close(self) -> None: ...
 
 
-class _Lines:
+class _LineView:
     """Prints a line for a step after a number of steps or seconds."""
 
     def __init__(self, stream: TextIO, total: int, every: int, seconds: float, clock: Callable[[], float]):
@@ -165,7 +167,11 @@ class _Lines:
         if due:
             self._step_shown = timestamp
             done = f"step {step}/{self._total} ({100 * step / self._total:.1f}%)"
-            self.note(" | ".join([done, *describe(metrics, first=step <= 1), f"eta {duration(seconds_left)}"]))
+            self.note(
+                " | ".join(
+                    [done, *format_metrics(metrics, first=step <= 1), f"eta {format_long_duration(seconds_left)}"]
+                )
+            )
 
     def close(self) -> None:
         pass
@@ -181,7 +187,7 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def describe(
+def format_metrics(
     metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS), *, first: bool = False
 ) -> list[str]:
     """Formats the metrics with a short form, in the order of `names`; `first` marks the first step of a run."""
@@ -192,7 +198,7 @@ def describe(
     return [*shown.values()]
 
 
-def duration(seconds: float | None) -> str:
+def format_long_duration(seconds: float | None) -> str:
     """Formats a duration as `1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
@@ -206,12 +212,12 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m{seconds_part:02}s" if minutes else f"{seconds_part}s"
 
 
-def _wants_live(stream: TextIO) -> bool:
+def _supports_live_display(stream: TextIO) -> bool:
     plain = os.environ.get("LMT_PROGRESS") == "plain" or os.environ.get("TERM") in ("dumb", "unknown")
     return not plain and stream.isatty()
 
 
-def _round_steps(total: int) -> int:
+def _choose_line_interval(total: int) -> int:
     """The smallest of 1, 2, 5, 10, 20, ... with at most 50 lines, but not over 1000."""
     sizes = (digit * 10**power for power in range(4) for digit in (1, 2, 5))
     return next((size for size in sizes if size * 50 >= total or size >= _MAX_LINE_STEPS), _MAX_LINE_STEPS)

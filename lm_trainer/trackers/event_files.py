@@ -32,7 +32,7 @@ class LastStep:
         self.step = 0
         self.tags: set[str] | None = set()
         for file in sorted(directory.glob("events*")):
-            frames = [*_frames(file.read_bytes())]
+            frames = [*_iter_events(file.read_bytes())]
             # The event after the file's version.
             for event in map(event_class.FromString, frames[1:2]):
                 if event.session_log.status == start and event.step <= self.step:
@@ -53,12 +53,12 @@ class LastStep:
         elif last == self.step and self.tags is not None:
             self.tags |= tags
 
-    def has(self, name: str, step: int) -> bool:
+    def has_line(self, name: str, step: int) -> bool:
         """True if the directory shows a line of the run, according to the end of its files."""
         return step < self.step or (step == self.step and (self.tags is None or name in self.tags))
 
 
-def _frames(data: bytes) -> Iterator[bytes]:
+def _iter_events(data: bytes) -> Iterator[bytes]:
     """The complete events of a file: 8 bytes of length and 4 of CRC before each, and 4 of CRC after it."""
     offset = 0
     while offset + 12 <= len(data):

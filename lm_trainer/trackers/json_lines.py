@@ -45,22 +45,22 @@ class JsonLines:
             existing = _drop_steps_after(path, resume_step)
             self._fd = _open_to_append(path)
         except OSError as error:
-            raise machine_error(path, error) from error
+            raise unwritable_error(path, error) from error
         self._size = os.fstat(self._fd).st_size
         required = Series(expected)
-        self.missing = required.without(existing)
-        self.initial_lines = existing.plain()
+        self.missing = required.missing_in(existing)
+        self.initial_lines = existing.to_plain()
         # Missing lines stay missing, however often the run is resumed.
-        self._series = required.joined(existing) if self.missing else existing
+        self._series = required.union(existing) if self.missing else existing
 
     @property
     def series(self) -> Plain:
         """All lines the file should have, for `expected` at the next start."""
-        return self._series.plain()
+        return self._series.to_plain()
 
     def write(self, record: Mapping[str, Any]) -> None:
         # One unbuffered write per line: a kill between two steps loses no line, and a kill during a write tears none.
-        line = _line(record)
+        line = _encode_line(record)
         try:
             written = os.write(self._fd, line)
             while written < len(line):
@@ -70,29 +70,29 @@ class JsonLines:
             # A full disk may have taken half a line, which would corrupt the next one.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            raise machine_error(self.path, error) from error
+            raise unwritable_error(self.path, error) from error
         if not links:
-            raise self._gone()
+            raise self._removed_error()
         self._size += len(line)
         self._series.add(line_name(record), record["step"])
 
-    def records(self) -> list[dict[str, Any]]:
+    def read_records(self) -> list[dict[str, Any]]:
         """Reads its records; non-finite floats stay strings."""
         try:
-            return [record for record, _ in parse(self.path.read_bytes())[0]]
+            return [record for record, _ in parse_records(self.path.read_bytes())[0]]
         except OSError as error:
-            raise machine_error(self.path, error) from error
+            raise unwritable_error(self.path, error) from error
 
     def insert(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Inserts records of earlier steps between the other lines, by step and time."""
-        ordered = sorted([*self.records(), *records], key=lambda record: (record["step"], record.get("time", 0.0)))
+        ordered = sorted([*self.read_records(), *records], key=lambda record: (record["step"], record.get("time", 0.0)))
         try:
-            write_atomically(self.path, b"".join(_line(record) for record in ordered))
+            write_atomically(self.path, b"".join(_encode_line(record) for record in ordered))
             os.close(self._fd)
             self._fd = _open_to_append(self.path)
             self._size = os.fstat(self._fd).st_size
         except OSError as error:
-            raise machine_error(self.path, error) from error
+            raise unwritable_error(self.path, error) from error
 
     def sync(self) -> None:
         """Flushes all lines to disk, to survive a power cut."""
@@ -102,11 +102,11 @@ class JsonLines:
             current = self.path.stat()
             _sync_directory(self.path.parent)
         except FileNotFoundError:
-            raise self._gone() from None
+            raise self._removed_error() from None
         except OSError as error:
-            raise machine_error(self.path, error) from error
+            raise unwritable_error(self.path, error) from error
         if not os.path.samestat(opened, current):
-            raise self._gone()
+            raise self._removed_error()
 
     def close(self) -> None:
         if self._fd < 0:
@@ -116,11 +116,11 @@ class JsonLines:
         try:
             os.fsync(fd)
         except OSError as error:
-            raise machine_error(self.path, error) from error
+            raise unwritable_error(self.path, error) from error
         finally:
             os.close(fd)
 
-    def _gone(self) -> MachineError:
+    def _removed_error(self) -> MachineError:
         return MachineError(
             f"{self.path} was removed or replaced while the run wrote it: what it has logged is lost. Put it back if "
             f"you can, then start the same command again: the run goes on from its newest checkpoint, and names the "
@@ -128,12 +128,12 @@ class JsonLines:
         )
 
 
-def decode(value: Any) -> Any:
+def decode_non_finite(value: Any) -> Any:
     """Converts a value in these files back to the logged one: strings for non-finite floats become floats."""
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
+def parse_records(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
     """Parses the records with their lines, and counts the invalid lines, including a torn last one."""
     records, broken = [], 0
     for line in content.splitlines(keepends=True):
@@ -148,7 +148,7 @@ def parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
     return records, broken
 
 
-def machine_error(path: Path, error: OSError) -> MachineError:
+def unwritable_error(path: Path, error: OSError) -> MachineError:
     """The error for an unwritable file."""
     return MachineError(
         f"{path}: cannot be written ({error.strerror or error}); make room or mend the directory, then start the same "
@@ -156,7 +156,7 @@ def machine_error(path: Path, error: OSError) -> MachineError:
     )
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def _encode_line(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
 
@@ -175,11 +175,11 @@ def _drop_steps_after(path: Path, step: int) -> Series:
     if not path.exists():
         return series
     content = path.read_bytes()
-    records, broken = parse(content)
+    records, broken = parse_records(content)
     if broken:
         logger.warning("%s: dropped %d lines that were not whole", path, broken)
     if records and not step:
-        path.rename(renamed := _unused_name(path))
+        path.rename(renamed := _find_unused_path(path))
         last = max(record["step"] for record, _ in records)
         # Warn once for all files of a run.
         level = logging.WARNING if path.name == METRICS else logging.INFO
@@ -198,7 +198,7 @@ def _drop_steps_after(path: Path, step: int) -> Series:
     return series
 
 
-def _unused_name(path: Path) -> Path:
+def _find_unused_path(path: Path) -> Path:
     """The first of `metrics-1.jsonl`, `metrics-2.jsonl`, ... without a file."""
     names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())

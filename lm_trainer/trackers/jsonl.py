@@ -16,7 +16,15 @@ from lm_trainer.core.config import LocalPath
 from lm_trainer.core.files import ensure_writable_directory, local_path, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 from lm_trainer.trackers.catch_up import Missing
-from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, TEXTS, JsonLines, decode, machine_error, parse
+from lm_trainer.trackers.json_lines import (
+    HISTOGRAMS,
+    METRICS,
+    TEXTS,
+    JsonLines,
+    decode_non_finite,
+    parse_records,
+    unwritable_error,
+)
 from lm_trainer.trackers.series import Plain, Series, describe_gap
 
 SUMMARY = "summary.json"
@@ -51,20 +59,22 @@ class JsonlTracker:
     def __init__(self, run: TrackedRun):
         self._run = run
         self._files: dict[str, JsonLines] = {}
-        self._lines(METRICS)
+        self._open_lines(METRICS)
         # Opened now if they exist or should, since opening drops repeated steps; otherwise with the first line.
         for name in (TEXTS, HISTOGRAMS):
             if (run.dir / name).exists() or name in run.series:
-                self._lines(name)
+                self._open_lines(name)
         self._summary: dict[str, Any] = {}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if reserved := metrics.keys() & {"step", "time"}:
             raise ValueError(f"a metric cannot be called {sorted(reserved)[0]!r}")
-        self._lines(METRICS).write(_record(step) | {name: encode(value) for name, value in metrics.items()})
+        self._open_lines(METRICS).write(
+            _start_record(step) | {name: encode_non_finite(value) for name, value in metrics.items()}
+        )
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        self._lines(METRICS).write(_record(step) | dict(record))
+        self._open_lines(METRICS).write(_start_record(step) | dict(record))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Ignored: the run directory has its config.yaml."""
@@ -73,34 +83,34 @@ class JsonlTracker:
         self._summary |= summary
         path = self._run.dir / SUMMARY
         try:
-            write_atomically(path, json.dumps(encode(self._summary), indent=1) + "\n")
+            write_atomically(path, json.dumps(encode_non_finite(self._summary), indent=1) + "\n")
         except OSError as error:
-            raise machine_error(path, error) from error
+            raise unwritable_error(path, error) from error
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
-        self._lines(TEXTS).write({**_record(step), "name": name, "text": text})
+        self._open_lines(TEXTS).write({**_start_record(step), "name": name, "text": text})
 
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
         histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
-        self._lines(HISTOGRAMS).write({**_record(step), "name": name, **histogram})
+        self._open_lines(HISTOGRAMS).write({**_start_record(step), "name": name, **histogram})
 
     def log_alert(self, kind: str, message: str, *, step: int) -> None:
-        self._lines(METRICS).write({**_record(step), "alert": kind, "message": message})
+        self._open_lines(METRICS).write({**_start_record(step), "alert": kind, "message": message})
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Ignored: artifacts are files of the run directory."""
 
     def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
         existing = self.lines
-        missing = {file: series.without(Series(existing.get(file))) for file, series in lines.items()}
+        missing = {file: series.missing_in(Series(existing.get(file))) for file, series in lines.items()}
         return {file: names for file, names in missing.items() if names}
 
     def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         for file, file_records in records.items():
-            self._lines(file).insert(file_records)
+            self._open_lines(file).insert(file_records)
 
-    def records(self, file: str) -> list[dict[str, Any]]:
-        return self._files[file].records() if file in self._files else []
+    def read_records(self, file: str) -> list[dict[str, Any]]:
+        return self._files[file].read_records() if file in self._files else []
 
     def sync(self) -> None:
         for lines in self._files.values():
@@ -127,7 +137,7 @@ class JsonlTracker:
         for lines in self._files.values():
             lines.close()
 
-    def _lines(self, name: str) -> JsonLines:
+    def _open_lines(self, name: str) -> JsonLines:
         """The file with this name, without the lines that a resumed run repeats."""
         if name not in self._files:
             run = self._run
@@ -140,20 +150,20 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
     The file of a running run may be read at any time. A torn last line, for example after a power cut, is skipped.
     """
-    records, _ = parse((Path(run_dir) / METRICS).read_bytes())
-    return [{name: decode(value) for name, value in record.items()} for record, _ in records]
+    records, _ = parse_records((Path(run_dir) / METRICS).read_bytes())
+    return [{name: decode_non_finite(value) for name, value in record.items()} for record, _ in records]
 
 
-def _record(step: int) -> dict[str, Any]:
+def _start_record(step: int) -> dict[str, Any]:
     return {"step": step, "time": round(time.time(), 3)}
 
 
-def encode(value: Any) -> Any:
+def encode_non_finite(value: Any) -> Any:
     """Converts a value to its form in these files: non-finite floats become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: encode(v) for name, v in value.items()}
+        return {name: encode_non_finite(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(v) for v in value]
+        return [encode_non_finite(v) for v in value]
     return value

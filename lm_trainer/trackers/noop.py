@@ -57,7 +57,7 @@ class NoopTracker:
     def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         pass
 
-    def records(self, file: str) -> list[dict[str, Any]]:
+    def read_records(self, file: str) -> list[dict[str, Any]]:
         del file
         return []
 

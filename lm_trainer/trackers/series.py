@@ -41,7 +41,7 @@ class Series:
         for first, last, stride in self._ranges.get(name, []):
             yield from range(first, last + 1, stride)
 
-    def without(self, other: Series) -> dict[str, list[int]]:
+    def missing_in(self, other: Series) -> dict[str, list[int]]:
         """The lines missing in `other`: steps by name, only names with any."""
         missing = {}
         for name in self._ranges:
@@ -50,7 +50,7 @@ class Series:
                 missing[name] = steps
         return missing
 
-    def joined(self, other: Series) -> Series:
+    def union(self, other: Series) -> Series:
         """The union of the lines of this series and `other`."""
         union = Series()
         for name in {**self._ranges, **other._ranges}:
@@ -58,7 +58,7 @@ class Series:
                 union.add(name, step)
         return union
 
-    def plain(self) -> Plain:
+    def to_plain(self) -> Plain:
         """The series as JSON."""
         return {name: [list(span) for span in ranges] for name, ranges in self._ranges.items()}
 
@@ -78,14 +78,14 @@ def describe_gap(file: Path, run_id: str, step: int, missing: Mapping[str, list[
         step: step of the checkpoint that remembers the lines.
         missing: steps of the missing lines, by name of the line.
     """
-    kinds = (f"{kind} of {describe(steps)}" for kind, steps in missing.items())
+    kinds = (f"{kind} of {format_steps(steps)}" for kind, steps in missing.items())
     return (
         f"{file} lacks lines that were there at the checkpoint of step {step}: {'; '.join(kinds)}. "
         f"`lmt replay {run_id} --metrics` computes them again, but for what your own code logged"
     )
 
 
-def describe(steps: list[int]) -> str:
+def format_steps(steps: list[int]) -> str:
     """Formats steps for people, such as `12, 20 to 31 and 40`."""
     spans: list[list[int]] = []
     for step in steps:

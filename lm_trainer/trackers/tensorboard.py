@@ -17,7 +17,7 @@ from lm_trainer.core.config import PathType
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
-from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
+from lm_trainer.trackers.catch_up import Missing, find_missing_lines, log_records
 from lm_trainer.trackers.event_files import LastStep
 from lm_trainer.trackers.series import Series
 
@@ -101,7 +101,7 @@ class TensorboardTracker:
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
         # The values of the two metrics are placeholders: they declare metrics to sort runs by.
-        for summary in self._hparams(dict(_hyperparameters(config, "")), {"train/loss": 0.0, "eval/loss": 0.0}):
+        for summary in self._hparams(dict(_flatten_config(config, "")), {"train/loss": 0.0, "eval/loss": 0.0}):
             self._write(0, summary=summary)
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
@@ -139,11 +139,11 @@ class TensorboardTracker:
         if self._shown is None:
             return {}
         recorded = {
-            name: [step for step in series.steps(name) if self._shown.has(name, step)]
+            name: [step for step in series.steps(name) if self._shown.has_line(name, step)]
             for series in lines.values()
             for name in series.names
         }
-        return find_missing(lines, recorded)
+        return find_missing_lines(lines, recorded)
 
     def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
@@ -171,11 +171,11 @@ def _as_markdown(values: Mapping[str, Any]) -> str:
     return "```json\n" + json.dumps(values, indent=1) + "\n```"
 
 
-def _hyperparameters(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _flatten_config(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """The leaves of a configuration by dotted key, for comparing runs in TensorBoard."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _hyperparameters(inner, f"{key}.{name}" if key else str(name))
+            yield from _flatten_config(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         yield key, json.dumps(value)
     else:

@@ -25,7 +25,7 @@ MAX_STEPS = 40
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenScores:
     """Scores of a document at a step, in hundredths of nats to keep files small."""
 
     nll_S: list[int]
@@ -36,16 +36,16 @@ class Scored:
     """Id and -log p of the most likely tokens."""
 
     @classmethod
-    def of(cls, nll_S: np.ndarray, rank_S: np.ndarray, ids_SK: np.ndarray, nll_SK: np.ndarray) -> Scored:
+    def from_outputs(cls, nll_S: np.ndarray, rank_S: np.ndarray, ids_SK: np.ndarray, nll_SK: np.ndarray) -> TokenScores:
         """Rounds the outputs of a program."""
         top = [
             [(int(i), int(n)) for i, n in zip(ids, nlls, strict=True)]
-            for ids, nlls in zip(ids_SK, _hundredths(nll_SK), strict=True)
+            for ids, nlls in zip(ids_SK, _round_to_hundredths(nll_SK), strict=True)
         ]
-        return cls(_hundredths(nll_S).tolist(), rank_S.astype(int).tolist(), top)
+        return cls(_round_to_hundredths(nll_S).tolist(), rank_S.astype(int).tolist(), top)
 
 
-def _hundredths(nll: np.ndarray) -> np.ndarray:
+def _round_to_hundredths(nll: np.ndarray) -> np.ndarray:
     # Non-finite losses become a large finite one.
     return np.rint(np.nan_to_num(nll.astype(np.float64), nan=1e4, posinf=1e4) * 100).astype(int)
 
@@ -58,7 +58,7 @@ class TokenHistory:
     """Token ids."""
     tokens: dict[int, str]
     """Text of every token used."""
-    steps: dict[int, list[Scored]] = field(default_factory=dict)
+    steps: dict[int, list[TokenScores]] = field(default_factory=dict)
     """Step -> scores of each document."""
 
     @classmethod
@@ -96,7 +96,7 @@ class TokenHistory:
             self.steps = {step: scored for step, scored in self.steps.items() if step < record["step"]}
             columns = zip(record["nll"], record["rank"], record["top"], strict=True)
             self.steps[record["step"]] = [
-                Scored(nll, rank, [[(i, n) for i, n in pairs] for pairs in top]) for nll, rank, top in columns
+                TokenScores(nll, rank, [[(i, n) for i, n in pairs] for pairs in top]) for nll, rank, top in columns
             ]
 
 
@@ -113,9 +113,11 @@ class TokenFile:
         if previous.documents == self.history.documents and previous.steps:
             self.history = previous
         else:
-            self._write({"documents": self.history.documents, "tokens": self._new_tokens(_ids(documents))})
+            self._write(
+                {"documents": self.history.documents, "tokens": self._add_new_tokens(_all_token_ids(documents))}
+            )
 
-    def add(self, step: int, scored: Sequence[Scored]) -> None:
+    def add(self, step: int, scored: Sequence[TokenScores]) -> None:
         """Writes the probabilities at a step."""
         self.history.steps = {s: document_scores for s, document_scores in self.history.steps.items() if s < step}
         self.history.steps[step] = list(scored)
@@ -126,11 +128,11 @@ class TokenFile:
                 "nll": [document_scores.nll_S for document_scores in scored],
                 "rank": [document_scores.rank_S for document_scores in scored],
                 "top": [document_scores.top_SK for document_scores in scored],
-                "tokens": self._new_tokens(ids),
+                "tokens": self._add_new_tokens(ids),
             }
         )
 
-    def _new_tokens(self, ids: Iterable[int]) -> dict[int, str]:
+    def _add_new_tokens(self, ids: Iterable[int]) -> dict[int, str]:
         new = {index: self._texts(index) for index in sorted({*ids} - self.history.tokens.keys())}
         self.history.tokens |= new
         return new
@@ -140,11 +142,11 @@ class TokenFile:
         append_line(self._path, json.dumps(record, separators=(",", ":")).encode())
 
 
-def _ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:
+def _all_token_ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:
     return (index for document in documents for index in document)
 
 
-def token_page(runs: Mapping[str, TokenHistory]) -> str:
+def render_token_page(runs: Mapping[str, TokenHistory]) -> str:
     """A self-contained page with the documents of one run, or of two side by side.
 
     Raises:
@@ -166,12 +168,12 @@ def token_page(runs: Mapping[str, TokenHistory]) -> str:
     data = {
         "documents": documents,
         "tokens": tokens,
-        "runs": [{"name": name, "steps": _page_steps(history)} for name, history in runs.items()],
+        "runs": [{"name": name, "steps": _select_page_steps(history)} for name, history in runs.items()],
     }
     return render_page("lm_trainer.trackers", "token_page.html", data=data)
 
 
-def _page_steps(history: TokenHistory) -> list[dict[str, Any]]:
+def _select_page_steps(history: TokenHistory) -> list[dict[str, Any]]:
     steps = sorted(history.steps)
     chosen = {steps[round(i)] for i in np.linspace(0, len(steps) - 1, min(len(steps), MAX_STEPS))}
     return [

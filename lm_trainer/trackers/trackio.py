@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
-from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
+from lm_trainer.trackers.catch_up import Missing, find_missing_lines, log_records
 from lm_trainer.trackers.series import Series
 
 _REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
@@ -56,7 +56,7 @@ class TrackioTracker:
 
         self._trackio, self._project = trackio, config.project
         self._local = config.space_id is None and not any(map(os.environ.get, _REMOTE))
-        with _quiet():
+        with _suppress_prints():
             try:
                 # Not embedded in a notebook, and without the machine's load among the metrics of a step.
                 self._run: Any = trackio.init(
@@ -91,11 +91,11 @@ class TrackioTracker:
         self._run.log({name: self._trackio.Histogram(np_histogram=(counts, edges))}, step=step)
 
     def log_alert(self, kind: str, message: str, *, step: int) -> None:
-        with _quiet():
+        with _suppress_prints():
             self._run.alert(kind, message, step=step)
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        with _quiet():
+        with _suppress_prints():
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
 
     def missing_lines(self, lines: Mapping[str, Series]) -> Missing:
@@ -108,7 +108,7 @@ class TrackioTracker:
         for row in SQLiteStorage.get_logs(self._project, self._run.name, run_id=self._run.id):
             for name in row:
                 recorded.setdefault(name, set()).add(row["step"])
-        return find_missing(lines, recorded)
+        return find_missing_lines(lines, recorded)
 
     def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
@@ -117,12 +117,12 @@ class TrackioTracker:
         """Ignored: Trackio writes and sends in a thread."""
 
     def close(self) -> None:
-        with _quiet():
+        with _suppress_prints():
             self._trackio.finish()  # unlike the run's own, nothing is left for the interpreter's exit
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_prints() -> Iterator[None]:
     """Swallows the prints of Trackio, which would break the progress bar."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

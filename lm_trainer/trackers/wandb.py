@@ -16,9 +16,9 @@ from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
-from lm_trainer.trackers.catch_up import Missing, find_missing, log_records
+from lm_trainer.trackers.catch_up import Missing, find_missing_lines, log_records
 from lm_trainer.trackers.series import Series
-from lm_trainer.trackers.wandb_log import steps_in_logs
+from lm_trainer.trackers.wandb_log import read_logged_steps
 
 STEP = "global_step"
 """The x axis of all metrics. W&B's own step cannot go back, so it would drop the repeated steps of a resumed run."""
@@ -90,7 +90,7 @@ class WandbTracker:
             raise UserError(f"trainer.tracker: W&B refused to start: {error}; or set `mode: offline`") from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        self._sources = tracked_sources() if config.save_code else {}
+        self._sources = git_tracked_files() if config.save_code else {}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._step = step
@@ -132,7 +132,7 @@ class WandbTracker:
         if run.disabled:
             return {}
         if run.offline:
-            return find_missing(lines, steps_in_logs(self._directory, run.id, STEP))
+            return find_missing_lines(lines, read_logged_steps(self._directory, run.id, STEP))
         # The server would need a request for every thousand lines. But lines are lost only at the end of an attempt,
         # by a kill or once the tracker is switched off, and the server returns the last step of a resumed run.
         last = run.summary.get(STEP, math.inf) if run.resumed else 0
@@ -141,7 +141,7 @@ class WandbTracker:
             for series in lines.values()
             for name in series.names
         }
-        return find_missing(lines, recorded)
+        return find_missing_lines(lines, recorded)
 
     def insert_missing(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         log_records(self, records)
@@ -161,17 +161,17 @@ class WandbTracker:
         self._run.log_artifact(artifact)
 
 
-def tracked_sources() -> dict[str, Path]:
+def git_tracked_files() -> dict[str, Path]:
     """Files (name -> path) tracked by git in the repository of the main script, except hidden and large ones.
 
     If git does not track the main script, as for `lmt`, uses the checkout of lm_trainer; empty without one.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    root = (main and _repository(Path(main).resolve())) or _repository(Path(__file__).resolve())
+    root = (main and _find_repository(Path(main).resolve())) or _find_repository(Path(__file__).resolve())
     if root is None:
         return {}
     # Only tracked files: an untracked one may be a data dump or contain a key.
-    listed = _git(root, "ls-files", "-z") or ""
+    listed = _run_git(root, "ls-files", "-z") or ""
     names = [name for name in listed.split("\0") if name and not any(p.startswith(".") for p in name.split("/"))]
     files = {name: root / name for name in names}
     # A link may point out of the repository.
@@ -180,15 +180,15 @@ def tracked_sources() -> dict[str, Path]:
     }
 
 
-def _repository(file: Path) -> Path | None:
+def _find_repository(file: Path) -> Path | None:
     """Root of the checkout in which git tracks `file`."""
-    if not _git(file.parent, "ls-files", "--error-unmatch", file.name):
+    if not _run_git(file.parent, "ls-files", "--error-unmatch", file.name):
         return None
-    top = _git(file.parent, "rev-parse", "--show-toplevel")
+    top = _run_git(file.parent, "rev-parse", "--show-toplevel")
     return Path(top.strip()) if top else None
 
 
-def _git(directory: Path, *command: str) -> str | None:
+def _run_git(directory: Path, *command: str) -> str | None:
     """Runs git and returns its output; None if it fails or is not installed."""
     try:
         # A repository on a dead mount must not delay the start of a run.

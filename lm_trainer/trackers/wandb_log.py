@@ -13,14 +13,14 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 """Kinds of fragments: a complete record, and the first and the last fragment of a record."""
 
 
-def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[int]]:
+def read_logged_steps(directory: Path, run_id: str, step_key: str) -> dict[str, set[int]]:
     """The steps of each key in the history of a run, from its logs below `directory`/wandb."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     steps: dict[str, set[int]] = defaultdict(set)
     name = escape(run_id)
     for file in sorted(directory.glob(f"wandb/*run-*-{name}/run-{name}.wandb")):
-        for content in _records(file.read_bytes()):
+        for content in _iter_records(file.read_bytes()):
             try:
                 keys = {item.key or item.nested_key[0]: item for item in Record.FromString(content).history.item}
                 step = int(keys[step_key].value_json) if step_key in keys else None
@@ -33,7 +33,7 @@ def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[
     return steps
 
 
-def _records(data: bytes) -> Iterator[bytes]:
+def _iter_records(data: bytes) -> Iterator[bytes]:
     """The complete records of a log in LevelDB's format: fragments start with CRC (4 bytes), length (2), kind (1)."""
     offset, parts = _HEADER, []
     while offset + _HEADER <= len(data):

@@ -16,7 +16,7 @@ from lm_trainer.parallel.mesh import MeshShape, build_mesh
 NEVER = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10**9),))
 
 
-def sharded(devices: int) -> NamedSharding:
+def sharding_over(devices: int) -> NamedSharding:
     return NamedSharding(build_mesh(MeshShape(), jax.devices()[:devices]), PartitionSpec("data"))
 
 
@@ -29,41 +29,41 @@ def arrays(seed: int, sharding: NamedSharding) -> dict[str, jax.Array]:
     }
 
 
-def like(sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays(0, sharding).items()
     }
 
 
-def saved(place: StoragePath, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
-    store = CheckpointStore(place, config)
+def save_steps(directory: StoragePath, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
+    store = CheckpointStore(directory, config)
     for step in steps:
-        store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
+        store.save(step, arrays(step, sharding_over(8)), {"note": f"step {step}"})
     store.wait()
     return store
 
 
-def check_that_a_step_comes_back(place: StoragePath, devices: int) -> None:
-    saved(place, 3).close()
-    store = CheckpointStore(place, NEVER)
-    restored = store.restore(like(sharded(devices)))
+def check_that_a_step_comes_back(directory: StoragePath, devices: int) -> None:
+    save_steps(directory, 3).close()
+    store = CheckpointStore(directory, NEVER)
+    restored = store.restore(abstract_arrays(sharding_over(devices)))
     store.close()
     assert restored is not None
     assert (restored.step, restored.record["note"]) == (3, "step 3")
-    for name, x in arrays(3, sharded(1)).items():
+    for name, x in arrays(3, sharding_over(1)).items():
         assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(x).tobytes()
         assert len(restored.arrays[name].sharding.device_set) == devices
 
 
-def check_that_a_save_is_a_snapshot(place: StoragePath) -> None:
-    store = CheckpointStore(place, NEVER)
-    values = arrays(1, sharded(8))
+def check_that_a_save_is_a_snapshot(directory: StoragePath) -> None:
+    store = CheckpointStore(directory, NEVER)
+    values = arrays(1, sharding_over(8))
     expected = np.asarray(values["params.w"]).copy()
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     store.save(1, values, {})
     jax.block_until_ready(overwrite(values["params.w"]))
     store.wait()
-    restored = store.restore(like(sharded(8)))
+    restored = store.restore(abstract_arrays(sharding_over(8)))
     store.close()
     assert restored is not None
     np.testing.assert_array_equal(np.asarray(restored.arrays["params.w"]), expected)

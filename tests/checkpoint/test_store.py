@@ -22,17 +22,17 @@ from pydantic import ValidationError
 
 from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore, committed_steps, root_cause
+from lm_trainer.checkpoint.store import PERMANENT_KEY, CheckpointStore, list_steps, root_cause
 from lm_trainer.core.checksummed import with_checksum
 from lm_trainer.core.errors import MachineError, UserError
 from tests.checkpoint.steps import (
     NEVER,
+    abstract_arrays,
     arrays,
     check_that_a_save_is_a_snapshot,
     check_that_a_step_comes_back,
-    like,
-    saved,
-    sharded,
+    save_steps,
+    sharding_over,
 )
 
 SPOILT = '{"custom_metadata": {"a": 1}, "init_timesuamp_nsecs": 2}'
@@ -50,8 +50,8 @@ KEEP_THREE = tuple(
 
 
 def test_the_documented_three_entry_policy() -> None:
-    kept = [step for step in range(0, 70001, 500) if is_permanent(step, KEEP_THREE)]
-    assert kept == [*range(1000, 10001, 1000), *range(15000, 40001, 5000), 50000, 60000, 70000]
+    permanent_steps = [step for step in range(0, 70001, 500) if is_permanent(step, KEEP_THREE)]
+    assert permanent_steps == [*range(1000, 10001, 1000), *range(15000, 40001, 5000), 50000, 60000, 70000]
 
 
 @pytest.mark.parametrize(
@@ -78,30 +78,30 @@ def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(directory: P
 
 def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: Path) -> None:
     config = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10),))
-    saved(directory, 3, 7, 10, 12, 20, 23, 25, config=config).close()
-    assert committed_steps(directory) == [10, 20, 25]
+    save_steps(directory, 3, 7, 10, 12, 20, 23, 25, config=config).close()
+    assert list_steps(directory) == [10, 20, 25]
     assert not [p.name for p in directory.iterdir() if p.name.startswith(".trash")]
 
 
 def test_two_temporary_checkpoints_remain_between_saves_and_after_a_kill(directory: Path) -> None:
-    killed = saved(directory, 3, 5, 7)
+    killed = save_steps(directory, 3, 5, 7)
     killed.wait()
-    assert committed_steps(directory) == [5, 7]
+    assert list_steps(directory) == [5, 7]
     # Not closed, as after a kill.
-    resumed = saved(directory, 9)
+    resumed = save_steps(directory, 9)
     resumed.wait()
-    assert committed_steps(directory) == [7, 9]
+    assert list_steps(directory) == [7, 9]
     resumed.close()
-    assert committed_steps(directory) == [9]
+    assert list_steps(directory) == [9]
     killed.close()
 
 
 def test_saves_leave_no_thread_and_no_open_file_behind(directory: Path) -> None:
-    store = saved(directory, 1, 2)
+    store = save_steps(directory, 1, 2)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     saves = range(3, 15)
     for step in saves:
-        store.save(step, arrays(step, sharded(8)), {})
+        store.save(step, arrays(step, sharding_over(8)), {})
     store.wait()
     after = len(os.listdir("/proc/self/fd")), threading.active_count()
     # Less than one of every second save; pools of this process may grow by a few meanwhile.
@@ -110,29 +110,29 @@ def test_saves_leave_no_thread_and_no_open_file_behind(directory: Path) -> None:
 
 
 def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) -> None:
-    saved(directory, 3).close()
+    save_steps(directory, 3).close()
     config = NEVER.model_copy(update={"delete_old_temp_checkpoints": False})
-    saved(directory, 5, 7, config=config).close()
-    assert committed_steps(directory) == [3, 7]
+    save_steps(directory, 5, 7, config=config).close()
+    assert list_steps(directory) == [3, 7]
 
 
 def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) -> None:
     every_ten, rare = (NEVER.model_copy(update={"keep": (KeepEvery(every=n),)}) for n in (10, 1000))
     store = CheckpointStore(directory, every_ten)
     for step, record in ((10, {}), (13, {PERMANENT_KEY: True}), (20, {}), (25, {})):
-        store.save(step, arrays(step, sharded(1)), record)
+        store.save(step, arrays(step, sharding_over(1)), record)
     store.close()
     assert store.extra_permanent_note() is None
     for config in (rare, rare.model_copy(update={"delete_old_temp_checkpoints": False}), NEVER):
-        again = CheckpointStore(directory, config)
-        assert "steps 10, 13, 20, which were permanent" in (again.extra_permanent_note() or "")
-        assert f"rm -r {directory / '10'}" in (again.extra_permanent_note() or "")
-        again.close()
-    saved(directory, 30, 33, config=rare).close()
-    assert committed_steps(directory) == [10, 13, 20, 33]
+        reopened = CheckpointStore(directory, config)
+        assert "steps 10, 13, 20, which were permanent" in (reopened.extra_permanent_note() or "")
+        assert f"rm -r {directory / '10'}" in (reopened.extra_permanent_note() or "")
+        reopened.close()
+    save_steps(directory, 30, 33, config=rare).close()
+    assert list_steps(directory) == [10, 13, 20, 33]
     # Nor does a policy that asks for less make permanent what was saved as temporary.
-    saved(directory, 34, config=every_ten).close()
-    assert committed_steps(directory) == [10, 13, 20, 34]
+    save_steps(directory, 34, config=every_ten).close()
+    assert list_steps(directory) == [10, 13, 20, 34]
 
 
 def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
@@ -145,109 +145,109 @@ def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
             "with_checksum",
             lambda record: with_checksum({k: v for k, v in record.items() if k != PERMANENT_KEY}),
         )
-        saved(directory, 10, 20, 21, config=NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})).close()
-    saved(directory, 22, 23).close()
-    assert committed_steps(directory) == [10, 20, 21, 23]
+        save_steps(directory, 10, 20, 21, config=NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})).close()
+    save_steps(directory, 22, 23).close()
+    assert list_steps(directory) == [10, 20, 21, 23]
 
 
 def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> None:
     config = NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})
-    store = saved(directory, 10, 20, 21, config=config)
+    store = save_steps(directory, 10, 20, 21, config=config)
     (directory / "10" / "_CHECKPOINT_METADATA").write_text(SPOILT)
     for step in (22, 23):
-        store.save(step, arrays(step, sharded(1)), {})
+        store.save(step, arrays(step, sharding_over(1)), {})
     store.close()
-    assert committed_steps(directory) == [20, 23]
+    assert list_steps(directory) == [20, 23]
     (directory / "20" / "_CHECKPOINT_METADATA").write_text(SPOILT)
-    saved(directory, 24, config=config).close()
-    assert committed_steps(directory) == [24]
+    save_steps(directory, 24, config=config).close()
+    assert list_steps(directory) == [24]
     assert (directory / "10.corrupt").is_dir()
     assert (directory / "20.corrupt").is_dir()
 
 
-@pytest.mark.parametrize("how", ["bit", "spoilt metadata"])
-def test_without_any_good_step_nothing_starts_over(directory: Path, how: str) -> None:
-    saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
+@pytest.mark.parametrize("kind", ["bit", "spoilt metadata"])
+def test_without_any_good_step_nothing_starts_over(directory: Path, kind: str) -> None:
+    save_steps(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
     for step in ("1", "2"):
-        if how == "bit":
-            damage(directory / step, how)
+        if kind == "bit":
+            damage(directory / step, kind)
         else:
             (directory / step / "_CHECKPOINT_METADATA").write_text(SPOILT)
     for _ in range(2):
         with pytest.raises(MachineError, match=r"no checkpoint can be used, and nothing was changed:\n  step"):
-            CheckpointStore(directory, NEVER).restore(like(sharded(8)))
-        assert committed_steps(directory) == [1, 2]
+            CheckpointStore(directory, NEVER).restore(abstract_arrays(sharding_over(8)))
+        assert list_steps(directory) == [1, 2]
 
 
 def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(minutes=15)}))
-    now = time.time()
+    start_time = time.time()
     for jump in (-86400, 86400):
-        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
-        assert not store.due(5)
+        monkeypatch.setattr(time, "time", lambda jump=jump: start_time + jump)
+        assert not store.is_due(5)
 
 
 def test_a_clock_that_jumps_ends_no_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     days = itertools.count()
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 86400 * next(days))
-    saved(directory, 3, 6).close()
-    assert committed_steps(directory) == [6]
+    start_time = time.time()
+    monkeypatch.setattr(time, "time", lambda: start_time + 86400 * next(days))
+    save_steps(directory, 3, 6).close()
+    assert list_steps(directory) == [6]
 
 
 def test_when_a_checkpoint_is_due(directory: Path) -> None:
     store = CheckpointStore(directory, CheckpointerConfig(keep=(KeepEvery(every=10),)))
-    assert [step for step in range(25) if store.due(step)] == [10, 20]
-    assert CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(0)})).due(1)
+    assert [step for step in range(25) if store.is_due(step)] == [10, 20]
+    assert CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(0)})).is_due(1)
 
 
-def damage(step: Path, how: str) -> None:
+def damage(step: Path, kind: str) -> None:
     data = max((p for p in (step / "state").rglob("*") if p.is_file() and p.parent.name == "d"), key=os.path.getsize)
-    if how == "bit":
+    if kind == "bit":
         content = bytearray(data.read_bytes())
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
-    elif how == "truncated":
+    elif kind == "truncated":
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    elif how == "half deleted":
+    elif kind == "half deleted":
         data.unlink()
     else:
         (step / "_CHECKPOINT_METADATA").unlink()
 
 
-@pytest.mark.parametrize("how", ["bit", "truncated", "half deleted", "no metadata"])
+@pytest.mark.parametrize("kind", ["bit", "truncated", "half deleted", "no metadata"])
 def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
-    directory: Path, how: str, caplog: pytest.LogCaptureFixture
+    directory: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})
-    saved(directory, 1, 2, config=config).close()
-    damage(directory / "2", how)
+    save_steps(directory, 1, 2, config=config).close()
+    damage(directory / "2", kind)
     store = CheckpointStore(directory, config)
-    restored = store.restore(like(sharded(8)))
+    restored = store.restore(abstract_arrays(sharding_over(8)))
     assert restored is not None
     assert restored.step == 1
     assert "checkpoint 2 cannot be used" in caplog.text
     assert (directory / "2.corrupt").is_dir()
-    store.save(2, arrays(2, sharded(8)), {})
+    store.save(2, arrays(2, sharding_over(8)), {})
     store.close()
-    assert committed_steps(directory) == [1, 2]
+    assert list_steps(directory) == [1, 2]
 
 
-@pytest.mark.parametrize("how", ["index", "bit", "half deleted"])
+@pytest.mark.parametrize("kind", ["index", "bit", "half deleted"])
 def test_a_damaged_array_is_one_line_though_others_are_still_read(
-    directory: Path, how: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+    directory: Path, kind: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
 ) -> None:
     many = {f"params.{number}": jax.numpy.full((256, 64), number) for number in range(60)}
     store = CheckpointStore(directory, NEVER)
     store.save(1, many, {})
     store.wait()
-    if how == "index":
+    if kind == "index":
         # The tree by which every array is found: all reads fail, one after another.
         for file in (directory / "1" / "state" / "d").iterdir():
             content = file.read_bytes()
             file.write_bytes(content[:20] + bytes(8) + content[28:])
     else:
-        damage(directory / "1", how)
+        damage(directory / "1", kind)
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in many.items()}
     with pytest.raises(MachineError, match="no checkpoint can be used"):
         store.restore(shapes)
@@ -261,9 +261,9 @@ def test_a_damaged_array_is_one_line_though_others_are_still_read(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
 def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> None:
     """Whatever file of the newest step it is in, what comes back is a whole step with the bits that were saved."""
-    saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
+    save_steps(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
     expected = {
-        step: {name: np.asarray(x).tobytes() for name, x in arrays(step, sharded(1)).items()} for step in (1, 2)
+        step: {name: np.asarray(x).tobytes() for name, x in arrays(step, sharding_over(1)).items()} for step in (1, 2)
     }
     pristine = directory.with_name("pristine")
     shutil.copytree(directory, pristine)
@@ -275,13 +275,13 @@ def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> No
         content[rng.integers(len(content))] ^= 1 << rng.integers(8)
         (directory / file).write_bytes(content)
         store = CheckpointStore(directory, NEVER)
-        restored = store.restore(like(sharded(1)))
+        restored = store.restore(abstract_arrays(sharding_over(1)))
         assert restored is not None, file
         assert {name: np.asarray(x).tobytes() for name, x in restored.arrays.items()} == expected[restored.step], file
         assert restored.record["note"] == f"step {restored.step}", file
-        store.save(3, arrays(3, sharded(1)), {})
+        store.save(3, arrays(3, sharding_over(1)), {})
         store.close()
-        assert 3 in committed_steps(directory)
+        assert 3 in list_steps(directory)
         used.append(restored.step)
         shutil.rmtree(directory)
         shutil.copytree(pristine, directory)
@@ -290,11 +290,11 @@ def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> No
 
 def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores an older step, since the other of two processes cannot read the arrays of the newest one."""
-    saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
+    save_steps(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
     store = CheckpointStore(directory, NEVER)
     answers = iter([False, True, False, False])
-    monkeypatch.setattr("lm_trainer.checkpoint.store.any_process", lambda mine: mine or next(answers))
-    restored = store.restore(like(sharded(1)))
+    monkeypatch.setattr("lm_trainer.checkpoint.store.any_process", lambda own_value: own_value or next(answers))
+    restored = store.restore(abstract_arrays(sharding_over(1)))
     assert restored is not None
     assert restored.step == 1
     assert (directory / "2.corrupt").is_dir()
@@ -304,7 +304,7 @@ def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, mo
 def test_a_machine_that_cannot_read_now_is_no_damage(
     directory: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = saved(directory, 3, 6)
+    store = save_steps(directory, 3, 6)
     store.wait()
 
     def refuse(*_: object) -> None:
@@ -312,34 +312,34 @@ def test_a_machine_that_cannot_read_now_is_no_damage(
 
     monkeypatch.setattr(ocp, "load_checkpointables", refuse)
     with pytest.raises(MachineError, match=rf"checkpoints/6: its arrays cannot be read now \(.*{os.strerror(code)}"):
-        store.restore(like(sharded(8)))
+        store.restore(abstract_arrays(sharding_over(8)))
     monkeypatch.undo()
-    assert committed_steps(directory) == [3, 6]
-    restored = store.restore(like(sharded(8)))
+    assert list_steps(directory) == [3, 6]
+    restored = store.restore(abstract_arrays(sharding_over(8)))
     assert restored is not None
     assert restored.step == 6
 
 
 def test_nothing_to_restore(directory: Path) -> None:
-    assert CheckpointStore(directory, NEVER).restore(like(sharded(1))) is None
+    assert CheckpointStore(directory, NEVER).restore(abstract_arrays(sharding_over(1))) is None
 
 
 def test_another_model_is_refused_by_name_and_nothing_is_moved(directory: Path) -> None:
-    saved(directory, 4).close()
-    other = like(sharded(8))
-    other["params.w"] = jax.ShapeDtypeStruct((64, 48), np.float32, sharding=sharded(8))
-    other["params.new"] = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharded(8))
+    save_steps(directory, 4).close()
+    other = abstract_arrays(sharding_over(8))
+    other["params.w"] = jax.ShapeDtypeStruct((64, 48), np.float32, sharding=sharding_over(8))
+    other["params.new"] = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding_over(8))
     with pytest.raises(UserError) as caught:
         CheckpointStore(directory, NEVER).restore(other)
     assert "params.w: the checkpoint has float32[64,32], the configuration asks for float32[64,48]" in str(caught.value)
     assert "params.new: the checkpoint has nothing" in str(caught.value)
-    assert committed_steps(directory) == [4]
+    assert list_steps(directory) == [4]
 
 
 def test_a_step_that_does_not_exist(directory: Path) -> None:
-    saved(directory, 4).close()
+    save_steps(directory, 4).close()
     with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there are: \[4\]\)"):
-        CheckpointStore(directory, NEVER).restore(like(sharded(8)), step=5)
+        CheckpointStore(directory, NEVER).restore(abstract_arrays(sharding_over(8)), step=5)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
@@ -349,17 +349,17 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_vanishes_is_not_made_again(directory: Path) -> None:
-    store = saved(directory, 3)
+    store = save_steps(directory, 3)
     store.wait()
     gone = directory.rename(directory.with_name("gone"))
     with pytest.raises(MachineError, match=rf"{directory}: .* the directory was removed or replaced"):
-        store.save(6, arrays(6, sharded(8)), {})
+        store.save(6, arrays(6, sharding_over(8)), {})
     assert not directory.exists()
     directory.mkdir()
     with pytest.raises(MachineError, match="removed or replaced"):
-        store.save(6, arrays(6, sharded(8)), {})
-    assert committed_steps(gone) == [3]
-    assert committed_steps(directory) == []
+        store.save(6, arrays(6, sharding_over(8)), {})
+    assert list_steps(gone) == [3]
+    assert list_steps(directory) == []
 
 
 @pytest.fixture
@@ -374,17 +374,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_harms_nothing_that_was_saved(small_disk: Path) -> None:
     directory = small_disk / "checkpoints"
-    store = saved(directory, 1)
+    store = save_steps(directory, 1)
     (small_disk / "filler").write_bytes(b"x" * 300_000)
 
     def save_until_full() -> None:
         for step in range(2, 12):
-            store.save(step, {**arrays(step, sharded(8)), "params.big": jax.numpy.ones(60_000)}, {})
+            store.save(step, {**arrays(step, sharding_over(8)), "params.big": jax.numpy.ones(60_000)}, {})
         store.wait()
 
     with pytest.raises(MachineError, match=r"could not be written.*steps \[1\] are untouched"):
         save_until_full()
-    restored = CheckpointStore(directory, NEVER).restore(like(sharded(8)))
+    restored = CheckpointStore(directory, NEVER).restore(abstract_arrays(sharding_over(8)))
     assert restored is not None
     assert restored.step == 1
 
@@ -399,6 +399,6 @@ def test_a_save_that_failed_is_reported_once_however_often_it_is_waited_for() ->
     cause = ValueError("OUT_OF_RANGE: " + "a/very/long/path" * 40 + ": File too large")
     first = MachineError("a checkpoint could not be written")
     first.__cause__, cause.__context__ = cause, first
-    found = root_cause(cause)
-    assert found.startswith("ValueError: OUT_OF_RANGE")
-    assert found.endswith(": File too large")
+    cause_text = root_cause(cause)
+    assert cause_text.startswith("ValueError: OUT_OF_RANGE")
+    assert cause_text.endswith(": File too large")

@@ -64,7 +64,7 @@ def test_a_build_ends_at_once_and_goes_on_later(
 
 def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
     def signal_now(phase: str, _info: object) -> None:
-        if phase == "start" and not signals.came():
+        if phase == "start" and not signals.is_interrupted():
             os.kill(os.getpid(), signal.SIGTERM)
 
     # Not always Python's own: under `nohup` it is ignored.
@@ -75,6 +75,6 @@ def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
             gc.collect()
         finally:
             gc.callbacks.remove(signal_now)
-        assert signals.came()
-        assert "stopped by SIGTERM; all is kept" in str(signals.error())
+        assert signals.is_interrupted()
+        assert "stopped by SIGTERM; all is kept" in str(signals.to_exception())
     assert signal.getsignal(signal.SIGINT) is previous_handler

@@ -16,7 +16,7 @@ from lm_trainer.core.files import local_path
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.rungs import run_folder
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.find_run import log_directory, run_start_directory
+from lm_trainer.run.files.find_run import read_log_directory, run_start_directory
 from lm_trainer.trackers.base import TrackedRun
 from lm_trainer.trackers.tensorboard import TensorboardConfig
 from tests.config.test_urls import SOME, Key
@@ -65,7 +65,7 @@ def test_paths_are_expanded_where_they_are_used_and_stay_as_they_were_written(ho
     assert TensorboardConfig(logdir="~/b/").directory(TrackedRun(Path("logs/run"), "run", 0)) == str(home / "b" / "run")
     assert run_start_directory(home / "l" / "run", "~/l") == Path.cwd()
     Path("my.yaml").write_text("trainer: {log_dir: ~/l}")
-    assert log_directory(Path("my.yaml")) == home / "l"
+    assert read_log_directory(Path("my.yaml")) == home / "l"
 
 
 def test_the_directory_of_a_ladder(home: Path) -> None:

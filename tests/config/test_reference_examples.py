@@ -19,7 +19,7 @@ from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.trackers import TensorboardConfig, WandbConfig
 from tests.config.reference_examples import EXAMPLES, INCLUDED
 from tests.conftest import Lmt, RunLmt
-from tests.run.conftest import merged
+from tests.run.conftest import merge
 
 Written = Callable[[str], Path]
 
@@ -243,7 +243,7 @@ def small(example: str) -> dict[str, Any]:
     if "cycles" in content.get("optimizer", {}):
         content["optimizer"]["cycles"] = [2]
         content["optimizer"]["warmup"] = 0
-    return merged(content, SMALL)
+    return merge(content, SMALL)
 
 
 OF_A_PROCESS = "the compilation cache"

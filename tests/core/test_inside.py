@@ -279,7 +279,7 @@ def test_a_record_of_a_run_names_the_run_and_files_of_it(tmp_path: Path, name: A
         RunRecord.read(_write_run(tmp_path, id=name))
     changed = RunRecord.read(_write_run(tmp_path, changes=[{"step": 5, "config_before": name}]))
     with pytest.raises(UserError, match=r"run\.json: the name"):
-        changed.config(1)
+        changed.load_config(1)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/elsewhere/x", 3])

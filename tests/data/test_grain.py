@@ -78,9 +78,9 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
 def test_a_loader_that_was_saved_elsewhere_is_refused(corpus: Path) -> None:
     data = open_corpus(corpus, {})
     batches = data.train(4, rows=range(4), first_step=7, num_steps=9)
-    assert batches.saved_state() == {"next_index": 7}
+    assert batches.get_state() == {"next_index": 7}
     next(batches)
-    assert batches.saved_state() == {"next_index": 8}
+    assert batches.get_state() == {"next_index": 8}
     batches.restore_state({"next_index": 8})
     with pytest.raises(UserError, match="the batches go on after step 8, but the loader was saved after step 6"):
         batches.restore_state({"next_index": 6})

@@ -182,7 +182,7 @@ def test_rows_in_sequence_go_on_from_a_state(tmp_path: Path, module: str, monkey
     first = open_source(tmp_path, f"{module}:rows", source=source).train(4, rows=range(4), num_steps=30)
     for _ in range(17):
         next(first)
-    state = json.loads(json.dumps(first.saved_state()))
+    state = json.loads(json.dumps(first.get_state()))
     first.close()
     assert state["next_index"] == 17
     reopened = open_source(tmp_path, f"{module}:rows", source=source)

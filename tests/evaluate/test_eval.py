@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.evaluate.losses import ratio_of_sums
-from lm_trainer.run.training.eval_groups import groups_of
+from lm_trainer.run.training.eval_groups import group_by_tag
 from lm_trainer.trackers import read_metrics
 from tests.conftest import Lmt, refused, run_here
 from tests.evaluate.conftest import TEXTS
@@ -170,7 +170,7 @@ def test_standard_errors_are_those_of_resampled_documents() -> None:
 
 
 def test_groups_follow_the_slashes_of_tags() -> None:
-    groups = groups_of({"a/b": ["x"], "a/c": [], "d": ["x", "y/z"]})
+    groups = group_by_tag({"a/b": ["x"], "a/c": [], "d": ["x", "y/z"]})
     assert groups == {
         "": ["a/b", "a/c", "d"],
         "a": ["a/b", "a/c"],
@@ -178,7 +178,7 @@ def test_groups_follow_the_slashes_of_tags() -> None:
         "y": ["d"],
         "y/z": ["d"],
     }
-    assert groups_of({"only": []}) == {}
+    assert group_by_tag({"only": []}) == {}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lm_trainer.launch.supervise import free_address
+from lm_trainer.launch.supervise import find_free_address
 from tests.conftest import lmt_environment
 
 PROCESS = """
@@ -29,7 +29,7 @@ with join_processes(config, Progress(1, stream=open(os.devnull, "w"))):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="suspends and kills processes")
 def test_a_suspended_process_is_waited_for_and_a_killed_one_is_named() -> None:
-    address = free_address()
+    address = find_free_address()
     command = [sys.executable, "-c", PROCESS, address]
     pipe = subprocess.PIPE
     processes = [

@@ -52,9 +52,9 @@ def test_what_takes_too_long_is_named_once(tmp_path: Path, capfd: pytest.Capture
 
     watchdog.arm("the checkpoint of step 7")
     clock.pass_time(watchdog, 300)
-    said = capfd.readouterr().err
-    assert said.count("watchdog: no progress for 60 s, waiting for the checkpoint of step 7") == 1
-    assert str(tmp_path / "stacks.txt") in said
+    output = capfd.readouterr().err
+    assert output.count("watchdog: no progress for 60 s, waiting for the checkpoint of step 7") == 1
+    assert str(tmp_path / "stacks.txt") in output
     stacks = (tmp_path / "stacks.txt").read_text()
     assert "test_what_takes_too_long_is_named_once" in stacks
     assert stacks.count("waiting for the checkpoint of step 7") == 1
@@ -80,7 +80,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) ->
 def test_each_item_has_the_whole_time(tmp_path: Path) -> None:
     clock = Clock()
     watchdog = Watchdog(MINUTE, tmp_path, clock=clock)
-    for _ in watchdog.timed(range(5), "the evaluation"):
+    for _ in watchdog.time_items(range(5), "the evaluation"):
         clock.pass_time(watchdog, 50)
     assert not (tmp_path / "stacks.txt").exists()
     clock.pass_time(watchdog, 60)
@@ -92,9 +92,9 @@ def test_stacks_that_cannot_be_written_are_shown(tmp_path: Path, capfd: pytest.C
     watchdog = Watchdog(MINUTE, tmp_path / "gone", clock=clock)
     watchdog.arm("step 1")
     clock.pass_time(watchdog, 60)
-    said = capfd.readouterr().err
-    assert "test_stacks_that_cannot_be_written_are_shown" in said
-    assert "the stacks of all threads are above" in said
+    output = capfd.readouterr().err
+    assert "test_stacks_that_cannot_be_written_are_shown" in output
+    assert "the stacks of all threads are above" in output
 
 
 def test_a_run_that_waits_for_its_data_says_so_and_goes_on(

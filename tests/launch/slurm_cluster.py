@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from lm_trainer.launch.supervise import free_address
+from lm_trainer.launch.supervise import find_free_address
 
 ROOT = Path(os.environ.get("LMT_SLURM", "/"))
 """The directory into which `.ci/get-slurm` has unpacked the packages; by default those that are installed."""
@@ -184,4 +184,4 @@ def wait_for(reached: Callable[[], bool], problem: str, seconds: float = 240) ->
 
 
 def _free_port() -> str:
-    return free_address().rpartition(":")[2]
+    return find_free_address().rpartition(":")[2]

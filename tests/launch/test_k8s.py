@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.k8s import Gpus, KubernetesJob, apply, manifest
-from lm_trainer.launch.tpu_slices import tpu_slice, usual_topology
+from lm_trainer.launch.k8s import Gpus, KubernetesJob, apply_manifest, build_manifest
+from lm_trainer.launch.tpu_slices import find_tpu_slice, usual_topology
 from lm_trainer.launch.volumes import parse_volumes
 from tests.conftest import Lmt
 
@@ -66,23 +66,27 @@ JOB_SET = {
 }
 
 
-def unknown(value: Any, fields: Any, prefix: str = "") -> list[str]:
+def find_unknown_fields(value: Any, fields: Any, prefix: str = "") -> list[str]:
     """The places of a manifest that no field of `fields` describes."""
     if fields == "":
         return []
     if "*" in fields:
-        return [path for i, item in enumerate(value) for path in unknown(item, fields["*"], f"{prefix}[{i}]")]
+        return [
+            path for i, item in enumerate(value) for path in find_unknown_fields(item, fields["*"], f"{prefix}[{i}]")
+        ]
     paths = [f"{prefix}.{key}" for key in value if key not in fields]
-    return paths + [p for key in value if key in fields for p in unknown(value[key], fields[key], f"{prefix}.{key}")]
+    return paths + [
+        p for key in value if key in fields for p in find_unknown_fields(value[key], fields[key], f"{prefix}.{key}")
+    ]
 
 
-TPU = tpu_slice("v5p-32", None, None)
+TPU = find_tpu_slice("v5p-32", None, None)
 
 
 def documents(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     job = KubernetesJob(**{"name": "run", "image": "image:1", "hardware": TPU, **changes})
-    config, job_set = yaml.safe_load_all(manifest(job, "trainer:\n  seed: 1\n", "my.yaml"))
-    assert unknown(job_set, JOB_SET) == []
+    config, job_set = yaml.safe_load_all(build_manifest(job, "trainer:\n  seed: 1\n", "my.yaml"))
+    assert find_unknown_fields(job_set, JOB_SET) == []
     return config, job_set
 
 
@@ -231,13 +235,13 @@ def test_slices_volumes_secrets_and_spot_nodes() -> None:
     ],
 )
 def test_slices(accelerator: str, topology: str, nodes: int, chips: int) -> None:
-    slice_ = tpu_slice(accelerator, None, None)
+    slice_ = find_tpu_slice(accelerator, None, None)
     assert (slice_.topology_label, slice_.nodes, slice_.chips_per_node) == (topology, nodes, chips)
 
 
 def test_a_topology_may_be_chosen() -> None:
-    assert tpu_slice("v5p", "8x8x4", None).nodes == 64
-    assert tpu_slice("v6e", "2x4", 4).nodes == 2
+    assert find_tpu_slice("v5p", "8x8x4", None).nodes == 64
+    assert find_tpu_slice("v6e", "2x4", 4).nodes == 2
     assert usual_topology(12, 2) is None
 
 
@@ -253,7 +257,7 @@ def test_a_topology_may_be_chosen() -> None:
 )
 def test_slices_that_cannot_be(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        tpu_slice(*arguments)
+        find_tpu_slice(*arguments)
 
 
 @pytest.mark.parametrize("text", ["claim", ":/mount", "claim:mount", "My_Claim:/mount"])
@@ -282,7 +286,7 @@ def fake_kubectl(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) ->
 
 def test_kubectl_gets_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_kubectl(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/args; cat > {tmp_path}/stdin; echo created')
-    assert apply("text") == "created"
+    assert apply_manifest("text") == "created"
     assert (tmp_path / "args").read_text().split() == ["apply", "-f", "-"]
     assert (tmp_path / "stdin").read_text() == "text"
 
@@ -290,17 +294,17 @@ def test_kubectl_gets_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_refusal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_kubectl(tmp_path, monkeypatch, "echo 'no matches for kind JobSet' >&2; exit 1")
     with pytest.raises(UserError, match="kubectl refused the manifest: no matches for kind JobSet"):
-        apply("text")
+        apply_manifest("text")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="there is no kubectl"):
-        apply("text")
+        apply_manifest("text")
 
 
 def test_the_command(lmt: Lmt) -> None:
     done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-8", "trainer.seed=7")
     assert done.returncode == 0, done.stderr
     config, job_set = yaml.safe_load_all(done.stdout)
-    assert unknown(job_set, JOB_SET) == []
+    assert find_unknown_fields(job_set, JOB_SET) == []
     assert yaml.safe_load(config["data"]["gpt2_nano.yaml"])["trainer"]["seed"] == 7
     assert job_set["metadata"]["name"] == "lmt-gpt2-nano"
     # Two devices for each of 8 chips, where the configuration has 8 microbatches.

@@ -13,7 +13,7 @@ import pytest
 from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.slurm import SlurmJob, batch_script, submit
+from lm_trainer.launch.slurm import SlurmJob, build_batch_script, submit_job
 from lm_trainer.parallel.distributed import DistributedConfig, find_cluster
 from tests.conftest import Lmt
 
@@ -28,7 +28,7 @@ STEP = {
 }
 
 
-def fake(directory: Path, name: str, text: str) -> None:
+def write_fake_program(directory: Path, name: str, text: str) -> None:
     """A program of this name, first on the path."""
     path = directory / name
     path.write_text(f"#!/bin/bash\n{text}\n")
@@ -45,7 +45,7 @@ def bin_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_script_asks_for_what_was_given() -> None:
     job = SlurmJob("nano", 16, 2, gpus_per_node=8, cpus_per_process=6, time="1-00", notice=90, extra=("--mem=0",))
-    lines = batch_script(job, ["lmt", "train", "a b.yaml"], Path("/shared")).splitlines()
+    lines = build_batch_script(job, ["lmt", "train", "a b.yaml"], Path("/shared")).splitlines()
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
     assert options == {
         "--job-name=nano",
@@ -77,10 +77,10 @@ def test_the_script_asks_for_what_was_given() -> None:
 def test_a_stopped_job_is_queued_again(
     bin_first: Path, tmp_path: Path, code: int, state: str, requeue: bool, requeued: bool
 ) -> None:
-    fake(bin_first, "srun", f'kill -TERM $PPID; sleep 0.2; echo "ran $*"; exit {code}')
-    fake(bin_first, "squeue", f'[ "$2" = --jobs=812 ] && echo {state}')
-    fake(bin_first, "scontrol", 'echo "scontrol $*"')
-    script = batch_script(SlurmJob("nano", 2, requeue=requeue), ["lmt", "train"], tmp_path)
+    write_fake_program(bin_first, "srun", f'kill -TERM $PPID; sleep 0.2; echo "ran $*"; exit {code}')
+    write_fake_program(bin_first, "squeue", f'[ "$2" = --jobs=812 ] && echo {state}')
+    write_fake_program(bin_first, "scontrol", 'echo "scontrol $*"')
+    script = build_batch_script(SlurmJob("nano", 2, requeue=requeue), ["lmt", "train"], tmp_path)
     environ = {**os.environ, "SLURM_JOB_ID": "812"}
     done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
@@ -89,7 +89,7 @@ def test_a_stopped_job_is_queued_again(
 
 
 def test_a_job_without_a_number_of_cores_takes_whole_nodes() -> None:
-    lines = batch_script(SlurmJob("nano", 2, extra=("--mem=8G",)), ["lmt"], Path("/shared")).splitlines()
+    lines = build_batch_script(SlurmJob("nano", 2, extra=("--mem=8G",)), ["lmt"], Path("/shared")).splitlines()
     # The user's own option comes last, and the last one counts.
     assert [line for line in lines if "exclusive" in line or "mem" in line] == [
         "#SBATCH --exclusive",
@@ -99,15 +99,15 @@ def test_a_job_without_a_number_of_cores_takes_whole_nodes() -> None:
 
 
 def test_a_script_is_handed_to_sbatch(bin_first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
-    assert submit("the script\n") == "Submitted batch job 812"
+    write_fake_program(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
+    assert submit_job("the script\n") == "Submitted batch job 812"
     assert (bin_first / "sbatch.got").read_text() == "the script\n"
-    fake(bin_first, "sbatch", 'echo "sbatch: error: invalid partition" >&2; exit 1')
+    write_fake_program(bin_first, "sbatch", 'echo "sbatch: error: invalid partition" >&2; exit 1')
     with pytest.raises(UserError, match="sbatch refused the job: sbatch: error: invalid partition"):
-        submit("")
+        submit_job("")
     monkeypatch.setenv("PATH", str(bin_first / "none"))
     with pytest.raises(UserError, match="there is no sbatch on this machine"):
-        submit("")
+        submit_job("")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> Non
 def test_the_command_writes_prints_and_submits(lmt: Lmt, tmp_path: Path, bin_first: Path) -> None:
     config = tmp_path / "nano.yaml"
     config.write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
-    fake(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
+    write_fake_program(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
     options = ("-n", "4", "--nodes", "2", "--time", "10", "--submit", "--output", "job.sh")
     done = lmt("launch", "slurm", "nano.yaml", *options, "trainer.seed=3", "--trainer.num_train_steps", "7")
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 812\n"), done.stderr
@@ -180,9 +180,9 @@ def test_processes_with_emulated_devices_see_them(
     bin_first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false")
-    script = batch_script(SlurmJob("nano", 2, devices_per_process=3, requeue=False), ["lmt"], tmp_path)
+    script = build_batch_script(SlurmJob("nano", 2, devices_per_process=3, requeue=False), ["lmt"], tmp_path)
     monkeypatch.delenv("XLA_FLAGS")
-    fake(bin_first, "srun", 'echo "$JAX_PLATFORMS $JAX_NUM_CPU_DEVICES $XLA_FLAGS"')
+    write_fake_program(bin_first, "srun", 'echo "$JAX_PLATFORMS $JAX_NUM_CPU_DEVICES $XLA_FLAGS"')
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
     assert done.stdout == "cpu 3 --xla_cpu_enable_fast_math=false\n"
 

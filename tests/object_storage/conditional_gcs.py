@@ -33,10 +33,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        name, query = self._asked()
+        name, query = self._parse_request()
         if not name:
-            found = [{"name": key} for key in sorted(self.server.objects) if key.startswith(query.get("prefix", ""))]
-            self._answer(200, json.dumps({"kind": "storage#objects", "items": found}).encode())
+            items = [{"name": key} for key in sorted(self.server.objects) if key.startswith(query.get("prefix", ""))]
+            self._answer(200, json.dumps({"kind": "storage#objects", "items": items}).encode())
         elif name not in self.server.objects:
             self._answer(404)
         else:
@@ -44,29 +44,29 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, content, generation)
 
     def do_POST(self) -> None:
-        _, query = self._asked()
+        _, query = self._parse_request()
         content = self.rfile.read(int(self.headers["Content-Length"]))
         with self.server.one_at_a_time:
-            held, generation = self._holds(query["name"], query), next(self.server.generations)
+            held, generation = self._matches_generation(query["name"], query), next(self.server.generations)
             if held:
                 self.server.objects[query["name"]] = generation, content
         named = json.dumps({"name": query["name"], "generation": str(generation)})
         self._answer(200 if held else 412, named.encode())
 
     def do_DELETE(self) -> None:
-        name, query = self._asked()
+        name, query = self._parse_request()
         with self.server.one_at_a_time:
-            status = 404 if name not in self.server.objects else 204 if self._holds(name, query) else 412
+            status = 404 if name not in self.server.objects else 204 if self._matches_generation(name, query) else 412
             if status == 204:
                 del self.server.objects[name]
         self._answer(status)
 
-    def _holds(self, name: str, query: dict[str, str]) -> bool:
+    def _matches_generation(self, name: str, query: dict[str, str]) -> bool:
         """Tells whether the object is at the generation that the request names; 0 means that there is none."""
-        wanted = query.get("ifGenerationMatch")
-        return wanted is None or int(wanted) == self.server.objects.get(name, (0, b""))[0]
+        expected_generation = query.get("ifGenerationMatch")
+        return expected_generation is None or int(expected_generation) == self.server.objects.get(name, (0, b""))[0]
 
-    def _asked(self) -> tuple[str, dict[str, str]]:
+    def _parse_request(self) -> tuple[str, dict[str, str]]:
         """The object of the path, empty where it is that of all objects, and the query."""
         parts = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}

@@ -10,8 +10,8 @@ import pytest
 from lm_trainer.core import bucket as bucket_module
 from lm_trainer.core import key_values
 from lm_trainer.core.bucket import Bucket
-from tests.object_storage.proxy import Proxy, proxied
-from tests.object_storage.servers import BUCKET, SERVERS, using
+from tests.object_storage.proxy import Proxy, run_proxy
+from tests.object_storage.servers import BUCKET, SERVERS, use_server
 
 PACKAGES = {"s3": "moto.server", "gs": "gcp_storage_emulator"}
 
@@ -20,7 +20,7 @@ PACKAGES = {"s3": "moto.server", "gs": "gcp_storage_emulator"}
 def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     """The scheme of a server that runs, and that this process is pointed to."""
     pytest.importorskip(PACKAGES[request.param])
-    with SERVERS[request.param]() as endpoint, using(request.param, endpoint):
+    with SERVERS[request.param]() as endpoint, use_server(request.param, endpoint):
         yield request.param
 
 
@@ -53,7 +53,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def proxy(server: str, short_pauses: None) -> Iterator[Proxy]:
     """A proxy in front of it, to which this process is pointed."""
-    with proxied(server) as running, using("s3", running.endpoint):
+    with run_proxy(server) as running, use_server("s3", running.endpoint):
         yield running
 
 

@@ -97,7 +97,7 @@ def lose_answer(handler: Handler) -> bool:
     return True
 
 
-def cut(handler: Handler) -> bool:
+def cut_connection(handler: Handler) -> bool:
     """Breaks the connection in the middle of the answer."""
     status, headers, content = handler.forward()
     handler.answer(status, headers, content[: len(content) // 2], length=len(content))
@@ -127,12 +127,12 @@ def refuse(status: int, code: str = "") -> Fault:
     return fault
 
 
-def only(fault: Fault, *methods: str, path: str = "") -> Fault:
+def limit_to(fault: Fault, *methods: str, path: str = "") -> Fault:
     """Does so to requests of these methods alone, whose path holds a text."""
     return lambda handler: handler.command in methods and path in handler.path and fault(handler)
 
 
-def sometimes(faults: list[Fault], share: float, seed: int = 0) -> Fault:
+def inject_randomly(faults: list[Fault], share: float, seed: int = 0) -> Fault:
     """Does one of several to a share of all requests."""
     rng, lock = random.Random(seed), threading.Lock()
 
@@ -144,12 +144,12 @@ def sometimes(faults: list[Fault], share: float, seed: int = 0) -> Fault:
     return fault
 
 
-PASSING: list[Fault] = [drop, lose_answer, cut, delay(0.2), refuse(429), refuse(500), refuse(503)]
+PASSING: list[Fault] = [drop, lose_answer, cut_connection, delay(0.2), refuse(429), refuse(500), refuse(503)]
 """Faults that a request survives when it is sent again."""
 
 
 @contextlib.contextmanager
-def proxied(upstream: str) -> Iterator[Proxy]:
+def run_proxy(upstream: str) -> Iterator[Proxy]:
     """Runs a proxy."""
     proxy = Proxy(upstream)
     # It looks for its end as often as this, by default twice a second.

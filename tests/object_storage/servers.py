@@ -15,7 +15,7 @@ BUCKET = "a-bucket"
 
 
 @contextlib.contextmanager
-def s3() -> Iterator[str]:
+def run_s3_server() -> Iterator[str]:
     """Runs an S3 server with a bucket; yields its endpoint."""
     from moto.server import ThreadedMotoServer
 
@@ -24,8 +24,8 @@ def s3() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     endpoint = f"http://{host}:{port}"
-    put(f"{endpoint}/moto-api/reset", method="POST")
-    put(f"{endpoint}/{BUCKET}")
+    send_request(f"{endpoint}/moto-api/reset", method="POST")
+    send_request(f"{endpoint}/{BUCKET}")
     try:
         yield endpoint
     finally:
@@ -33,7 +33,7 @@ def s3() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def gcs() -> Iterator[str]:
+def run_gcs_server() -> Iterator[str]:
     """Runs a GCS server with a bucket; yields its endpoint."""
     from gcp_storage_emulator.server import create_server
 
@@ -50,7 +50,7 @@ def gcs() -> Iterator[str]:
         server.stop()
 
 
-SERVERS = {"s3": s3, "gs": gcs}
+SERVERS = {"s3": run_s3_server, "gs": run_gcs_server}
 
 
 def environment(scheme: str, endpoint: str) -> dict[str, str]:
@@ -66,13 +66,13 @@ def environment(scheme: str, endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def using(scheme: str, endpoint: str) -> Iterator[None]:
+def use_server(scheme: str, endpoint: str) -> Iterator[None]:
     """Points this process to a server."""
     with mock.patch.dict(os.environ, environment(scheme, endpoint)):
         yield
 
 
-def put(url: str, method: str = "PUT") -> None:
+def send_request(url: str, method: str = "PUT") -> None:
     """Sends a request without a body, which for the URL of a bucket makes the bucket."""
     request = urllib.request.Request(url, method=method, headers={"Content-Length": "0"})
     urllib.request.urlopen(request).close()

@@ -9,23 +9,23 @@ import pytest
 
 from lm_trainer.checkpoint.in_bucket import record_key
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.checkpoint.store import CheckpointStore, list_steps
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.key_values import MISSING
 from lm_trainer.data.cache.kvstore import KvStore
 from tests.checkpoint.steps import (
     NEVER,
+    abstract_arrays,
     arrays,
     check_that_a_save_is_a_snapshot,
     check_that_a_step_comes_back,
-    like,
-    saved,
-    sharded,
+    save_steps,
+    sharding_over,
 )
 
 
-def data_of(bucket: Bucket) -> set[str]:
+def steps_with_arrays(bucket: Bucket) -> set[str]:
     """The steps of which any arrays are there."""
     return {name.split("-")[0] for name in bucket.list("arrays")}
 
@@ -37,9 +37,9 @@ def test_what_was_saved_comes_back_on_any_mesh(bucket: Bucket, devices: int) -> 
 
 def test_policies_keep_the_same_steps_as_on_disk(bucket: Bucket) -> None:
     config = CheckpointerConfig(keep=(KeepEvery(every=10),))
-    saved(bucket, 10, 15, 20, 23, config=config).close()
-    assert committed_steps(bucket) == [10, 20, 23]
-    assert data_of(bucket) == {"10", "20", "23"}
+    save_steps(bucket, 10, 15, 20, 23, config=config).close()
+    assert list_steps(bucket) == [10, 20, 23]
+    assert steps_with_arrays(bucket) == {"10", "20", "23"}
 
 
 def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(bucket: Bucket) -> None:
@@ -47,14 +47,14 @@ def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(bucket: Buck
 
 
 def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Bucket) -> None:
-    saved(bucket, 4, 6).close()
+    save_steps(bucket, 4, 6).close()
     # What a save that was killed before its end leaves, and a deletion that was killed after its beginning.
     bucket.write("arrays/9-00000000/params.w/c/0/0", b"half")
-    saved(bucket, 7).close()
+    save_steps(bucket, 7).close()
     content = bucket.read(record_key(7))
     assert content is not None
     bucket.delete(record_key(7))
-    assert committed_steps(bucket) == []
+    assert list_steps(bucket) == []
     CheckpointStore(bucket, NEVER).close()
     assert bucket.list("arrays") == []
 
@@ -63,7 +63,7 @@ def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Buck
 def test_damaged_arrays_are_named_and_the_step_before_is_used(
     bucket: Bucket, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
+    save_steps(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
     prefix = json.loads(bucket.read(record_key(6)) or b"")["layout"]["prefix"]
     key = f"{prefix}/params.w/c/0/0"
     content = bytearray(bucket.read(key) or b"")
@@ -73,43 +73,43 @@ def test_damaged_arrays_are_named_and_the_step_before_is_used(
     else:
         bucket.write(key, bytes(content if damage == "flip" else content[:-4]))
     store = CheckpointStore(bucket, NEVER)
-    restored = store.restore(like(sharded(2)))
+    restored = store.restore(abstract_arrays(sharding_over(2)))
     store.close()
     assert restored is not None
     assert restored.step == 4
     assert "checkpoint 6 cannot be used" in caplog.text
-    assert committed_steps(bucket) == [4]
+    assert list_steps(bucket) == [4]
     # Kept for whoever wants to look, also by later attempts.
     CheckpointStore(bucket, NEVER).close()
-    assert data_of(bucket) == {"4", "6"}
+    assert steps_with_arrays(bucket) == {"4", "6"}
 
 
 def test_a_damaged_record_is_named_and_the_step_before_is_used(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
+    save_steps(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
     content = bucket.read(record_key(6)) or b""
     bucket.write(record_key(6), content.replace(b'"note"', b'"nite"'))
     store = CheckpointStore(bucket, NEVER)
-    restored = store.restore(like(sharded(2)))
+    restored = store.restore(abstract_arrays(sharding_over(2)))
     store.close()
     assert restored is not None
     assert restored.step == 4
     assert "the checksum of its metadata differs" in caplog.text
     CheckpointStore(bucket, NEVER).close()
-    assert data_of(bucket) == {"4", "6"}
+    assert steps_with_arrays(bucket) == {"4", "6"}
 
 
 def test_a_save_that_failed_is_known_when_it_is_asked_for(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = saved(bucket, 1)
+    store = save_steps(bucket, 1)
     monkeypatch.setattr(Bucket, "write", fail)
-    store.save(2, arrays(2, sharded(1)), {})
+    store.save(2, arrays(2, sharding_over(1)), {})
     assert store._saving is not None
     store._saving.exception()
     with pytest.raises(MachineError, match=r"a checkpoint could not be written: .*no more room.*\[1\] are untouched"):
-        store.poll()
+        store.check_for_errors()
     monkeypatch.undo()
-    assert committed_steps(bucket) == [1]
+    assert list_steps(bucket) == [1]
 
 
 def fail(*args: object, **kwargs: object) -> None:
@@ -120,12 +120,12 @@ def test_a_record_is_that_of_the_moment_of_the_save(bucket: Bucket) -> None:
     losses = {"validation": 2.0}
     wait = threading.Event()
     store = CheckpointStore(bucket, NEVER, Waiting(wait))
-    store.save(1, arrays(1, sharded(8)), {"eval_losses": losses})
+    store.save(1, arrays(1, sharding_over(8)), {"eval_losses": losses})
     # As an evaluation does between the call and the end of a save.
     losses["validation"] = 1.0
     wait.set()
     store.wait()
-    restored = store.restore(like(sharded(8)))
+    restored = store.restore(abstract_arrays(sharding_over(8)))
     store.close()
     assert restored is not None
     assert restored.record["eval_losses"] == {"validation": 2.0}
@@ -135,7 +135,7 @@ class Waiting:
     def __init__(self, event: threading.Event):
         self._event = event
 
-    def check_held(self) -> None: ...
+    def check_lock_held(self) -> None: ...
 
     def before_commit(self, seconds: float) -> None:
         assert self._event.wait(seconds)

@@ -23,8 +23,8 @@ from lm_trainer.export.settings import HfSettings
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 from lm_trainer.run.files.bucket_mirror import BucketMirror
 from lm_trainer.run.files.find_run import find_run
-from lm_trainer.run.weights.saved_model import SETTINGS, read_settings
-from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
+from lm_trainer.run.weights.saved_model import SETTINGS, read_published_settings
+from tests.object_storage.proxy import PASSING, Proxy, inject_randomly, limit_to, refuse
 
 SMALLEST_PART = 5 << 20
 """Bytes, of S3."""
@@ -57,7 +57,7 @@ def test_a_large_file_is_written_in_parts_and_read_in_pieces(behind: Bucket, pro
 
 def test_a_server_that_refuses_a_part_is_told_in_one_line(behind: Bucket, proxy: Proxy, files: Path) -> None:
     pytest.importorskip("s3fs")
-    proxy.fault = only(refuse(403), "PUT", path="partNumber=")
+    proxy.fault = limit_to(refuse(403), "PUT", path="partNumber=")
     with pytest.raises(MachineError, match=r"cannot write large: .*permit \(write, list") as raised:
         upload_directory(files, behind)
     assert len(str(raised.value).splitlines()) == 1
@@ -81,10 +81,10 @@ def test_text_at_urls_of_a_bucket_is_listed_and_read(behind: Bucket, proxy: Prox
     pytest.importorskip("s3fs")
     for name in ("b.txt", "a.txt"):
         behind.write(name, b"text of " + name.encode())
-    proxy.fault = sometimes(PASSING, share=0.1, seed=1)
-    ((_, found),) = match_files([f"{behind}/*.txt"], "data.train_urls")
-    assert [file.name for file in found] == [f"{behind}/a.txt", f"{behind}/b.txt"]
-    assert [file.size for file in found] == [13, 13]
+    proxy.fault = inject_randomly(PASSING, share=0.1, seed=1)
+    ((_, files),) = match_files([f"{behind}/*.txt"], "data.train_urls")
+    assert [file.name for file in files] == [f"{behind}/a.txt", f"{behind}/b.txt"]
+    assert [file.size for file in files] == [13, 13]
 
 
 def test_requests_to_save_and_to_stop_stay_on_their_machine(behind: Bucket, tmp_path: Path) -> None:
@@ -148,11 +148,11 @@ def test_a_key_that_leads_out_is_refused_wherever_a_listing_is_copied(
 
 
 def test_settings_of_a_published_model_lie_beside_checkpoints_and_in_exports(behind: Bucket, tmp_path: Path) -> None:
-    assert read_settings(behind) is None
+    assert read_published_settings(behind) is None
     settings = HfSettings({"eos_token_id": [1, 2]}, {"top_k": 5}, None, {"processor_config.json": b"\xff"})
     with staging_directory(behind) as directory:
         settings.write(directory / SETTINGS)
-    assert read_settings(behind) == settings
+    assert read_published_settings(behind) == settings
     with atomic_directory(behind / "out", overwrite=False, replaceable=FILES) as draft:
         settings.write(draft)
         (draft / "additional_chat_templates").mkdir()

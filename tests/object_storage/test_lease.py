@@ -20,7 +20,7 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.lease import Lease
 from lm_trainer.core.process_id import ProcessId
 from tests.object_storage.conditional_gcs import conditional_gcs
-from tests.object_storage.servers import s3, using
+from tests.object_storage.servers import run_s3_server, use_server
 
 
 @pytest.fixture(scope="module", params=["s3", "gs"])
@@ -28,7 +28,10 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     """A server of each protocol that heeds preconditions."""
     if request.param == "s3":
         pytest.importorskip("moto.server")
-    with (s3 if request.param == "s3" else conditional_gcs)() as endpoint, using(request.param, endpoint):
+    with (
+        (run_s3_server if request.param == "s3" else conditional_gcs)() as endpoint,
+        use_server(request.param, endpoint),
+    ):
         yield request.param
 
 
@@ -41,10 +44,10 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "time", hurried)
 
 
-def lock(bucket: Bucket, **changes: object) -> None:
+def write_other_lock(bucket: Bucket, **changes: object) -> None:
     """Puts the lock of another process there."""
-    here = asdict(ProcessId.of_this_process())
-    holder = {"token": "other", "count": 1, "time": time.time(), **here, "host": "elsewhere", **changes}
+    process = asdict(ProcessId.of_this_process())
+    holder = {"token": "other", "count": 1, "time": time.time(), **process, "host": "elsewhere", **changes}
     bucket.write(".lock", json.dumps(holder).encode())
 
 
@@ -65,20 +68,20 @@ def test_of_many_that_take_it_at_once_one_gets_it(bucket: Bucket) -> None:
 
 def test_a_machine_that_is_gone_loses_it_when_its_time_is_over(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ENDS_AFTER", 1.0)
-    lock(bucket)
-    said: list[str] = []
+    write_other_lock(bucket)
+    messages: list[str] = []
     started = time.monotonic()
-    with Lease(bucket, said.append) as lease:
+    with Lease(bucket, messages.append) as lease:
         assert time.monotonic() - started > 1
         lease.confirm()
-    assert "waiting for process" in said[0]
+    assert "waiting for process" in messages[0]
 
 
 def test_a_dead_process_of_this_machine_loses_it_at_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ENDS_AFTER", 60.0)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    lock(bucket, pid=ended.pid, host=ProcessId.of_this_process().host)
+    write_other_lock(bucket, pid=ended.pid, host=ProcessId.of_this_process().host)
     started = time.monotonic()
     with Lease(bucket):
         assert time.monotonic() - started < 30
@@ -94,7 +97,7 @@ def test_a_damaged_lock_holds_nobody_off(bucket: Bucket, content: bytes) -> None
 def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucket) -> None:
     with Lease(bucket) as lease:
         lease.check()
-        lock(bucket)
+        write_other_lock(bucket)
         deadline = time.monotonic() + 10
         while lease._lost is None and time.monotonic() < deadline:
             time.sleep(0.05)

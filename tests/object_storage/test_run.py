@@ -20,7 +20,7 @@ from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.run.files import bucket_mirror
 from tests.conftest import Outcome, Running, StartLmt, run_here
-from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
+from tests.object_storage.proxy import PASSING, Proxy, inject_randomly, refuse
 from tests.object_storage.servers import environment
 
 STEPS = 40
@@ -36,21 +36,21 @@ class Runs(NamedTuple):
     start_lmt: StartLmt
 
     def start(self, machine: str, *overrides: str) -> Running:
-        here = self.directory / machine
-        here.mkdir(exist_ok=True)
+        working_directory = self.directory / machine
+        working_directory.mkdir(exist_ok=True)
         config, output = self.directory / "run.yaml", self.directory / f"{machine}.out"
         env = environment("s3", self.endpoint)
-        return self.start_lmt("train", config, *overrides, cwd=here, env=env, output=output)
+        return self.start_lmt("train", config, *overrides, cwd=working_directory, env=env, output=output)
 
-    def said(self, machine: str) -> str:
+    def read_output(self, machine: str) -> str:
         """Returns all that the processes on a machine have printed."""
         return (self.directory / f"{machine}.out").read_text()
 
     def run(self, machine: str, *overrides: str) -> Outcome:
         """Runs to the end in this process, where pauses between requests are short."""
-        here = self.directory / machine
-        here.mkdir(exist_ok=True)
-        with contextlib.chdir(here):
+        working_directory = self.directory / machine
+        working_directory.mkdir(exist_ok=True)
+        with contextlib.chdir(working_directory):
             return run_here("train", self.directory / "run.yaml", *overrides)
 
     def complete(self, machine: str, *overrides: str) -> str:
@@ -102,7 +102,7 @@ def runs(behind: Bucket, proxy: Proxy, start_lmt: StartLmt, tmp_path: Path) -> R
     return Runs(tmp_path, behind, proxy.endpoint, start_lmt)
 
 
-def newly(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
+def requests_reached(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
     """True once so many requests of a kind have come from now on."""
     start = len(proxy.requests)
     return lambda: sum(m == method and part in path for m, path in proxy.requests[start:]) >= count
@@ -121,22 +121,22 @@ PHASES = [
 def test_a_run_killed_in_every_phase_goes_on_in_empty_directories_to_the_same_numbers(runs: Runs, proxy: Proxy) -> None:
     runs.complete("undisturbed", f"trainer.checkpointer.base_path={runs.directory}/local")
     for number, (method, part, count) in enumerate(PHASES):
-        reached = newly(proxy, method, part, count)
+        reached = requests_reached(proxy, method, part, count)
         process = runs.start(f"machine-{number}", "trainer.steps_per_log=1")
         while process.poll() is None and not reached():
             time.sleep(0.001)
         process.kill()
         process.wait()
         shutil.rmtree(runs.directory / f"machine-{number}")
-    proxy.fault = sometimes(PASSING, share=0.1)
+    proxy.fault = inject_randomly(PASSING, share=0.1)
     # Faults cost seconds each: here they meet the permanent steps alone, not a step for every 50 ms of the machine.
-    said = runs.complete("last", "trainer.checkpointer.save_interval=1h", "trainer.max_devices=2")
-    assert "resumed at step" in said
+    output = runs.complete("last", "trainer.checkpointer.save_interval=1h", "trainer.max_devices=2")
+    assert "resumed at step" in output
     assert runs.metrics("last") == runs.metrics("undisturbed")
     proxy.fault = None
     # Nothing is left of what was cut off, and another machine reads the same metrics.
-    there = runs.base.list()
-    assert {name.split("/")[1].split("-")[0] for name in there if name.startswith("arrays/")} == {
+    names = runs.base.list()
+    assert {name.split("/")[1].split("-")[0] for name in names if name.startswith("arrays/")} == {
         "10",
         "20",
         "30",
@@ -144,12 +144,12 @@ def test_a_run_killed_in_every_phase_goes_on_in_empty_directories_to_the_same_nu
     }
     copied = (runs.base.read("run/metrics.jsonl") or b"").decode()
     assert copied == (runs.directory / "last" / "logs" / "run" / "metrics.jsonl").read_text()
-    assert ".lock" not in there
-    assert not any(b"a-secret-key" in (runs.base.read(name) or b"") for name in there if "arrays/" not in name)
+    assert ".lock" not in names
+    assert not any(b"a-secret-key" in (runs.base.read(name) or b"") for name in names if "arrays/" not in name)
 
 
 @contextlib.contextmanager
-def once(moment: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
+def act_once(moment: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
     """Does something as soon as it is the moment, while this process is busy inside."""
     over = threading.Event()
 
@@ -171,7 +171,7 @@ def once(moment: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
 def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_step(
     runs: Runs, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with once(newly(proxy, "PUT", "/steps/", 1), lambda: os.kill(os.getpid(), signal.SIGTERM)):
+    with act_once(requests_reached(proxy, "PUT", "/steps/", 1), lambda: os.kill(os.getpid(), signal.SIGTERM)):
         stopped = runs.run("a", "trainer.num_train_steps=100000")
     assert stopped.returncode == 75, stopped.stderr[-2000:]
     assert "everything is saved" in stopped.stderr
@@ -181,7 +181,7 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
     monkeypatch.setattr(bucket, "_PROBE_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_LAST_SECONDS", 1.0)
     monkeypatch.setattr(bucket_mirror, "_PUSH_INTERVAL", 1000.0)
-    with once(newly(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
+    with act_once(requests_reached(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
         failed = runs.run("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
     proxy.fault = None
     assert failed.returncode == 1, failed.stderr[-2000:]
@@ -191,7 +191,7 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
 
 def test_another_run_and_a_second_process_are_refused(runs: Runs, proxy: Proxy) -> None:
     flat = ("trainer.checkpointer.append_run_id_to_base_path=false", "trainer.num_train_steps=100000")
-    saved = newly(proxy, "PUT", "/steps/", 1)
+    saved = requests_reached(proxy, "PUT", "/steps/", 1)
     first = runs.start("a", *flat)
     while first.poll() is None and not saved():
         time.sleep(0.01)

@@ -17,7 +17,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.health.signals import StopRequest
-from lm_trainer.launch.supervise import free_address
+from lm_trainer.launch.supervise import find_free_address
 from lm_trainer.parallel import connect
 from lm_trainer.parallel.distributed import DistributedConfig
 from tests.conftest import lmt_environment
@@ -111,7 +111,7 @@ def connect_and_stop(number: int, address: str, written: Path) -> None:
 def test_a_connected_process_hears_stop_signals(number: signal.Signals, tmp_path: Path) -> None:
     """JAX could replace the handlers when it connects."""
     written = tmp_path / "requested"
-    process = start_fork(connect_and_stop, int(number), free_address(), written)
+    process = start_fork(connect_and_stop, int(number), find_free_address(), written)
     process.join(60)
     assert written.read_text() == number.name
 

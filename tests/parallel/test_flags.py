@@ -50,20 +50,20 @@ def test_a_request_that_is_known_late_is_fulfilled_once(tmp_path: Path, monkeypa
     monkeypatch.setattr(signals, "FlagExchange", LateExchange)
     nothing = Requests(stop=False, save=False, stop_after_save=False, overdue=False)
     with SaveRequests(tmp_path) as requests:
-        assert requests.agree(False) == nothing
+        assert requests.agree_on_requests(False) == nothing
         signal.raise_signal(signal.SIGUSR1)
-        assert requests.agree(False) == nothing
-        assert requests.agree(False) == nothing._replace(save=True)
-        requests.saved(permanently=True)
+        assert requests.agree_on_requests(False) == nothing
+        assert requests.agree_on_requests(False) == nothing._replace(save=True)
+        requests.mark_saved(permanently=True)
         # The flag was sent a second time before the checkpoint was saved.
-        assert [requests.agree(False) for _ in range(3)] == [nothing] * 3
+        assert [requests.agree_on_requests(False) for _ in range(3)] == [nothing] * 3
 
         # A temporary checkpoint does not fulfil a request for a permanent one.
         (tmp_path / signals.SAVE_NOW).touch()
-        assert requests.agree(False, overdue=True) == nothing
-        assert requests.agree(False, overdue=True) == nothing._replace(save=True, overdue=True)
-        requests.saved(permanently=False)
-        assert requests.agree(False) == nothing._replace(save=True)
-        requests.saved(permanently=True)
+        assert requests.agree_on_requests(False, overdue=True) == nothing
+        assert requests.agree_on_requests(False, overdue=True) == nothing._replace(save=True, overdue=True)
+        requests.mark_saved(permanently=False)
+        assert requests.agree_on_requests(False) == nothing._replace(save=True)
+        requests.mark_saved(permanently=True)
         assert not (tmp_path / signals.SAVE_NOW).exists()
-        assert [requests.agree(False) for _ in range(2)] == [nothing] * 2
+        assert [requests.agree_on_requests(False) for _ in range(2)] == [nothing] * 2

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from lm_trainer.report.downsample import downsample
-from lm_trainer.report.page import GROUPS, report_page
+from lm_trainer.report.page import GROUPS, build_report_page
 from lm_trainer.report.run import ReportedRun, read_run
-from lm_trainer.report.saved import tokens_saved
+from lm_trainer.report.saved import compute_token_savings
 from tests.conftest import Lmt, refused, run_here
 from tests.run.test_token_probabilities import page_data
 
@@ -47,7 +47,7 @@ def lmt(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lmt:
     return run_here
 
 
-def reported(lmt: Lmt, *args: str) -> dict[str, Any]:
+def read_report_data(lmt: Lmt, *args: str) -> dict[str, Any]:
     result = lmt("report", *args, "--out", "page.html")
     assert result.returncode == 0, result.stderr
     page = Path("page.html").read_text()
@@ -58,7 +58,7 @@ def reported(lmt: Lmt, *args: str) -> dict[str, Any]:
 
 
 def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
-    data = reported(lmt, "a")
+    data = read_report_data(lmt, "a")
     (run,) = data["runs"]
     assert (run["name"], run["state"], run["step"], run["steps"]) == ("a", "done", 4, 4)
     assert run["changes"]["model.hidden_dim"] == "16"
@@ -82,7 +82,7 @@ def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
 
 
 def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
-    (run,) = reported(lmt, "a")["runs"]
+    (run,) = read_report_data(lmt, "a")["runs"]
     lines = [json.loads(line) for line in Path("logs/a/metrics.jsonl").read_text().splitlines()]
     trained = max(line.get("throughput/total_tokens", 0) for line in lines)
     assert run["data"][-1][:2] == ["trained on", trained]
@@ -96,71 +96,71 @@ def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
 
 @pytest.mark.slow
 def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
-    assert reported(lmt, "b")["runs"][0]["verifications"] == []
+    assert read_report_data(lmt, "b")["runs"][0]["verifications"] == []
     assert lmt("verify", "b").returncode == 0
-    (found,) = reported(lmt, "b")["runs"][0]["verifications"]
-    assert (found["equal"], found["difference"]) == (True, None)
-    assert found["steps"] > 0
+    (verification,) = read_report_data(lmt, "b")["runs"][0]["verifications"]
+    assert (verification["equal"], verification["difference"]) == (True, None)
+    assert verification["steps"] > 0
     file = Path("logs/b/metrics.jsonl")
-    before = file.read_text()
-    lines = [json.loads(line) for line in before.splitlines()]
+    original_text = file.read_text()
+    lines = [json.loads(line) for line in original_text.splitlines()]
     for line in lines:
         if "train/loss" in line:
             line["train/loss"] += 1.0
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert lmt("verify", "b").returncode == 1
-    file.write_text(before)
-    _, other = reported(lmt, "b")["runs"][0]["verifications"]
+    file.write_text(original_text)
+    _, other = read_report_data(lmt, "b")["runs"][0]["verifications"]
     assert not other["equal"]
     assert other["difference"].endswith("train/loss")
 
 
 def test_a_page_names_metrics_that_are_lost(lmt: Lmt) -> None:
     file = Path("logs/b/metrics.jsonl")
-    before = file.read_text()
-    assert reported(lmt, "b")["runs"][0]["gaps"] == []
-    file.write_text("".join(line for line in before.splitlines(keepends=True) if '"step": 2,' not in line))
-    (gap,) = reported(lmt, "b")["runs"][0]["gaps"]
+    original_text = file.read_text()
+    assert read_report_data(lmt, "b")["runs"][0]["gaps"] == []
+    file.write_text("".join(line for line in original_text.splitlines(keepends=True) if '"step": 2,' not in line))
+    (gap,) = read_report_data(lmt, "b")["runs"][0]["gaps"]
     assert "lacks lines" in gap
     assert "train/loss of 2" in gap
-    file.write_text(before)
+    file.write_text(original_text)
 
 
 @pytest.mark.slow
 def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
-    data = reported(lmt, "a", "b")
+    data = read_report_data(lmt, "a", "b")
     (pair,) = data["pairs"]
     assert pair["configuration"] == [["optimizer.learning_rate", "0.003", "0.001"]]
     # The first update is another one, and the loss after it.
     assert pair["bits"] == "part at step 1"
     charts = {chart["name"]: chart["curves"] for group in data["groups"] for chart in group["charts"]}
     assert [curve["run"] for curve in charts["train/loss"]] == [0, 1]
-    (same,) = reported(lmt, "a", "a")["pairs"]
-    assert same["bits"] == "equal in all 4 steps that both have"
+    (comparison,) = read_report_data(lmt, "a", "a")["pairs"]
+    assert comparison["bits"] == "equal in all 4 steps that both have"
 
 
 @pytest.mark.slow
 def test_runs_of_one_name_and_of_other_documents_are_told_apart(lmt: Lmt, root: Path) -> None:
     shutil.copytree(root / "logs/a", root / "elsewhere/a", dirs_exist_ok=True)
-    data = reported(lmt, "a", "elsewhere/a")
+    data = read_report_data(lmt, "a", "elsewhere/a")
     names = [run["name"] for run in data["runs"]]
     assert len({*names}) == 2
     assert len(page_data(data["tokens"]["page"])["runs"]) == 2
     file = root / "elsewhere/a/token-probabilities.jsonl"
     file.write_text(file.read_text().replace('{"documents":[[', '{"documents":[[1,'))
-    assert "other documents" in reported(lmt, "a", "elsewhere/a")["tokens"]["note"]
+    assert "other documents" in read_report_data(lmt, "a", "elsewhere/a")["tokens"]["note"]
 
 
 def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, root: Path) -> None:
     shutil.copytree(root / "logs/a", root / "logs/killed")
     file = root / "logs/killed/metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["step"] <= 3 and "eval/loss" not in json.loads(line)]
-    file.write_text("".join(kept) + '{"step": 4, "train/lo')
+    kept_lines = [line for line in lines if json.loads(line)["step"] <= 3 and "eval/loss" not in json.loads(line)]
+    file.write_text("".join(kept_lines) + '{"step": 4, "train/lo')
     (root / "logs/killed/summary.json").unlink()
     for name in ("texts.jsonl", "token-probabilities.jsonl"):
         (root / "logs/killed" / name).unlink()
-    data = reported(lmt, "killed")
+    data = read_report_data(lmt, "killed")
     (run,) = data["runs"]
     assert (run["state"], run["step"], run["last"]) == ("stopped", 3, {})
     assert data["tokens"] is None
@@ -212,30 +212,30 @@ def curve(scale: float, seed: int, noise: float = 0.02, flops: float = 10.0) -> 
 
 def test_tokens_saved_are_those_of_the_law() -> None:
     for scale in (2.0, 0.5):
-        saved = tokens_saved(curve(scale, seed=1), curve(1.0, seed=2))
+        saved = compute_token_savings(curve(scale, seed=1), curve(1.0, seed=2))
         assert saved is not None
         assert saved.ratio == pytest.approx(1 / scale, rel=0.08)
         assert saved.compute == saved.ratio
         low, high = saved.interval
         assert low < 1 / scale < high
         assert high - low < 0.5 / scale
-    larger = tokens_saved(curve(2, seed=1, flops=30.0), curve(1, seed=2))
+    larger = compute_token_savings(curve(2, seed=1, flops=30.0), curve(1, seed=2))
     assert larger is not None
     assert larger.compute == pytest.approx(1.5, rel=0.08)
     nothing = ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], {}, [], None, [])
-    assert tokens_saved(curve(1, seed=1), nothing) is None
+    assert compute_token_savings(curve(1, seed=1), nothing) is None
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 420])
 def test_a_browser_draws_every_chart(root: Path, tmp_path: Path, width: int) -> None:
-    page = report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
+    page = build_report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
     (tmp_path / "page.html").write_text(page)
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
-    where = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
+    window_flags = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
     done = subprocess.run(
-        ["chromium", *flags, *where, "--dump-dom", f"file://{tmp_path}/page.html"],
+        ["chromium", *flags, *window_flags, "--dump-dom", f"file://{tmp_path}/page.html"],
         capture_output=True,
         text=True,
         timeout=120,

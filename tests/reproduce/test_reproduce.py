@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from lm_trainer.core.checksummed import with_checksum
 from tests.conftest import Outcome, RunLmt, refused, run_here
-from tests.run.conftest import Plain, merged
+from tests.run.conftest import Plain, merge
 
 STEPS = 6
 TINY: Plain = {
@@ -40,11 +40,11 @@ TINY: Plain = {
 }
 
 
-def write(directory: Path, **changes: Plain) -> Path:
+def write_config(directory: Path, **changes: Plain) -> Path:
     text = "\n".join(f"{n} squared is {n * n}, and its cube {n**3}." for n in range(400))
     (directory / "text.txt").write_text(text)
     path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump(merged(TINY, changes)))
+    path.write_text(yaml.safe_dump(merge(TINY, changes)))
     return path
 
 
@@ -63,7 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        result = run_here("train", write(directory))
+        result = run_here("train", write_config(directory))
     assert result.returncode == 0, result.stderr
     return directory
 
@@ -88,7 +88,7 @@ def change_metrics(directory: Path, change: Callable[[dict[str, Any]], None]) ->
     (directory / "logs/run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def content(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
@@ -97,22 +97,22 @@ def as_json(result: Outcome) -> Any:
 
 
 def test_a_fingerprint_comes_with_every_checkpoint(finished: Path) -> None:
-    found = {line["step"]: line["fingerprint"] for line in metrics(finished) if "fingerprint" in line}
-    assert list(found) == [2, 4, 6]
-    assert len({*found.values()}) == 3
-    assert {len(value) for value in found.values()} == {16}
+    fingerprints = {line["step"]: line["fingerprint"] for line in metrics(finished) if "fingerprint" in line}
+    assert list(fingerprints) == [2, 4, 6]
+    assert len({*fingerprints.values()}) == 3
+    assert {len(value) for value in fingerprints.values()} == {16}
 
 
 def test_verify_repeats_a_segment_and_adds_a_line_alone(finished: Path, in_tmp_path: Path) -> None:
-    before = content(finished)
+    before = read_files(finished)
     result = run_here("verify", finished / "logs/run", "--seed", "1", "--json")
     assert result.returncode == 0, result.stderr
-    found = as_json(result)
-    assert (found["run"], found["equal"]) == ("run", True)
-    (part,) = found["stretches"]
+    report = as_json(result)
+    assert (report["run"], report["equal"]) == ("run", True)
+    (part,) = report["stretches"]
     assert part["end"] - part["start"] == part["steps"] == 2
     assert (part["fingerprints"], part["difference"], part["notes"]) == (1, None, [])
-    after = content(finished)
+    after = read_files(finished)
     line = json.loads(after.pop("logs/run/verified.jsonl"))
     assert (line["equal"], line["seed"], len(line["segments"])) == (True, 1, 1)
     assert after == before
@@ -124,29 +124,29 @@ def test_replay_shows_what_the_step_was(finished: Path, in_tmp_path: Path) -> No
         "replay", finished / "logs/run", "--step", "3", "--show-batch", "--dump-grads", "g", "--top-k", "128", "--json"
     )
     assert result.returncode == 0, result.stderr
-    found = as_json(result)
-    assert (found["step"], found["start"], found["applied"]) == (3, 2, True)
+    report = as_json(result)
+    assert (report["step"], report["start"], report["applied"]) == (3, 2, True)
     line = next(line for line in metrics(finished) if line["step"] == 3)
-    assert found["now"] == found["recorded"] == {name: line[name] for name in found["now"]}
-    assert {"train/loss", "optim/grad_norm", "optim/learning_rate"} <= found["now"].keys()
+    assert report["now"] == report["recorded"] == {name: line[name] for name in report["now"]}
+    assert {"train/loss", "optim/grad_norm", "optim/learning_rate"} <= report["now"].keys()
 
     grads = load_file(in_tmp_path / "g/gradients-3.safetensors")
     total = math.sqrt(sum(float(np.square(g.astype(np.float64)).sum()) for g in grads.values()))
     assert total == pytest.approx(line["optim/grad_norm"], rel=1e-5)
     up = grads["blocks.0.mlp.up.weight"]
     for layer in range(2):
-        norm = found["norms"][f"blocks.0.mlp.up.weight/{layer}"]
+        norm = report["norms"][f"blocks.0.mlp.up.weight/{layer}"]
         assert norm["gradient"] == pytest.approx(np.linalg.norm(up[layer]), rel=1e-5)
         # Adam with a learning rate of 1e-2 moves no element further than that, but for weight decay.
         assert 0 < norm["update"] < 1.1e-2 * math.sqrt(up[layer].size)
         assert norm["parameter"] > norm["update"]
 
-    tokens = found["tokens"]
+    tokens = report["tokens"]
     assert len(tokens) == 8 * 16
     assert [t["loss"] for t in tokens] == sorted((t["loss"] for t in tokens), reverse=True)
     assert np.mean([t["loss"] for t in tokens]) == pytest.approx(line["train/loss"], rel=1e-5)
     assert tokens[0]["source"].endswith("text.txt")
-    rows = {row["row"]: "".join(p["text"] for p in row["passages"]) for row in found["rows"]}
+    rows = {row["row"]: "".join(p["text"] for p in row["passages"]) for row in report["rows"]}
     assert len(rows) == 8
     for token in tokens:
         text = rows[token["row"]]
@@ -188,10 +188,10 @@ def test_verify_and_diff_name_the_first_difference(copied: Path) -> None:
 
     result = run_here("diff", "other", "run", "--json")
     assert result.returncode == 1
-    found = as_json(result)
-    assert found["parting"] == {"step": 1, "after": None, "values": {"train/loss": [original, changed]}}
-    assert (found["common"], found["last"]) == (STEPS, STEPS)
-    assert found["causes"] == {"code and packages": [f"jax: {jax.__version__} -> 0.1"]}
+    report = as_json(result)
+    assert report["parting"] == {"step": 1, "after": None, "values": {"train/loss": [original, changed]}}
+    assert (report["common"], report["last"]) == (STEPS, STEPS)
+    assert report["causes"] == {"code and packages": [f"jax: {jax.__version__} -> 0.1"]}
     shutil.copyfile("logs/other/env.json", "logs/run/env.json")
     assert "nothing that the runs have written down explains it" in run_here("diff", "other", "run").stdout
     result = run_here("diff", "other", "other")
@@ -205,7 +205,7 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
     file.write_text(file.read_text().replace("checkpoints/run", "checkpoints/before"))
     shutil.copytree("checkpoints/run", "checkpoints/before")
     shutil.rmtree("checkpoints/run/6")
-    config = write(copied, optimizer={"learning_rate": 2e-2}, trainer={"steps_per_log": 2})
+    config = write_config(copied, optimizer={"learning_rate": 2e-2}, trainer={"steps_per_log": 2})
     result = run_here("train", config)
     refused(result, "optimizer.learning_rate: was 0.01, now 0.02", "--allow-config-change", "trainer.id")
     result = run_here("train", config, "--allow-config-change")
@@ -218,11 +218,11 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
     )
 
     # Another interval of logging: of steps 5 and 6 only the second is there.
-    found = as_json(run_here("diff", "before", "run", "--json"))
-    assert (found["parting"]["step"], found["parting"]["after"], found["common"]) == (6, 4, 5)
-    assert found["checkpoint"] == 6
-    assert len(found["parameters"]) > 10
-    assert found["causes"]["configuration"][0] == "optimizer.learning_rate: 0.01 -> 0.02"
+    report = as_json(run_here("diff", "before", "run", "--json"))
+    assert (report["parting"]["step"], report["parting"]["after"], report["common"]) == (6, 4, 5)
+    assert report["checkpoint"] == 6
+    assert len(report["parameters"]) > 10
+    assert report["causes"]["configuration"][0] == "optimizer.learning_rate: 0.01 -> 0.02"
 
     # Each side of the change is computed with the configuration of its own.
     result = run_here("verify", "run", "--segments", "9", "--json")
@@ -233,23 +233,23 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
-    config = write(tmp_path, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
+    config = write_config(tmp_path, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
     assert run_lmt("train", config, devices=4).returncode == 0
     result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "equal, bit for bit: 4 steps"
 
 
-def lose(directory: Path, *steps: int) -> str:
+def remove_lines(directory: Path, *steps: int) -> str:
     """Removes the lines of some steps; returns the file as it was, without what belongs to the day."""
     file = directory / "logs/run/metrics.jsonl"
-    before = lasting(directory)
+    files_before = read_reproducible_lines(directory)
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for line in lines if json.loads(line)["step"] not in steps))
-    return before
+    return files_before
 
 
-def lasting(directory: Path) -> str:
+def read_reproducible_lines(directory: Path) -> str:
     """The lines of the metrics without times, speeds and memory."""
     of_the_day = re.compile(r"time$|^memory/|^throughput/(?!total_tokens)")
     return "\n".join(
@@ -260,7 +260,7 @@ def lasting(directory: Path) -> str:
 
 @pytest.mark.slow
 def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
-    before = lose(copied, 3, 4)
+    files_before = remove_lines(copied, 3, 4)
     result = run_here("train", "run.yaml")
     assert "run run has all its steps, but not all their metrics, after step 6" in result.stdout
     assert "lacks lines that were there at the checkpoint of step 6: train/loss of 3 to 4" in result.stdout
@@ -270,23 +270,23 @@ def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
     assert "warning: " in verified.stdout
     assert "train/loss of 3 to 4; fingerprint of 4. `lmt replay run --metrics`" in verified.stdout
     assert as_json(run_here("verify", "run", "--json"))["missing"] == missing
-    found = as_json(run_here("replay", "run", "--metrics", "--json"))
-    assert found["lines"] == missing
-    assert (found["left"], found["proved"]) == ({}, [4])
-    assert lasting(copied) == before
+    report = as_json(run_here("replay", "run", "--metrics", "--json"))
+    assert report["lines"] == missing
+    assert (report["left"], report["proved"]) == ({}, [4])
+    assert read_reproducible_lines(copied) == files_before
     assert as_json(run_here("verify", "run", "--json"))["missing"] == {}
     assert "was complete already" in run_here("train", "run.yaml").stdout
 
 
 @pytest.mark.slow
 def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> None:
-    lose(copied, 3, 4)
+    remove_lines(copied, 3, 4)
     record = json.loads((copied / "checkpoints/run/4/_CHECKPOINT_METADATA").read_text())
     record["custom_metadata"] = with_checksum({**record["custom_metadata"], "fingerprint": "0" * 16})
     (copied / "checkpoints/run/4/_CHECKPOINT_METADATA").write_text(json.dumps(record))
-    before = (copied / "logs/run/metrics.jsonl").read_bytes()
+    metrics_before = (copied / "logs/run/metrics.jsonl").read_bytes()
     refused(run_here("replay", "run", "--metrics"), "come out otherwise here", "lmt verify")
-    assert (copied / "logs/run/metrics.jsonl").read_bytes() == before
+    assert (copied / "logs/run/metrics.jsonl").read_bytes() == metrics_before
     refused(run_here("replay", "run"), "--step N, or give --metrics")
     refused(run_here("replay", "run", "--metrics", "--step", "3"), "--step N, or give --metrics")
 
@@ -294,15 +294,17 @@ def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> Non
 @pytest.mark.slow
 def test_evaluations_watched_norms_and_histograms_come_back_too(in_tmp_path: Path) -> None:
     watch = {"interval": 2, "include_histograms": True}
-    config = write(in_tmp_path, trainer={"watch": watch, "steps_per_eval": 3}, data={"validation_urls": ["text.txt"]})
+    config = write_config(
+        in_tmp_path, trainer={"watch": watch, "steps_per_eval": 3}, data={"validation_urls": ["text.txt"]}
+    )
     assert run_here("train", config).returncode == 0
-    before = lasting(in_tmp_path), (in_tmp_path / "logs/run/histograms.jsonl").read_text()
+    contents_before = read_reproducible_lines(in_tmp_path), (in_tmp_path / "logs/run/histograms.jsonl").read_text()
     (in_tmp_path / "logs/run/histograms.jsonl").unlink()
     (in_tmp_path / "logs/run/metrics.jsonl").unlink()
     assert as_json(run_here("replay", "run", "--metrics", "--json"))["left"] == {}
-    assert lasting(in_tmp_path) == before[0]
-    again = (in_tmp_path / "logs/run/histograms.jsonl").read_text()
-    assert re.sub(r'"time": [\d.]+', "", again) == re.sub(r'"time": [\d.]+', "", before[1])
+    assert read_reproducible_lines(in_tmp_path) == contents_before[0]
+    restored_text = (in_tmp_path / "logs/run/histograms.jsonl").read_text()
+    assert re.sub(r'"time": [\d.]+', "", restored_text) == re.sub(r'"time": [\d.]+', "", contents_before[1])
 
 
 @pytest.mark.slow
@@ -316,8 +318,8 @@ def test_a_branch_with_the_same_configuration_is_the_same_run(copied: Path) -> N
     assert fingerprints[1] == {6: fingerprints[0][6]}
     result = run_here("diff", "run", "branch", "--json")
     assert (result.returncode, as_json(result)["parting"]) == (0, None)
-    found = as_json(run_here("verify", "branch", "--json"))
-    assert (found["equal"], found["stretches"][0]["fingerprints"]) == (True, 1)
+    report = as_json(run_here("verify", "branch", "--json"))
+    assert (report["equal"], report["stretches"][0]["fingerprints"]) == (True, 1)
     # Versions that began a branch's fingerprint anew wrote down no chain: theirs cannot be compared with another run's.
     record = copied / "logs/branch/env.json"
     (attempt,) = json.loads(record.read_text())

@@ -44,12 +44,12 @@ BASE: Plain = {
 }
 
 
-def merged(base: Plain, changes: Plain) -> Plain:
+def merge(base: Plain, changes: Plain) -> Plain:
     """`base` with the nested `changes` laid over it."""
     result = copy.deepcopy(base)
     for key, value in changes.items():
         inner = result.get(key)
-        result[key] = merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+        result[key] = merge(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
     return result
 
 
@@ -70,7 +70,7 @@ MakeConfig = Callable[..., Path]
 def write_config(path: Path, text_files: tuple[Path, Path], changes: Plain) -> Path:
     """Writes the tiny run with these changes to `path`."""
     data = {"data": {"train_urls": [str(text_files[0])], "validation_urls": [str(text_files[1])]}}
-    path.write_text(yaml.safe_dump(merged(merged(BASE, data), changes)))
+    path.write_text(yaml.safe_dump(merge(merge(BASE, data), changes)))
     return path
 
 

@@ -58,19 +58,19 @@ def first_steps(model: dict[str, Any], directory: Path) -> dict[str, list[float]
     data = open_data(
         DataConfig(source=texts, tokenizer="bytes", cache_dir=str(directory / "cache")), seq_len=32, seed=0
     )
-    found: dict[str, list[float]] = {"loss": [], "grad_norm": [], "param_norm": []}
+    metrics: dict[str, list[float]] = {"loss": [], "grad_norm": [], "param_norm": []}
     with Trainer(settings, AdamConfig(learning_rate=3e-3, warmup=0), next_token_loss(jnp.float32)) as trainer:
         vocab_size = data.tokenizer.vocab_size
         state = trainer.initial_state(model_init=lambda: config.build(vocab_size, rngs=nnx.Rngs(0)))
         for info in trainer.training_steps(state, trainer.data_loader(data)):
-            found["loss"].append(float(info.metrics["loss"]))
-            found["grad_norm"].append(float(info.metrics["grad_norm"]))
+            metrics["loss"].append(float(info.metrics["loss"]))
+            metrics["grad_norm"].append(float(info.metrics["grad_norm"]))
             # On the host: operations on arrays that are cut over emulated devices are programs with collectives, of
             # which several at once can wait for one another until XLA gives up.
             squares = [np.square(x, dtype=np.float64).sum() for x in to_host(info.state.params).values()]
-            found["param_norm"].append(float(np.sqrt(sum(squares))))
+            metrics["param_norm"].append(float(np.sqrt(sum(squares))))
     data.close()
-    return found
+    return metrics
 
 
 def main() -> None:

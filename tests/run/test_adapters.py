@@ -26,8 +26,8 @@ from lm_trainer.run.build.model import loss_function, trace_model
 from lm_trainer.run.build.setup import TrainingSetup, plan_training
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hf_exports import HfExports
-from lm_trainer.run.weights.adapters import find_base, load_merged_model, training_flops
-from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.weights.adapters import find_base_checkpoint, load_merged_model, training_flops
+from lm_trainer.run.weights.initial_weights import StartRequest, load_initial_state
 from lm_trainer.run.weights.saved_model import load_model, write_model
 from lm_trainer.run.weights.saved_state import save_state
 from lm_trainer.step.state.train_state import TrainState, to_host
@@ -66,9 +66,9 @@ def configuration(make_config: MakeConfig, *overrides: str, **changes: Any) -> R
 def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str, Any], TrainingSetup]:
     """The run's checkpoints, what its records say of the base, and the program that starts from the base."""
     store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
-    base = find_base(config, store)
+    base = find_base_checkpoint(config, store)
     assert base is not None
-    model = base.attach(trace_model(config, VOCAB))
+    model = base.with_initial_weights(trace_model(config, VOCAB))
     setup = plan_training(
         config.trainer.model_copy(update={"initialize_from": None}),
         config.optimizer,
@@ -81,7 +81,7 @@ def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str
 
 def start(config: RunConfig, store: CheckpointStore, setup: TrainingSetup) -> TrainState:
     trainer = config.trainer.model_copy(update={"initialize_from": None})
-    return find_start(Request(trainer, setup, store, setup.init, lambda _: "same")).state
+    return load_initial_state(StartRequest(trainer, setup, store, setup.init, lambda _: "same")).state
 
 
 def some_steps(setup: TrainingSetup, state: TrainState) -> tuple[TrainState, list[float]]:
@@ -96,17 +96,17 @@ def some_steps(setup: TrainingSetup, state: TrainState) -> tuple[TrainState, lis
     return state, losses
 
 
-def check_merged(whole: dict[str, Any], base: dict[str, np.ndarray], adapter: dict[str, np.ndarray]) -> None:
-    assert whole.keys() == base.keys()
+def check_merged(merged: dict[str, Any], base: dict[str, np.ndarray], adapter: dict[str, np.ndarray]) -> None:
+    assert merged.keys() == base.keys()
     for name, x in base.items():
         layer = name.removesuffix(".weight")
         if f"{layer}.lora.a" not in adapter:
-            np.testing.assert_array_equal(whole[name], x)
+            np.testing.assert_array_equal(merged[name], x)
             continue
         a, b = adapter[f"{layer}.lora.a"], adapter[f"{layer}.lora.b"]
         change = np.stack([3.0 * a[i].reshape(-1, 2) @ b[i].reshape(2, -1) for i in range(2)]).reshape(x.shape)
         assert np.abs(change).max() > 1e-3
-        np.testing.assert_allclose(whole[name], x + change, atol=1e-5)
+        np.testing.assert_allclose(merged[name], x + change, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -164,11 +164,11 @@ def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> 
     model, rng = trace_model(config, VOCAB), np.random.default_rng(0)
     weights = {name: jax.numpy.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in model.shapes.items()}
     recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={})
-    setup = SimpleNamespace(weights=lambda state: {"": state}, model=model)
+    setup = SimpleNamespace(weights_to_evaluate=lambda state: {"": state}, model=model)
     info: Any = SimpleNamespace(step=3, state=weights, total_tokens=640)
     exports: Any = HfExports(config, "run", Progress(5), ByteTokenizer())
     with exports:
-        exports.save(info, setup, recorder)
+        exports.export(info, setup, recorder)
     written = load_file("out/run/step-3/adapter_model.safetensors")
     name = "base_model.model.transformer.h.1.mlp.c_fc.lora_A.weight"
     np.testing.assert_array_equal(written[name], weights["blocks.0.mlp.up.lora.a"][1].T)
@@ -185,8 +185,8 @@ def test_the_commands_from_training_to_the_export(make_config: MakeConfig, in_tm
     # Of each layer 2 x (32 + 32) for each of q, k, v and attn.c_proj, and twice 2 x (32 + 128) for the MLP.
     assert "2,304 trained and 34,720 frozen parameters" in done.stdout
     assert read_record(Path("checkpoints/run"), STEPS)["base_step"] == 0
-    again = run_here("train", "run.yaml")
-    assert "run run was complete already" in again.stdout, again.stderr
+    rerun = run_here("train", "run.yaml")
+    assert "run run was complete already" in rerun.stdout, rerun.stderr
     for command in (
         ("generate", "run", "--prompt", "A"),
         ("export-hf", "run", "adapter"),
@@ -230,8 +230,8 @@ def test_operations_of_a_step_are_those_that_a_frozen_model_needs(make_config: M
     pairs = 2 * 3 * (32 * 2 + 2 * 32)
     expected = 2 * products + 3 * (count.attention_product + count.attention_softmax) + 3 * 2 * pairs
     assert training_flops(count, trace_model(config, 256)) == expected
-    whole = load(make_config(), [], RunConfig).config
-    assert training_flops(count, trace_model(whole, 256)) == count.training
+    full_config = load(make_config(), [], RunConfig).config
+    assert training_flops(count, trace_model(full_config, 256)) == count.training
 
 
 @pytest.mark.optimised
@@ -243,16 +243,16 @@ def test_bits_are_the_same_on_one_device_and_eight(make_config: MakeConfig, in_t
         (8, {}),
         (1, {"scan_layers": False, "gradient_checkpointing": True}),
     ]
-    found = []
+    results = []
     for devices, model in variants:
         store, _, setup = plan(configuration(make_config, model=model), devices)
         state, losses = some_steps(setup, setup.init())
-        found.append((losses, to_host(state.params)))
+        results.append((losses, to_host(state.params)))
         store.close()
-    assert found[0][0] == found[1][0]
-    for name, x in found[0][1].items():
-        np.testing.assert_array_equal(x, found[1][1][name], err_msg=name)
-        np.testing.assert_allclose(x, found[2][1][name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert results[0][0] == results[1][0]
+    for name, x in results[0][1].items():
+        np.testing.assert_array_equal(x, results[1][1][name], err_msg=name)
+        np.testing.assert_allclose(x, results[2][1][name], rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def _batch(rows: np.ndarray) -> Batch:

@@ -55,7 +55,7 @@ def finished(complete_run: Path, in_tmp_path: Path) -> Path:
 
 
 def test_a_run_directory_that_holds_another_configuration(finished: Path, train: Train, in_tmp_path: Path) -> None:
-    before = (in_tmp_path / "logs/run/metrics.jsonl").read_bytes()
+    metrics_before = (in_tmp_path / "logs/run/metrics.jsonl").read_bytes()
     result = train(finished, "optimizer.learning_rate=1e-4", "model.num_layers=3")
     refused(
         result,
@@ -64,7 +64,7 @@ def test_a_run_directory_that_holds_another_configuration(finished: Path, train:
         "optimizer.learning_rate: was 0.003, now 0.0001",
         "Set trainer.id",
     )
-    assert (in_tmp_path / "logs/run/metrics.jsonl").read_bytes() == before
+    assert (in_tmp_path / "logs/run/metrics.jsonl").read_bytes() == metrics_before
 
 
 def test_what_changes_no_number_may_change_between_attempts(finished: Path, train: Train) -> None:
@@ -78,21 +78,21 @@ def test_what_changes_no_number_may_change_between_attempts(finished: Path, trai
 def test_a_damaged_configuration_or_tokenizer_beside_the_checkpoints_is_named(
     finished: Path, in_tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def said() -> str:
+    def log_messages() -> str:
         caplog.clear()
         load_model(str(in_tmp_path / "checkpoints/run"))
         return caplog.text
 
-    assert not said()
+    assert not log_messages()
     config = in_tmp_path / "checkpoints/run/config.yaml"
-    whole = config.read_text()
-    config.write_text(whole.replace("layer_norm_epsilon: 1.0e-05", "layer_norm_epsilon: 1.0e-01"))
-    assert "config.yaml is not the configuration of the run" in said()
-    assert "was damaged or changed: model.layer_norm_epsilon: was 1e-05, now 0.1" in said()
-    config.write_text(whole)
+    original_text = config.read_text()
+    config.write_text(original_text.replace("layer_norm_epsilon: 1.0e-05", "layer_norm_epsilon: 1.0e-01"))
+    assert "config.yaml is not the configuration of the run" in log_messages()
+    assert "was damaged or changed: model.layer_norm_epsilon: was 1e-05, now 0.1" in log_messages()
+    config.write_text(original_text)
     tokenizer = in_tmp_path / "checkpoints/run/tokenizer/tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    assert f"{tokenizer} is not the file of the run's tokenizer" in said()
+    assert f"{tokenizer} is not the file of the run's tokenizer" in log_messages()
 
 
 def test_a_checkpoint_of_another_model(finished: Path, train: Train, in_tmp_path: Path) -> None:

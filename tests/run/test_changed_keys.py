@@ -22,7 +22,7 @@ def config() -> RunConfig:
     return RunConfig.model_validate(WRITTEN)
 
 
-def without(identity: dict[str, Any], *path: str) -> dict[str, Any]:
+def without_key(identity: dict[str, Any], *path: str) -> dict[str, Any]:
     result = copy.deepcopy(identity)
     inner = result
     for key in path[:-1]:
@@ -42,23 +42,23 @@ def without(identity: dict[str, Any], *path: str) -> dict[str, Any]:
     ],
 )
 def test_a_key_that_older_code_lacked_is_no_difference_at_its_default(config: RunConfig, path: tuple[str, ...]) -> None:
-    now = numeric_identity(config)
-    old = without(now, *path)
-    assert numeric_differences(old, now, config) == []
+    new = numeric_identity(config)
+    old = without_key(new, *path)
+    assert numeric_differences(old, new, config) == []
     # Without the configuration nobody knows what the default is.
-    assert now[path[0]].get(path[1]) is None or len(numeric_differences(old, now)) == 1
+    assert new[path[0]].get(path[1]) is None or len(numeric_differences(old, new)) == 1
 
 
 @pytest.mark.parametrize("path", [("trainer", "seed"), ("model", "hidden_dim")])
 def test_a_key_that_older_code_lacked_is_one_at_another_value(config: RunConfig, path: tuple[str, ...]) -> None:
-    now = numeric_identity(config)
-    (line,) = numeric_differences(without(now, *path), now, config)
+    new = numeric_identity(config)
+    (line,) = numeric_differences(without_key(new, *path), new, config)
     assert line.startswith(f"{'.'.join(path)}: was null, now ")
 
 
 def test_keys_that_no_longer_decide_numbers_and_keys_that_are_gone(config: RunConfig) -> None:
-    now = numeric_identity(config)
-    old = copy.deepcopy(now)
+    new = numeric_identity(config)
+    old = copy.deepcopy(new)
     old["trainer"] |= {"steps_per_log": 7, "of_old": 1}
     old["trainer"]["seed"] = 4
-    assert numeric_differences(old, now, config) == ["trainer.of_old: was 1, now null", "trainer.seed: was 4, now 3"]
+    assert numeric_differences(old, new, config) == ["trainer.of_old: was 1, now null", "trainer.seed: was 4, now 3"]

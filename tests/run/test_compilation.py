@@ -85,15 +85,19 @@ def test_the_second_step_compiles_nothing(compilations: list[str], determinism: 
     model = {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 2, "num_heads": 2}
     trainer = {"train_batch_size": 8, "per_device_parallelism": 1, "determinism": determinism}
     config = RunConfig.model_validate({"model": model, "trainer": trainer})
-    setup, batch, found = build_setup(config, 61, jax.devices()[:2]), random_batch(8, 16, 61), list[list[str]]()
+    setup, batch, compiled_by_step = (
+        build_setup(config, 61, jax.devices()[:2]),
+        random_batch(8, 16, 61),
+        list[list[str]](),
+    )
     state = setup.init()
     setup.step.compile(batch)
-    for at in range(3):
-        state, _ = setup.step(state, setup.step.put(batch, at), 1e-3)
-        found.append([*compilations])
+    for step in range(3):
+        state, _ = setup.step(state, setup.step.put(batch, step), 1e-3)
+        compiled_by_step.append([*compilations])
         compilations.clear()
-    assert found[0]
-    assert found[1:] == [[], []]
+    assert compiled_by_step[0]
+    assert compiled_by_step[1:] == [[], []]
 
 
 def test_the_compilation_for_another_batch_size_is_no_time_of_a_step(train: Any) -> None:

@@ -19,27 +19,27 @@ CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}_nano.yaml" for name 
 STEPS, ROWS, VOCAB = 5, 8, 300
 
 
-def read(path: Path, *overrides: str) -> RunConfig:
+def load_config(path: Path, *overrides: str) -> RunConfig:
     return load(path, list(overrides), RunConfig).config
 
 
 def test_every_family_has_a_valid_config() -> None:
-    assert [read(path).model.type for path in CONFIGS] == FAMILIES
+    assert [load_config(path).model.type for path in CONFIGS] == FAMILIES
     assert all(path.read_text(encoding="utf-8").startswith("# ") for path in CONFIGS), "says what it is"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
-    config = read(path, f"trainer.train_batch_size={ROWS}", "trainer.elastic_shards=1")
+    config = load_config(path, f"trainer.train_batch_size={ROWS}", "trainer.elastic_shards=1")
     setup = build_setup(config, VOCAB, jax.devices()[:1])
     length = config.model.seq_len
     rows = np.random.default_rng(0).integers(0, VOCAB, (ROWS, length + 1)).astype(np.int32)
-    where = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
+    positions = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
     weights, segments = np.ones((ROWS, length), np.float32), np.zeros((ROWS, length), np.int32)
     shape = config.model.features_shape
     features = None if shape is None else np.random.default_rng(1).normal(size=(ROWS, *shape)).astype(np.float32)
-    batch = Batch(rows[:, :-1], rows[:, 1:], weights, where, segments, features)
+    batch = Batch(rows[:, :-1], rows[:, 1:], weights, positions, segments, features)
     setup.step.compile(batch)
     state, losses = setup.init(), []
     for _ in range(STEPS):

@@ -17,7 +17,7 @@ from lm_trainer.run.config.gather import LARGE_MODEL_PARAMS, resolve_gather, wit
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_identity
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
-from lm_trainer.run.files.records import identity_of, read_run_record
+from lm_trainer.run.files.records import read_run_record, recorded_identity
 from lm_trainer.run.weights.saved_model import read_config
 from tests.conftest import Lmt
 from tests.run.conftest import MakeConfig
@@ -26,7 +26,7 @@ KEYS = ("matrix_updates", "gather")
 """The newer keys."""
 
 
-def begin(path: Path, determinism: str = "elastic") -> None:
+def make_old_run(path: Path, determinism: str = "elastic") -> None:
     """Makes the directory of a run as it was when there were no newer keys."""
     config = RunConfig.model_validate({"trainer": {"id": "run", "determinism": determinism}})
     with RunDirectory(config.trainer, config, "run"):
@@ -47,7 +47,7 @@ def make_older(path: Path, determinism: str = "elastic") -> None:
         file.write_text(yaml.safe_dump(settings))
 
 
-def go_on(**trainer: Any) -> RunConfig:
+def resumed_config(**trainer: Any) -> RunConfig:
     """The configuration with which the run goes on."""
     config = RunConfig.model_validate({"trainer": {"id": "run", **trainer}})
     directory: Any = RunDirectory(config.trainer, config, "run")
@@ -67,29 +67,29 @@ def go_on(**trainer: Any) -> RunConfig:
 def test_a_run_without_newer_keys_goes_on_as_it_was_begun(
     in_tmp_path: Path, determinism: str, expected: dict[str, str]
 ) -> None:
-    begin(in_tmp_path, determinism)
+    make_old_run(in_tmp_path, determinism)
     run = in_tmp_path / "logs" / "run"
 
     def values(trainer: Any) -> dict[str, str]:
         return {key: trainer[key] if isinstance(trainer, dict) else getattr(trainer, key) for key in expected}
 
     assert values(read_config(in_tmp_path / "checkpoints" / "run").trainer) == expected
-    assert values(identity_of(read_run_record(run), run)["trainer"]) == expected
+    assert values(recorded_identity(read_run_record(run), run)["trainer"]) == expected
     # Written down with the first attempt, and kept by the next one, however the configuration spells it.
     for spelling in (determinism, "fast" if determinism == "fast" else "elastic"):
-        assert values(go_on(determinism=spelling).trainer) == expected
+        assert values(resumed_config(determinism=spelling).trainer) == expected
         assert values(json.loads((run / "run.json").read_text())["identity"]["trainer"]) == expected
 
 
 def test_another_value_than_that_of_then_is_a_change(in_tmp_path: Path) -> None:
-    begin(in_tmp_path)
+    make_old_run(in_tmp_path)
     with pytest.raises(UserError, match=r'trainer.matrix_updates: was "repeated", now "owned"'):
-        go_on(matrix_updates="owned")
+        resumed_config(matrix_updates="owned")
 
 
 def test_a_new_run_has_the_values_of_now(in_tmp_path: Path) -> None:
     for _ in range(2):
-        trainer = go_on().trainer
+        trainer = resumed_config().trainer
         assert (trainer.matrix_updates, trainer.gather) == ("owned", "auto")
 
 
@@ -149,10 +149,10 @@ def test_an_older_run_is_resumed_with_its_bits(make_config: MakeConfig, in_tmp_p
         lines = (in_tmp_path / "logs" / run / "metrics.jsonl").read_text()
         return re.findall(r'"fingerprint": "(\w+)"', lines)[-1]
 
-    whole = fingerprint("run", "trainer.matrix_updates=repeated")
+    undisturbed = fingerprint("run", "trainer.matrix_updates=repeated")
     shutil.rmtree(in_tmp_path / "checkpoints/run/4")
     make_older(in_tmp_path)
-    assert fingerprint("run") == whole
+    assert fingerprint("run") == undisturbed
     make_older(in_tmp_path)
     assert lmt("verify", "run").returncode == 0
-    assert fingerprint("other") != whole
+    assert fingerprint("other") != undisturbed

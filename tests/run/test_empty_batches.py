@@ -94,10 +94,10 @@ def test_empty_steps_are_counted_across_a_resume_and_alert_nobody(
         (step, count) for count, step in enumerate(range(1, 12, 2), 1)
     ]
     assert {(line["train/loss"], line["optim/grad_norm"], line["data/loss_tokens"]) for line in empty} == {(0, 0, 0)}
-    told = " ".join(capfd.readouterr().out.split())
-    assert "alert" not in told
-    assert told.count("no token of its batch has a loss, so that its loss and gradient are 0") == 2
-    assert "step 12: no token of the held-out set has a loss" in told
+    output = " ".join(capfd.readouterr().out.split())
+    assert "alert" not in output
+    assert output.count("no token of its batch has a loss, so that its loss and gradient are 0") == 2
+    assert "step 12: no token of the held-out set has a loss" in output
 
 
 @pytest.mark.slow
@@ -113,10 +113,10 @@ def test_batches_without_an_answer_are_counted_and_change_nothing_else(lmt: Lmt,
     counted = of_rows.reshape(STEPS, ROWS).sum(1)
     empty = [step for step in range(1, STEPS + 1) if counted[step - 1] == 0]
     assert 2 < len(empty) < STEPS - 2
-    told = " ".join(result.stdout.split())
-    assert f"warning: in {np.mean(of_rows == 0):.1%} of the rows no token has a loss" in told
-    assert told.count("no token of its batch has a loss") == 1
-    assert "no token of the held-out set has a loss, so that nothing is evaluated" in told
+    output = " ".join(result.stdout.split())
+    assert f"warning: in {np.mean(of_rows == 0):.1%} of the rows no token has a loss" in output
+    assert output.count("no token of its batch has a loss") == 1
+    assert "no token of the held-out set has a loss, so that nothing is evaluated" in output
 
     metrics = read_metrics("logs/run")
     logged = {line["step"]: line for line in metrics if "train/loss" in line}

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.environment import changes_since, environment, environment_differences, notes_on_start
+from lm_trainer.run.files.environment import (
+    continued_attempt_notes,
+    describe_environment,
+    environment_differences,
+    first_attempt_notes,
+)
 
 OLD: dict[str, Any] = {
     "python": "3.11.1",
@@ -33,32 +38,35 @@ def test_packages_that_compute_code_and_devices_count() -> None:
 def test_how_many_devices_there_are_and_what_nobody_wrote_down_do_not() -> None:
     assert environment_differences(OLD, {**OLD, "devices": ["cpu"] * 8, "time": "later"}) == []
     assert environment_differences({k: v for k, v in OLD.items() if k != "code"}, OLD) == []
-    now = environment()
-    assert environment_differences(now, environment()) == []
-    assert len(now["code"]) == 16
+    environment = describe_environment()
+    assert environment_differences(environment, describe_environment()) == []
+    assert len(environment["code"]) == 16
 
 
 def test_the_packages_are_those_of_importlib() -> None:
-    installed = sorted((each.name.lower(), each.version) for each in metadata.distributions() if each.name)
-    assert environment()["packages"] == dict(installed)
+    installed = sorted((package.name.lower(), package.version) for package in metadata.distributions() if package.name)
+    assert describe_environment()["packages"] == dict(installed)
 
 
 def test_a_resume_says_what_became_of_its_threads() -> None:
-    before = {**OLD, "rows": 4, "program": "p", "cpu_threads": 8, "cores": 8}
-    assert changes_since(before, before, Path("env.json")) == []
-    assert changes_since({k: v for k, v in before.items() if k != "cpu_threads"}, before, Path("env.json")) == []
-    (same,) = changes_since(before, {**before, "cores": 2}, Path("env.json"))
-    assert same == "XLA computes with 8 threads on 2 cores, as before, to give the same bits"
-    differs, warning = changes_since(before, {**before, "cpu_threads": 16}, Path("env.json"))
+    previous = {**OLD, "rows": 4, "program": "p", "cpu_threads": 8, "cores": 8}
+    assert continued_attempt_notes(previous, previous, Path("env.json")) == []
+    assert (
+        continued_attempt_notes({k: v for k, v in previous.items() if k != "cpu_threads"}, previous, Path("env.json"))
+        == []
+    )
+    (note,) = continued_attempt_notes(previous, {**previous, "cores": 2}, Path("env.json"))
+    assert note == "XLA computes with 8 threads on 2 cores, as before, to give the same bits"
+    differs, warning = continued_attempt_notes(previous, {**previous, "cpu_threads": 16}, Path("env.json"))
     assert differs == "the attempt before ran on something else: cpu_threads: 8 -> 16"
     assert "computed with 8 threads, not 16 (trainer.cpu_threads); from here on, bits may differ" in warning
 
 
 def test_a_start_on_emulated_devices_says_what_gives_its_bits_on_others() -> None:
-    now = {**OLD, "cpu_threads": 8, "cores": 2}
-    (note,) = notes_on_start(now, TrainerConfig())
+    attempt = {**OLD, "cpu_threads": 8, "cores": 2}
+    (note,) = first_attempt_notes(attempt, TrainerConfig())
     assert note.endswith("a run on other devices gives the same bits with trainer.cpu_threads=8")
-    assert notes_on_start({**now, "cores": 8}, TrainerConfig()) == []
-    assert notes_on_start({**now, "cpu_threads": None}, TrainerConfig()) == []
-    assert notes_on_start(now, TrainerConfig(cpu_threads=8)) == []
-    assert notes_on_start(now, TrainerConfig(determinism="fast")) == []
+    assert first_attempt_notes({**attempt, "cores": 8}, TrainerConfig()) == []
+    assert first_attempt_notes({**attempt, "cpu_threads": None}, TrainerConfig()) == []
+    assert first_attempt_notes(attempt, TrainerConfig(cpu_threads=8)) == []
+    assert first_attempt_notes(attempt, TrainerConfig(determinism="fast")) == []

@@ -36,8 +36,8 @@ def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
     for step in range(STEPS):
         rows = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
         segments = np.repeat([[0] * 9 + [1] * (SEQ - 9)], ROWS, axis=0).astype(np.int32)
-        where = np.repeat([[*range(9), *range(SEQ - 9)]], ROWS, axis=0).astype(np.int32)
-        batch = Batch(rows[:, :-1], rows[:, 1:], np.ones((ROWS, SEQ), np.float32), where, segments)
+        positions = np.repeat([[*range(9), *range(SEQ - 9)]], ROWS, axis=0).astype(np.int32)
+        batch = Batch(rows[:, :-1], rows[:, 1:], np.ones((ROWS, SEQ), np.float32), positions, segments)
         if step == 0:
             setup.step.compile(batch)
         state, metrics = setup.step(state, setup.step.put(batch), 1e-2)
@@ -50,7 +50,7 @@ def cases() -> list[Any]:
     """Each family with a number of devices."""
     rare = [(name, 2) for name in WITHOUT_OWN_PARTS] + [(name, 8) for name in MOST_PARTS]
     common = [(name, 8 if name in EIGHT else 2) for name in TINY if name not in WITHOUT_OWN_PARTS]
-    marked = [(pytest.mark.slow, each) for each in common] + [(pytest.mark.exhaustive, each) for each in rare]
+    marked = [(pytest.mark.slow, each) for each in common] + [(pytest.mark.exhaustive, case) for case in rare]
     return [pytest.param(TINY[name], number, id=f"{name}-{number}", marks=mark) for mark, (name, number) in marked]
 
 
@@ -60,8 +60,8 @@ def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, mode
     dropout = {name: 0.1 for name in type(model).model_fields if name.endswith("_pdrop")}
     small = change(model, **dropout, gradient_checkpointing=True)
     path = make_config(trainer={"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS})
-    whole = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**whole, "model": small.model_dump(mode="json")}))
+    content = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**content, "model": small.model_dump(mode="json")}))
     first, last = train(path, 1), train(path, devices)
     assert first[0] == last[0]
     assert first[1].keys() == last[1].keys()

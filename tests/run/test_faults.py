@@ -23,7 +23,7 @@ from tests.run.own_model import OPTIMIZER, Bigrams, loss, settings
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -135,9 +135,9 @@ def test_a_file_system_without_locks_is_told_and_used(
 
 @pytest.fixture
 def _private() -> Iterator[None]:
-    before = os.umask(0o077)
+    previous_mask = os.umask(0o077)
     yield
-    os.umask(before)
+    os.umask(previous_mask)
 
 
 @pytest.mark.usefixtures("_private")

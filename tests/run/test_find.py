@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.files.find_run import checkpoints_of, find_checkpoints, find_run, log_directories
+from lm_trainer.run.files.find_run import find_checkpoints, find_checkpoints_of_run, find_log_directories, find_run
 from tests.conftest import Lmt
 
 
@@ -58,10 +58,10 @@ def test_a_run_that_was_moved_as_a_whole_keeps_its_checkpoints(run: Path, in_tmp
     moved.mkdir()
     for name in ("logs", "checkpoints"):
         shutil.move(in_tmp_path / name, moved / name)
-    assert checkpoints_of(moved / "logs" / "a") == moved / "checkpoints" / "a"
+    assert find_checkpoints_of_run(moved / "logs" / "a") == moved / "checkpoints" / "a"
 
 
-OTHERS = {
+INVALID_CONFIGS = {
     "a date that there is not": b"log_dir: 2024-02-30",
     "a tag that does not fit": b"trainer: {log_dir: !!timestamp foo}",
     "an empty number": b'trainer: {log_dir: !!int ""}',
@@ -81,7 +81,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("content", INVALID_CONFIGS.values(), ids=INVALID_CONFIGS)
 def test_other_files_of_the_working_directory_do_no_harm(
     run: Path, in_tmp_path: Path, lmt: Lmt, content: bytes
 ) -> None:
@@ -90,7 +90,7 @@ def test_other_files_of_the_working_directory_do_no_harm(
         (in_tmp_path / file).write_bytes(content)
     (in_tmp_path / "directory.yaml").mkdir()
     os.mkfifo(in_tmp_path / "pipe.yaml")
-    assert log_directories() == [Path("logs")]
+    assert find_log_directories() == [Path("logs")]
     assert find_run("a") == run
     listed = lmt("runs")
     assert (listed.returncode, listed.stderr) == (0, "")
@@ -104,4 +104,4 @@ def test_directories_of_runs_are_named_by_includes_and_merges_too(in_tmp_path: P
     (in_tmp_path / "parts").mkdir()
     (in_tmp_path / "parts" / "trainer.yaml").write_text("log_dir: by-include")
     (in_tmp_path / "b.yaml").write_text("data: &d {log_dir: by-merge}\ntrainer: {<<: *d}")
-    assert log_directories() == [Path("logs"), Path("by-include"), Path("by-merge")]
+    assert find_log_directories() == [Path("logs"), Path("by-include"), Path("by-merge")]

@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint import digest
-from lm_trainer.checkpoint.digest import digests, hashes
-from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
+from lm_trainer.checkpoint.digest import compute_checksums, compute_hashes
+from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 
 
-def mixed(x: int) -> int:
+def mix_bits(x: int) -> int:
     x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
     x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
     return x ^ x >> 16
@@ -35,15 +35,15 @@ def numpy_checksum(x: np.ndarray) -> int:
 def numpy_hash(x: np.ndarray) -> str:
     bits = bits_of(x)
     sums = [
-        sum(mixed(b ^ mixed((i + salt) % 2**32)) for i, b in enumerate(bits)) % 2**32
+        sum(mix_bits(b ^ mix_bits((i + salt) % 2**32)) for i, b in enumerate(bits)) % 2**32
         for salt in (0x9E3779B9, 0x7F4A7C15)
     ]
     return "".join(f"{s:08x}" for s in sums)
 
 
-@pytest.mark.parametrize("most", [2**16, 0], ids=["on the host", "on devices"])
-def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(digest, "_SMALL", most)
+@pytest.mark.parametrize("max_host_elements", [2**16, 0], ids=["on the host", "on devices"])
+def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.MonkeyPatch, max_host_elements: int) -> None:
+    monkeypatch.setattr(digest, "_SMALL", max_host_elements)
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = {
         "a": rng.normal(size=(8, 6)).astype(np.float32),
@@ -54,12 +54,12 @@ def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.Monkey
     }
     mesh = jax.make_mesh((8,), ("data",))
     specs = {"a": PartitionSpec("data"), "b": PartitionSpec("data"), "c": PartitionSpec(None, "data")}
-    cut = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, PartitionSpec()))) for n, x in arrays.items()}
+    sharded = {n: jax.device_put(x, NamedSharding(mesh, specs.get(n, PartitionSpec()))) for n, x in arrays.items()}
     expected = {name: numpy_hash(x) for name, x in arrays.items()}
     checksums = {name: numpy_checksum(x) for name, x in arrays.items()}
-    assert hashes({name: jnp.asarray(x) for name, x in arrays.items()}) == expected
-    assert hashes(cut) == hashes(arrays) == expected
-    assert digests(cut) == digests(arrays) == checksums
+    assert compute_hashes({name: jnp.asarray(x) for name, x in arrays.items()}) == expected
+    assert compute_hashes(sharded) == compute_hashes(arrays) == expected
+    assert compute_checksums(sharded) == compute_checksums(arrays) == checksums
 
     # What one linear sum misses: the signs of two elements.
     x = arrays["a"]
@@ -67,9 +67,9 @@ def test_hashes_are_those_of_numpy_however_arrays_lie(monkeypatch: pytest.Monkey
     flipped[1, 2], flipped[5, 3] = -x[1, 2], -x[5, 3]
     swapped = x.copy()
     swapped[0, 0], swapped[7, 5] = x[7, 5], x[0, 0]
-    found = {name: jnp.asarray(y) for name, y in {"x": x, "flipped": flipped, "swapped": swapped}.items()}
-    assert digests(found)["x"] == digests(found)["flipped"]
-    assert len({*hashes(found).values()}) == 3
+    variants = {name: jnp.asarray(y) for name, y in {"x": x, "flipped": flipped, "swapped": swapped}.items()}
+    assert compute_checksums(variants)["x"] == compute_checksums(variants)["flipped"]
+    assert len({*compute_hashes(variants).values()}) == 3
 
 
 def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> None:
@@ -91,7 +91,12 @@ def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> Non
     ]
     assert len({reference, *other}) == 5
 
-    found = {"a": "00", "b": "01"}
-    assert fingerprint(reference, found) == fingerprint(reference, dict(reversed(found.items())))
-    prints = [fingerprint(reference, h) for h in (found, {"a": "01", "b": "00"}, {"a": "00"}, {"a": "00", "c": "01"})]
-    assert len({*prints, fingerprint(other[0], found)}) == 5
+    param_hashes = {"a": "00", "b": "01"}
+    assert compute_fingerprint(reference, param_hashes) == compute_fingerprint(
+        reference, dict(reversed(param_hashes.items()))
+    )
+    prints = [
+        compute_fingerprint(reference, h)
+        for h in (param_hashes, {"a": "01", "b": "00"}, {"a": "00"}, {"a": "00", "c": "01"})
+    ]
+    assert len({*prints, compute_fingerprint(other[0], param_hashes)}) == 5

@@ -23,7 +23,7 @@ from lm_trainer.step.state.train_state import TrainState
 from tests.run.own_model import OPTIMIZER, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
 
-def rule() -> optax.GradientTransformation:
+def make_chain() -> optax.GradientTransformation:
     """A chain with a norm over all parameters, a schedule, a mask and state of several kinds."""
     rate = optax.cosine_decay_schedule(0.1, STEPS)
     decays = lambda params: {name: x.ndim > 1 for name, x in params.items()}  # noqa: E731
@@ -70,45 +70,45 @@ def run(optimizer: Optimizer, model: Any = Bigrams, loss: LossFn = loss, **chang
         return trainer.train(trainer.initial_state(model_init=model), trainer.data_loader(Numbered()))
 
 
-def logged() -> list[dict[str, Any]]:
+def read_metrics() -> list[dict[str, Any]]:
     lines = map(json.loads, Path("logs/own/metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "train/loss" in line]
 
 
-def equal(one: TrainState, other: TrainState) -> None:
-    for mine, theirs in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+def assert_equal_states(one: TrainState, other: TrainState) -> None:
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["elastic", "fast"])
 def test_it_trains_as_a_loop_of_optax_alone(mode: str) -> None:
-    state = run(from_optax("chain", rule()), determinism=mode)
-    expected = plain_loop(rule(), STEPS)
+    state = run(from_optax("chain", make_chain()), determinism=mode)
+    expected = plain_loop(make_chain(), STEPS)
     for name, value in expected.items():
         np.testing.assert_allclose(state.params[name], value, atol=1e-5, err_msg=name)
     assert np.abs(expected["table"]).max() > 0.1
-    assert not any("optim/learning_rate" in line for line in logged()), "the transformation keeps its own"
+    assert not any("optim/learning_rate" in line for line in read_metrics()), "the transformation keeps its own"
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_equal_bits() -> None:
-    whole = run(from_optax("chain", rule()))
+    uninterrupted = run(from_optax("chain", make_chain()))
     shutil.rmtree(f"checkpoints/own/{STEPS}")
-    with Trainer(settings(), from_optax("chain", rule()), loss) as trainer:
+    with Trainer(settings(), from_optax("chain", make_chain()), loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         assert 0 < state.step < STEPS
-        equal(trainer.train(state, trainer.data_loader(Numbered())), whole)
+        assert_equal_states(trainer.train(state, trainer.data_loader(Numbered())), uninterrupted)
 
 
 def test_the_bits_are_the_same_on_one_and_four_devices_and_state_lies_like_its_parameter() -> None:
     states = [
         run(
-            from_optax("chain", rule()),
+            from_optax("chain", make_chain()),
             Factored,
             factored_loss,
             id=f"on-{devices}",
@@ -117,7 +117,7 @@ def test_the_bits_are_the_same_on_one_and_four_devices_and_state_lies_like_its_p
         )
         for devices in (1, 4)
     ]
-    equal(*states)
+    assert_equal_states(*states)
     moments: Any = optax.tree_utils.tree_get(states[1].opt_state, "mu")
     assert moments["rows"].sharding == states[1].params["rows"].sharding
     assert moments["rows"].addressable_shards[0].data.shape == (VOCAB, 2)
@@ -126,17 +126,17 @@ def test_the_bits_are_the_same_on_one_and_four_devices_and_state_lies_like_its_p
 
 class TestResuming:
     def test_under_another_name(self) -> None:
-        run(from_optax("chain", rule()), num_train_steps=2)
+        run(from_optax("chain", make_chain()), num_train_steps=2)
         with pytest.raises(UserError, match=r'optimizer.name: was "chain", now "other"'):
-            run(from_optax("other", rule()), num_train_steps=2)
+            run(from_optax("other", make_chain()), num_train_steps=2)
 
     def test_with_state_of_another_structure(self) -> None:
-        run(from_optax("chain", rule()), num_train_steps=2)
+        run(from_optax("chain", make_chain()), num_train_steps=2)
         with pytest.raises(UserError, match=r"another optimizer:\n.*opt_state.*nothing"):
             run(from_optax("chain", optax.sgd(0.1, momentum=0.9)), num_train_steps=2)
 
     def test_as_one_of_our_own_optimizers(self) -> None:
-        run(from_optax("chain", rule()), num_train_steps=2)
+        run(from_optax("chain", make_chain()), num_train_steps=2)
         with pytest.raises(UserError, match=r'optimizer.type: was "optax", now "adam"'):
             run(OPTIMIZER, num_train_steps=2)
 
@@ -144,8 +144,8 @@ class TestResuming:
 def test_hyperparameters_in_the_state_report_the_learning_rate() -> None:
     rate = optax.linear_schedule(0.1, 0.0, STEPS)
     run(from_optax("injected", optax.inject_hyperparams(optax.sgd)(rate)))
-    found = [line["optim/learning_rate"] for line in logged()]
-    np.testing.assert_allclose(found, [0.1 * (1 - step / STEPS) for step in range(STEPS)], rtol=1e-6)
+    learning_rates = [line["optim/learning_rate"] for line in read_metrics()]
+    np.testing.assert_allclose(learning_rates, [0.1 * (1 - step / STEPS) for step in range(STEPS)], rtol=1e-6)
 
 
 def test_labels_of_parameters_are_found_by_a_function_of_their_names() -> None:
@@ -157,28 +157,28 @@ def test_labels_of_parameters_are_found_by_a_function_of_their_names() -> None:
 
 
 def test_a_transformation_that_asks_for_the_value_gets_the_loss() -> None:
-    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **others: Any) -> tuple[Any, Any]:
-        del params, others
+    def update(updates: Any, state: Any, params: Any = None, *, value: jax.Array, **extra_args: Any) -> tuple[Any, Any]:
+        del params, extra_args
         return updates, value + jnp.zeros_like(state)
 
     start: Any = lambda _: jnp.zeros(())  # noqa: E731
-    seen: Any = optax.GradientTransformationExtraArgs(start, update)  # pyright: ignore[reportArgumentType]
-    state = run(from_optax("seen", optax.chain(seen, optax.sgd(0.1))))
+    recorder: Any = optax.GradientTransformationExtraArgs(start, update)  # pyright: ignore[reportArgumentType]
+    state = run(from_optax("seen", optax.chain(recorder, optax.sgd(0.1))))
     held: Any = state.opt_state
-    assert float(held[0]) == logged()[-1]["train/loss"] > 0
+    assert float(held[0]) == read_metrics()[-1]["train/loss"] > 0
 
 
 def test_random_numbers_of_a_transformation_go_on_too() -> None:
     noise = optax.chain(optax.add_noise(0.1, 0.1, 0), optax.sgd(0.1))
-    whole = run(from_optax("noise", noise))
+    uninterrupted = run(from_optax("noise", noise))
     # Through jit as in the run, so that each step draws what optax alone draws.
     for name, value in plain_loop(noise, STEPS).items():
-        np.testing.assert_allclose(whole.params[name], value, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(uninterrupted.params[name], value, atol=1e-5, err_msg=name)
     shutil.rmtree(f"checkpoints/own/{STEPS}")
     with Trainer(settings(), from_optax("noise", noise), loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         assert state.step == STEPS // 2
-        equal(trainer.train(state, trainer.data_loader(Numbered())), whole)
+        assert_equal_states(trainer.train(state, trainer.data_loader(Numbered())), uninterrupted)
 
 
 @pytest.mark.parametrize("wrong", [optax.adam, AdamConfig(), None])

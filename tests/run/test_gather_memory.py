@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from lm_trainer.plan.memory import StepMemory
-from lm_trainer.run.build.gather_memory import device_memory, plan_for_memory
+from lm_trainer.run.build.gather_memory import min_device_memory, plan_for_memory
 from lm_trainer.run.build.model import trace_model
 from lm_trainer.run.build.setup import setup_from_config
 from lm_trainer.run.config.run_config import RunConfig
@@ -33,14 +33,14 @@ CONFIG = RunConfig.model_validate(
 
 
 @functools.cache
-def planned(together: int | None) -> int:
+def planned_peak(together: int | None) -> int:
     """The peak in the plan of `lmt plan`."""
     trainer = CONFIG.trainer.model_copy(update={"microbatches_per_gather": together})
     memory = StepMemory(CONFIG.model_copy(update={"trainer": trainer}), VOCAB, jax.devices()[:1], "cpu")
     return memory.plan().peak.bytes
 
 
-def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[int, str]:
+def choose_gather(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[int, str]:
     """The microbatches that share a gather, and what is said of them."""
     model, notes = trace_model(CONFIG, VOCAB), list[str]()
     setup = plan_for_memory(
@@ -56,31 +56,31 @@ def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[in
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
-    two, four = planned(2), planned(None)
+    two, four = planned_peak(2), planned_peak(None)
     assert two < 0.9 * four
-    together, said = chosen(CONFIG.trainer, lambda: round(two / 0.94))
+    together, note = choose_gather(CONFIG.trainer, lambda: round(two / 0.94))
     assert together == 2
-    assert said.startswith(f"microbatches_per_gather=2: a step needs {two / 2**30:.2f} GiB of the ")
-    assert said.endswith("with all 4 microbatches of a device together. The numbers are the same")
+    assert note.startswith(f"microbatches_per_gather=2: a step needs {two / 2**30:.2f} GiB of the ")
+    assert note.endswith("with all 4 microbatches of a device together. The numbers are the same")
 
 
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_nothing_is_said_where_all_fit_and_what_is_missing_where_none_does() -> None:
-    assert chosen(CONFIG.trainer, lambda: round(planned(None) / 0.94)) == (4, "")
-    together, said = chosen(CONFIG.trainer, lambda: 1000)
+    assert choose_gather(CONFIG.trainer, lambda: round(planned_peak(None) / 0.94)) == (4, "")
+    together, note = choose_gather(CONFIG.trainer, lambda: 1000)
     assert together == 1
-    assert "even with microbatches_per_gather=1; `lmt plan --search` looks for a layout that fits" in said
+    assert "even with microbatches_per_gather=1; `lmt plan --search` looks for a layout that fits" in note
 
 
-@pytest.mark.parametrize("given", [{"microbatches_per_gather": 2}, {"gather": "model"}], ids=str)
-def test_what_is_configured_stays(given: dict[str, object]) -> None:
+@pytest.mark.parametrize("settings", [{"microbatches_per_gather": 2}, {"gather": "model"}], ids=str)
+def test_what_is_configured_stays(settings: dict[str, object]) -> None:
     def memory() -> int | None:
         raise AssertionError("not asked for")
 
-    expected = 2 if "microbatches_per_gather" in given else 4
-    assert chosen(CONFIG.trainer.model_copy(update=given), memory) == (expected, "")
+    expected = 2 if "microbatches_per_gather" in settings else 4
+    assert choose_gather(CONFIG.trainer.model_copy(update=settings), memory) == (expected, "")
 
 
 def test_a_cpu_does_not_say_how_much_memory_it_has() -> None:
-    assert device_memory() is None
+    assert min_device_memory() is None

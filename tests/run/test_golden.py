@@ -23,7 +23,7 @@ a formula shows from 1e-4 on."""
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "gpt2")])
 def test_the_first_steps_are_those_on_file(name: str, tmp_path: Path) -> None:
     golden = json.loads(FILE.read_text())[name]
-    found = first_steps(MODELS[name], tmp_path)
-    assert found == {metric: pytest.approx(values, rel=RTOL) for metric, values in golden.items()}, (
+    metrics = first_steps(MODELS[name], tmp_path)
+    assert metrics == {metric: pytest.approx(values, rel=RTOL) for metric, values in golden.items()}, (
         "the arithmetic of training has changed; the first lines of this file say what to do"
     )

@@ -9,7 +9,7 @@ import grain
 import numpy as np
 import pytest
 
-from lm_trainer.checkpoint.store import committed_steps, read_record
+from lm_trainer.checkpoint.store import list_steps, read_record
 from lm_trainer.core.errors import Preempted, UserError
 from lm_trainer.run.trainer import Trainer
 from tests.run.own_model import OPTIMIZER, ROWS, SEQ, STEPS, VOCAB, Bigrams, loss, settings
@@ -18,14 +18,14 @@ from tests.run.own_model import OPTIMIZER, ROWS, SEQ, STEPS, VOCAB, Bigrams, los
 def record(seed: int) -> dict[str, np.ndarray]:
     """A row of its own for each number."""
     tokens = np.random.default_rng(seed).integers(0, VOCAB, SEQ + 1, dtype=np.int32)
-    at = np.arange(SEQ, dtype=np.int32)
+    positions = np.arange(SEQ, dtype=np.int32)
     weights = np.ones(SEQ, np.float32)
     return {
         "tokens": tokens[:-1],
         "targets": tokens[1:],
         "weights": weights,
-        "positions": at,
-        "segments": np.zeros_like(at),
+        "positions": positions,
+        "segments": np.zeros_like(positions),
     }
 
 
@@ -76,12 +76,12 @@ def test_a_resume_goes_on_where_the_loader_was(tmp_path: Path, kind: str) -> Non
         run(tmp_path / "b", kind, stop_after=2)
     (checkpoints,) = (tmp_path / "b/checkpoints").iterdir()
     # The hook asks in step 2, which ends before it is noticed.
-    assert committed_steps(checkpoints)[-1] == 3
+    assert list_steps(checkpoints)[-1] == 3
     (state,) = read_record(checkpoints, 3)["loader"]
     assert len(str(state)) < 2000
-    again = run(tmp_path / "b", kind)
+    resumed = run(tmp_path / "b", kind)
     for name, x in undisturbed.items():
-        np.testing.assert_array_equal(again[name], x)
+        np.testing.assert_array_equal(resumed[name], x)
 
 
 @pytest.mark.slow

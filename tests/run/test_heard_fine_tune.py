@@ -79,13 +79,13 @@ def test_clips_are_learnt_by_heart_and_heard_by_transformers(in_tmp_path: Path) 
     assert done.train_loss < 0.01
     write_hf(Path("out"), open_model("tuned"), ExportOptions())
 
-    theirs = transformers.WhisperForConditionalGeneration.from_pretrained("out").eval()
+    reference_model = transformers.WhisperForConditionalGeneration.from_pretrained("out").eval()
     extractor = transformers.WhisperFeatureExtractor.from_pretrained("out")
-    heard = [
+    features = [
         extractor(read_recording(path), sampling_rate=16_000, return_tensors="pt").input_features for path in texts
     ]
     for beams in (1, 3):
-        ours = Transcriber(open_model("tuned"), TranscribeSettings(beams=beams))
-        assert [ours.transcribe(path).text for path in texts] == list(texts.values())
-        rows = theirs.generate(torch.cat(heard), num_beams=beams, do_sample=False).tolist()
+        transcriber = Transcriber(open_model("tuned"), TranscribeSettings(beams=beams))
+        assert [transcriber.transcribe(path).text for path in texts] == list(texts.values())
+        rows = reference_model.generate(torch.cat(features), num_beams=beams, do_sample=False).tolist()
         assert ["".join(chr(token) for token in row if token != EOS_ID) for row in rows] == list(texts.values())

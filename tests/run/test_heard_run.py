@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.morse import Morse
@@ -67,8 +67,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, f
 def weights(source: str) -> dict[str, np.ndarray]:
     import jax
 
-    found, _ = jax.tree_util.tree_flatten_with_path(open_model(source).params)
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(open_model(source).params)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
 @pytest.mark.slow
@@ -79,26 +79,26 @@ def test_what_a_run_wrote_is_what_is_counted_and_exported(
     directory, losses = trained
     monkeypatch.chdir(directory)
     model = open_eval_model("one")
-    found = evaluate_text(model, choose_text("one", model, []), TextOptions())
+    result = evaluate_text(model, choose_text("one", model, []), TextOptions())
     (loss,) = losses.values()
-    assert found.sets[0].documents.loss.value == pytest.approx(loss, rel=1e-5)
-    (rates,) = found.rates
+    assert result.sets[0].documents.loss.value == pytest.approx(loss, rel=1e-5)
+    (rates,) = result.rates
     assert rates.rows == 6
     write_hf(directory / "out", open_model("one"), ExportOptions())
-    said, written = [], []
+    references, written = [], []
     for row in Morse.model_validate(model.config.data.source).shards("validation", fields=("audio", "text"))[0].rows():
         record: Any = row.record  # pyright: ignore[reportAttributeAccessIssue]
         soundfile.write("a.wav", record["audio"]["array"], 16_000, subtype="FLOAT")
-        said.append(record["text"])
+        references.append(record["text"])
         written.append([Transcriber(open_model(source), TranscribeSettings()).transcribe(Path("a.wav"))
                         for source in ("one", "out")])  # fmt: skip
         assert written[-1][0] == written[-1][1]
     texts = [pair[0].text for pair in written]
-    assert rates.characters == pytest.approx(jiwer.cer(said, texts))
-    assert rates.words == pytest.approx(jiwer.wer(said, texts))
-    assert rates.examples == list(zip(said, texts, strict=True))
-    assert as_json(found)["error_rates"][0]["characters"] == rates.characters
-    assert any("character errors" in line for line in text_lines(found))
+    assert rates.characters == pytest.approx(jiwer.cer(references, texts))
+    assert rates.words == pytest.approx(jiwer.wer(references, texts))
+    assert rates.examples == list(zip(references, texts, strict=True))
+    assert as_json(result)["error_rates"][0]["characters"] == rates.characters
+    assert any("character errors" in line for line in text_lines(result))
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ class Killed(Progress):
         if step < 2:
             return
         deadline = time.monotonic() + 60
-        while not committed_steps(Path("checkpoints/killed")) and time.monotonic() < deadline:
+        while not list_steps(Path("checkpoints/killed")) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -138,9 +138,9 @@ def test_the_same_bits_after_a_kill_and_on_other_devices(
     shown = io.StringIO()
     assert run("trainer.max_devices=8", *settings, progress=Progress(3, stream=shown)) == losses
     assert re.search("resumed at step [12]", shown.getvalue())
-    found = weights("killed")
+    resumed_weights = weights("killed")
     for name, x in weights("one").items():
-        np.testing.assert_array_equal(x, found[name], err_msg=name)
+        np.testing.assert_array_equal(x, resumed_weights[name], err_msg=name)
 
 
 def test_text_alone_is_refused_before_anything_is_made(in_tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_next_commands_suit_the_model() -> None:
         next_of("\nAn apple fell from a tall tree⟫ and", takes_audio=False)
         == "  lmt generate m --prompt 'An apple fell from a'"
     )
-    made = Summary("m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample="a⟫b")
-    assert made.lines()[-1] == "  lmt export-hf m exports/m"
-    assert replace(made, exports=False).lines()[-1] == "  lmt runs"
+    summary = Summary("m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample="a⟫b")
+    assert summary.lines()[-1] == "  lmt export-hf m exports/m"
+    assert replace(summary, exports=False).lines()[-1] == "  lmt runs"
     assert next_of(f"{'字' * 90}⟫", takes_audio=False) == f"  lmt generate m --prompt {'字' * 24!r}"

@@ -45,23 +45,23 @@ def exports(notes: Notes, **keys: Any) -> HfExports:
     return HfExports(config, "run", notes, ByteTokenizer(), hub_name)  # pyright: ignore[reportArgumentType]
 
 
-def after(step: int, exported: HfExports) -> None:
+def export_after(step: int, exported: HfExports) -> None:
     """Exports as the loop does after a step."""
     program: Any = SimpleNamespace(
-        weights=lambda state: {"": {}, "ema": state},
+        weights_to_evaluate=lambda state: {"": {}, "ema": state},
         model=SimpleNamespace(nested=nest_named_leaves),
     )
     metrics: Any = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})
     info: Any = SimpleNamespace(step=step, state=PARAMS, total_tokens=640)
-    exported.save(info, program, metrics)
+    exported.export(info, program, metrics)
 
 
 def test_each_step_has_a_directory_of_its_own_that_reads_back(in_tmp_path: Path) -> None:
     notes = Notes()
     with exports(notes) as exported:
-        after(4, exported)
-        after(8, exported)
-        after(8, exported)  # a run that was killed comes to the same step again
+        export_after(4, exported)
+        export_after(8, exported)
+        export_after(8, exported)  # a run that was killed comes to the same step again
     assert sorted(path.name for path in (in_tmp_path / "out" / "run").iterdir()) == ["step-4", "step-8"]
     model = read_hf(in_tmp_path / "out" / "run" / "step-8")
     assert model.config.spec(257) == LLAMA.spec(257)
@@ -77,7 +77,7 @@ def test_each_step_has_a_directory_of_its_own_that_reads_back(in_tmp_path: Path)
 def test_numbers_and_place_are_as_configured(in_tmp_path: Path) -> None:
     checkpointer = {"checkpointer": {"append_run_id_to_base_path": False}}
     with exports(Notes(), hf_save_dtype="bfloat16", trainer=checkpointer) as exported:
-        after(1, exported)
+        export_after(1, exported)
     config = json.loads((in_tmp_path / "out" / "step-1" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     assert load_file(in_tmp_path / "out" / "step-1" / "model.safetensors")["model.norm.weight"].dtype == "bfloat16"
@@ -93,7 +93,7 @@ def test_a_file_in_the_way_is_not_deleted(in_tmp_path: Path) -> None:
     (in_tmp_path / "out" / "run" / "step-4").mkdir(parents=True)
     (in_tmp_path / "out" / "run" / "step-4" / "thesis.txt").write_text("mine")
     with exports(Notes()) as exported, pytest.raises(UserError, match=r"thesis\.txt"):
-        after(4, exported)
+        export_after(4, exported)
 
 
 def test_uploads_follow_one_another_and_a_failed_one_ends_nothing(
@@ -113,8 +113,8 @@ def test_uploads_follow_one_another_and_a_failed_one_ends_nothing(
     monkeypatch.setattr(hf_exports, "prepare_push", lambda name: f"me/{name}")
     notes = Notes()
     with exports(notes, hf_upload=True) as exported:
-        after(4, exported)
-        after(8, exported)
+        export_after(4, exported)
+        export_after(8, exported)
     assert pushed == [("me/run", "Step 4", False), ("me/run", "Step 8", False)]
     (failed,) = [note for note in notes if note.startswith("warning")]
     assert "out/run/step-4 was not uploaded: the hub cannot be reached" in failed
@@ -140,18 +140,18 @@ def test_a_run_from_an_import_to_an_upload(run_lmt: RunLmt, tmp_path: Path, text
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     with fake_hub() as hub:
-        found = run_lmt("train", "run.yaml", env=hub.environment(), timeout=900)
-        assert found.returncode == 0, found.stderr
-        assert "starting from the weights of base: llama" in found.stdout + found.stderr
+        result = run_lmt("train", "run.yaml", env=hub.environment(), timeout=900)
+        assert result.returncode == 0, result.stderr
+        assert "starting from the weights of base: llama" in result.stdout + result.stderr
         assert hub.repos["me/run"].private
         uploaded = hub.repos["me/run"].files["model.safetensors"]
     assert uploaded == (tmp_path / "out" / "run" / "step-2" / "model.safetensors").read_bytes()
-    theirs = {name: x.tobytes() for file in base.glob("*.safetensors") for name, x in load_file(file).items()}
+    base_tensors = {name: x.tobytes() for file in base.glob("*.safetensors") for name, x in load_file(file).items()}
     for step in (1, 2):
-        ours = load_file(tmp_path / "out" / "run" / f"step-{step}" / "model.safetensors")
-        assert {name: x.tobytes() for name, x in ours.items()} == theirs
+        exported_tensors = load_file(tmp_path / "out" / "run" / f"step-{step}" / "model.safetensors")
+        assert {name: x.tobytes() for name, x in exported_tensors.items()} == base_tensors
     for file in base.glob("[cm]*"):
         file.unlink()
-    again = run_lmt("train", "run.yaml", "hf_upload=false", timeout=900)
-    assert again.returncode == 0, again.stderr
-    assert "complete already" in again.stdout
+    rerun = run_lmt("train", "run.yaml", "hf_upload=false", timeout=900)
+    assert rerun.returncode == 0, rerun.stderr
+    assert "complete already" in rerun.stdout

@@ -11,7 +11,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.directory import RunDirectory, run_id
+from lm_trainer.run.files.directory import RunDirectory, choose_run_id
 from tests.conftest import Lmt, refused
 
 WRONG = ["../../x", "/x", "a/b", "..", ".", "a b", "-x", "x\n", "\x1b[31m", "${USER}", "~"]
@@ -21,7 +21,7 @@ WRONG = ["../../x", "/x", "a/b", "..", ".", "a b", "-x", "x\n", "\x1b[31m", "${U
 def test_both_doors_refuse_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_ID", name)
     with pytest.raises(UserError) as of_environment:
-        run_id(RunConfig(), "base")
+        choose_run_id(RunConfig(), "base")
     with pytest.raises(ValueError, match="cannot name a directory") as of_key:
         TrainerConfig(id=name)
     message = str(of_environment.value).removeprefix("RUN_ID in the environment: ")
@@ -31,22 +31,22 @@ def test_both_doors_refuse_the_same(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_what_the_key_takes_the_environment_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("run", "a.b-c_1", "7", "läuft"):
         monkeypatch.setenv("RUN_ID", name)
-        assert run_id(RunConfig(), "base") == TrainerConfig(id=name).id == name
+        assert choose_run_id(RunConfig(), "base") == TrainerConfig(id=name).id == name
     # The key wins, and one that is empty is none.
-    assert run_id(RunConfig(trainer=TrainerConfig(id="mine")), "base") == "mine"
+    assert choose_run_id(RunConfig(trainer=TrainerConfig(id="mine")), "base") == "mine"
     monkeypatch.setenv("RUN_ID", "")
-    assert run_id(RunConfig(), "base").startswith("base-")
+    assert choose_run_id(RunConfig(), "base").startswith("base-")
 
 
 def test_nothing_is_made_outside(lmt: Lmt, in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = in_tmp_path / "a" / "b" / "c"
-    here.mkdir(parents=True)
-    (here / "base.yaml").write_text("{}")
-    monkeypatch.chdir(here)
+    working_directory = in_tmp_path / "a" / "b" / "c"
+    working_directory.mkdir(parents=True)
+    (working_directory / "base.yaml").write_text("{}")
+    monkeypatch.chdir(working_directory)
     monkeypatch.setenv("RUN_ID", "../../x")
-    before = sorted(in_tmp_path.rglob("*"))
+    files_before = sorted(in_tmp_path.rglob("*"))
     refused(lmt("train", "base.yaml"), "RUN_ID in the environment: '../../x' cannot name a directory")
-    assert sorted(in_tmp_path.rglob("*")) == before
+    assert sorted(in_tmp_path.rglob("*")) == files_before
 
 
 def test_the_cache_of_programs_has_the_same_rule_by_key_and_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.files.find_run import find_checkpoints, find_run, log_directories
+from lm_trainer.run.files.find_run import find_checkpoints, find_log_directories, find_run
 from lm_trainer.run.files.listing import list_runs
 from lm_trainer.run.trainer import Trainer
 from tests.conftest import Lmt
@@ -19,7 +19,7 @@ from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_runs_are_found_where_configurations_say() -> None:
     Path("configs/other.yaml").write_text("trainer: {log_dir: third}\n")
     Path("broken.yaml").write_text("a: [\n")
     Path("list.yaml").write_text("- 1\n")
-    assert log_directories() == [Path("logs"), Path("elsewhere/logs"), Path("third")]
+    assert find_log_directories() == [Path("logs"), Path("elsewhere/logs"), Path("third")]
     path = make_run(Path("elsewhere/logs/b"))
     assert find_run("b") == path.absolute()
     assert find_checkpoints("b") == (Path("elsewhere/checkpoints/b"), None)
@@ -122,12 +122,12 @@ class TestAStartThatFails:
             trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
 
     def test_it_leaves_nothing(self) -> None:
-        there: list[Path] = []
+        existing_files: list[Path] = []
         with pytest.raises(UserError, match="no data"):
             fail_at_the_start(
-                lambda: there.extend([*Path().glob("logs/own/run.json"), *Path().glob("checkpoints/own")])
+                lambda: existing_files.extend([*Path().glob("logs/own/run.json"), *Path().glob("checkpoints/own")])
             )
-        assert len(there) == 2
+        assert len(existing_files) == 2
         assert not list(Path().iterdir())
 
     def test_directories_that_were_there_stay(self) -> None:

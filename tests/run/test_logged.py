@@ -58,8 +58,8 @@ class Stack(nnx.Module):
             case "checkpoint":
                 x, _ = jax.lax.scan(jax.checkpoint(layer), x, w)
             case "pairs":
-                both = lambda x, pair: layer(layer(x, pair[0])[0], pair[1])  # noqa: E731
-                x, _ = jax.lax.scan(both, x, w.reshape(2, 2, DIM, DIM))
+                apply_pair = lambda x, pair: layer(layer(x, pair[0])[0], pair[1])  # noqa: E731
+                x, _ = jax.lax.scan(apply_pair, x, w.reshape(2, 2, DIM, DIM))
             case "nested":
                 inner = jax.checkpoint(lambda x, w: jax.lax.scan(jax.checkpoint(layer), x, w))
                 x, _ = jax.lax.scan(inner, x, w[:2, None])
@@ -97,7 +97,7 @@ def first_step(setup: TrainingSetup, batch: Batch = BATCH, weights: Any = None) 
     return {name: float(x) for name, x in metrics.items()}
 
 
-def logged(*microbatches: Sequence[int]) -> dict[str, float]:
+def expected_values(*microbatches: Sequence[int]) -> dict[str, float]:
     """The values to be logged of microbatches of these rows, in NumPy and float64: means by the weights of each."""
     model = Stack()
     table, w = (np.asarray(x[...], np.float64) for x in (model.table, model.layers))
@@ -118,25 +118,25 @@ def logged(*microbatches: Sequence[int]) -> dict[str, float]:
     }
 
 
-def without_the_steps_own(found: dict[str, float]) -> dict[str, float]:
-    return {name: x for name, x in found.items() if name not in ("loss", "grad_norm", "tokens", "first")}
+def drop_step_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: x for name, x in metrics.items() if name not in ("loss", "grad_norm", "tokens", "first")}
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_values_are_those_of_numpy_however_the_layers_run(mode: Mode) -> None:
-    found = first_step(plan(functools.partial(Stack, mode)))
-    assert without_the_steps_own(found) == pytest.approx(logged(), rel=1e-5)
+    metrics = first_step(plan(functools.partial(Stack, mode)))
+    assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
 
 def test_evaluation_logs_too() -> None:
     setup = plan(per_device_eval_parallelism=2)
-    found = setup.evaluate(setup.init().params, [BATCH])
-    assert without_the_steps_own(found) == pytest.approx(logged(), rel=1e-5)
+    metrics = setup.evaluate(setup.init().params, [BATCH])
+    assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_evaluation_logs_too() -> None:
 )
 def test_fast_steps_log_too(per_device_parallelism: int, together: list[Sequence[int]]) -> None:
     setup = plan(devices=2, determinism="fast", per_device_parallelism=per_device_parallelism)
-    assert without_the_steps_own(first_step(setup)) == pytest.approx(logged(*together), rel=1e-5)
+    assert drop_step_metrics(first_step(setup)) == pytest.approx(expected_values(*together), rel=1e-5)
 
 
 def test_the_bits_are_the_same_on_any_number_of_devices() -> None:
-    found = [first_step(plan(devices=devices)) for devices in (1, 4)]
-    assert found[0] == found[1]
-    assert without_the_steps_own(found[0]) == pytest.approx(logged(), rel=1e-5)
+    metrics_by_devices = [first_step(plan(devices=devices)) for devices in (1, 4)]
+    assert metrics_by_devices[0] == metrics_by_devices[1]
+    assert drop_step_metrics(metrics_by_devices[0]) == pytest.approx(expected_values(), rel=1e-5)
 
 
 def test_a_microbatch_without_weight_has_no_say() -> None:
@@ -161,8 +161,8 @@ def test_a_microbatch_without_weight_has_no_say() -> None:
         return loss(model, batch, key)
 
     half = BATCH._replace(weights=np.where(np.arange(ROWS)[:, None] < 4, BATCH.weights, 0).astype(np.float32))
-    found = first_step(plan(loss=mean_of_learnt), half)
-    assert found["learnt"] == pytest.approx((half.weights * half.tokens).sum() / half.weights.sum(), rel=1e-5)
+    metrics = first_step(plan(loss=mean_of_learnt), half)
+    assert metrics["learnt"] == pytest.approx((half.weights * half.tokens).sum() / half.weights.sum(), rel=1e-5)
 
 
 class TestPrograms:
@@ -184,8 +184,8 @@ class TestPrograms:
             def run(x: jax.Array, w: jax.Array) -> jax.Array:
                 return jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)[0].sum()
 
-            given = jnp.ones((2, 2)), jnp.ones((3, 2, 2))
-            return [Executable.from_jitted(jax.jit(f), *given) for f in (run, jax.grad(run))]
+            arguments = jnp.ones((2, 2)), jnp.ones((3, 2, 2))
+            return [Executable.from_jitted(jax.jit(f), *arguments) for f in (run, jax.grad(run))]
 
         assert [p.jaxpr() for p in programs(logging)] == [p.jaxpr() for p in programs(computing)]
         # The value itself, which nothing reads, is left out by the compiler.
@@ -204,31 +204,31 @@ class TestPrograms:
             return scalars, grads
 
         function = loss_and_gradient(model, plain_loss, model.trainable)
-        found, wanted = (str(jax.make_jaxpr(f)(model.init(), rows, key)) for f in (function, by_hand))
-        assert found == wanted
+        jaxpr, expected_jaxpr = (str(jax.make_jaxpr(f)(model.init(), rows, key)) for f in (function, by_hand))
+        assert jaxpr == expected_jaxpr
 
     def test_a_function_that_jax_knows_from_before_is_logged(self) -> None:
         @jax.jit
-        def known(x: jax.Array) -> jax.Array:
+        def log_known(x: jax.Array) -> jax.Array:
             log("known", jnp.sum(x))
             return x
 
         def with_known(model: Any, batch: Batch, key: jax.Array | None) -> Any:
             total, weight, metrics = loss(model, batch, key)
-            return total + known(jnp.ones(3))[0], weight, metrics
+            return total + log_known(jnp.ones(3))[0], weight, metrics
 
-        known(jnp.ones(3))
+        log_known(jnp.ones(3))
         setup = plan(loss=with_known)
         assert first_step(setup)["known"] == 3
         assert setup.evaluate(setup.init().params, [BATCH])["known"] == 3
 
 
-def logs_in(place: Callable[[jax.Array], Any]) -> Callable[..., Any]:
-    """A loss that calls `place` with its own value."""
+def loss_calling(call: Callable[[jax.Array], Any]) -> Callable[..., Any]:
+    """A loss that calls `call` with its own value."""
 
     def function(model: Any, batch: Batch, key: jax.Array | None) -> Any:
         total, weight, metrics = loss(model, batch, key)
-        return total + place(total), weight, metrics
+        return total + call(total), weight, metrics
 
     return function
 
@@ -268,13 +268,13 @@ def in_one_branch(x: jax.Array) -> jax.Array:
     return jax.lax.cond(x > 0, lambda x: (log("inside", x), x)[1], lambda x: -x, x)
 
 
-def twice(x: jax.Array) -> None:
+def log_twice(x: jax.Array) -> None:
     log("inside", x)
     log("inside", 2 * x)
 
 
 @pytest.mark.parametrize(
-    ("place", "problem"),
+    ("function", "problem"),
     [
         (in_custom_vjp, r"'inside' \(test_logged.py:\d+\) cannot be brought out of a function with jax.custom_vjp"),
         (in_a_while_loop, "cannot be brought out of jax.lax.while_loop"),
@@ -282,7 +282,7 @@ def twice(x: jax.Array) -> None:
         (in_vmap, "is called under jax.vmap"),
         (in_one_branch, "must be logged alike in all branches of jax.lax.cond"),
         (
-            lambda x: twice(x) or x,
+            lambda x: log_twice(x) or x,
             r"'inside' is the name of two values, at test_logged.py:\d+ and at test_logged.py:\d+",
         ),
         (lambda x: log("first", x) or x, "'first' is the name of two values, at .* and in the metrics that the loss"),
@@ -292,8 +292,8 @@ def twice(x: jax.Array) -> None:
         (lambda x: log("a", x, reduce="max") or x, "reduce is 'mean' or 'sum', not 'max'"),  # pyright: ignore[reportArgumentType]
     ],
 )
-def test_what_cannot_be_logged(place: Any, problem: str) -> None:
-    setup = plan(loss=logs_in(place))
+def test_what_cannot_be_logged(function: Any, problem: str) -> None:
+    setup = plan(loss=loss_calling(function))
     with pytest.raises(UserError, match=problem):
         setup.step.compile(BATCH)
 
@@ -307,7 +307,7 @@ def test_branches_that_log_alike() -> None:
             x,
         )
 
-    assert first_step(plan(loss=logs_in(branches)))["branch"] == 2
+    assert first_step(plan(loss=loss_calling(branches)))["branch"] == 2
 
 
 def test_a_run_records_them_for_training_and_evaluation() -> None:
@@ -339,9 +339,11 @@ def test_a_value_that_is_not_finite_stops_the_run() -> None:
 
 
 def test_a_metric_that_the_loss_returns_by_a_name_of_the_steps_own_is_refused() -> None:
-    def own(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss_with_own_metric(
+        model: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         total, weight, metrics = loss(model, batch, key)
         return total, weight, {**metrics, "squares": total}
 
     with pytest.raises(UserError, match="the loss returns a metric 'squares', a name of the step's own"):
-        plan(Stack, own).step.compile(BATCH)
+        plan(Stack, loss_with_own_metric).step.compile(BATCH)

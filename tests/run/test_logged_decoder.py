@@ -18,11 +18,11 @@ from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.log import log
 from lm_trainer.nn.loss import token_loss
 from lm_trainer.run.build.model import next_token_loss
-from tests.run.test_logged import BATCH, LAYERS, LENGTH, ROWS, SHARDS, VOCAB, first_step, plan, without_the_steps_own
+from tests.run.test_logged import BATCH, LAYERS, LENGTH, ROWS, SHARDS, VOCAB, drop_step_metrics, first_step, plan
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -62,7 +62,7 @@ def decoder_loss(model: Any, batch: Batch, key: jax.Array | None) -> Any:
 
 
 @functools.cache
-def recorded() -> dict[str, float]:
+def expected_values() -> dict[str, float]:
     """The values to be logged, of layers that ran without tracing, microbatch by microbatch."""
     global RECORD
     model = jax.jit(lambda: decoder(scan_layers=False, gradient_checkpointing=False))()
@@ -99,8 +99,8 @@ class TestDecoder:
         ids=str,
     )
     def test_every_way_to_run_the_layers(self, changes: dict[str, Any]) -> None:
-        found = first_step(plan(functools.partial(decoder, **changes), decoder_loss))
-        assert without_the_steps_own(found) == pytest.approx(recorded(), rel=1e-5)
+        metrics = first_step(plan(functools.partial(decoder, **changes), decoder_loss))
+        assert drop_step_metrics(metrics) == pytest.approx(expected_values(), rel=1e-5)
 
     @pytest.mark.optimised
     def test_the_bits_are_those_of_one_device(self) -> None:
@@ -111,8 +111,8 @@ class TestDecoder:
             assert first_step(program, weights=weights) == expected
 
     def test_devices_that_share_a_microbatch_add_their_shares(self) -> None:
-        found = first_step(plan(decoder, decoder_loss, devices=2, context_axis_size=2))
-        assert found["weights"] == pytest.approx(recorded()["weights"], rel=1e-6)
+        metrics = first_step(plan(decoder, decoder_loss, devices=2, context_axis_size=2))
+        assert metrics["weights"] == pytest.approx(expected_values()["weights"], rel=1e-6)
 
     def test_layers_of_a_pipeline_refuse(self) -> None:
         build = functools.partial(decoder, num_layers=2)
@@ -128,13 +128,13 @@ class TestDecoder:
             for devices in (2, 4)
         ]
         weights = {name: np.asarray(x) for name, x in programs[0].init().params.items()}
-        found = [first_step(program, weights=weights) for program in programs]
-        expected = {name: x for name, x in recorded().items() if name != "weights"}
+        metrics_by_program = [first_step(program, weights=weights) for program in programs]
+        expected = {name: x for name, x in expected_values().items() if name != "weights"}
         if not axes:
-            assert without_the_steps_own(found[0]) == pytest.approx(expected, rel=1e-5)
-        assert found[0] == found[1]
+            assert drop_step_metrics(metrics_by_program[0]) == pytest.approx(expected, rel=1e-5)
+        assert metrics_by_program[0] == metrics_by_program[1]
         elastic = plan(decoder, next_token_loss(jnp.float32), devices=2, **axes)
-        assert found[0] == pytest.approx(first_step(elastic, weights=weights), rel=1e-5)
+        assert metrics_by_program[0] == pytest.approx(first_step(elastic, weights=weights), rel=1e-5)
         held_out = [program.evaluate(program.from_weights(weights).params, [BATCH]) for program in (*programs, elastic)]
         assert held_out[0] == held_out[1]
         assert held_out[0] == pytest.approx(held_out[2], rel=1e-5)

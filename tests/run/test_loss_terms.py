@@ -32,14 +32,14 @@ HALF = random_batch(ROWS, LENGTH, VOCAB)._replace(
 """A batch in which some targets have no part in the loss, or half of it."""
 
 
-def configured(directory: Path, *lines: str) -> RunConfig:
+def load_changed_config(directory: Path, *lines: str) -> RunConfig:
     file = directory / "config.yaml"
     file.write_text("\n".join((*lines, BASE)))
     return load(file, [], RunConfig).config
 
 
-def planned(directory: Path, *lines: str) -> TrainingSetup:
-    return build_setup(configured(directory, *lines), VOCAB, jax.devices()[:1])
+def build_changed_setup(directory: Path, *lines: str) -> TrainingSetup:
+    return build_setup(load_changed_config(directory, *lines), VOCAB, jax.devices()[:1])
 
 
 def mean(x: Any) -> Any:
@@ -60,7 +60,7 @@ def first_step(setup: TrainingSetup, state: TrainState) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_z_loss_weight_adds_the_penalty_to_what_is_minimised(tmp_path: Path) -> None:
-    setup = planned(tmp_path, "z_loss_weight: 0.2")
+    setup = build_changed_setup(tmp_path, "z_loss_weight: 0.2")
 
     def naive(params: Any) -> Any:
         logits = logits_of(setup, params)
@@ -81,21 +81,24 @@ def test_z_loss_weight_adds_the_penalty_to_what_is_minimised(tmp_path: Path) -> 
 
 
 def test_evaluation_has_no_z_loss(tmp_path: Path) -> None:
-    plain, penalised = planned(tmp_path), planned(tmp_path, "z_loss_weight: 0.2")
+    plain, penalised = build_changed_setup(tmp_path), build_changed_setup(tmp_path, "z_loss_weight: 0.2")
     params = plain.init().params
-    found = penalised.evaluate(params, [HALF])
-    assert found == plain.evaluate(params, [HALF])
-    assert found.keys() == {"loss"}
+    sums = penalised.evaluate(params, [HALF])
+    assert sums == plain.evaluate(params, [HALF])
+    assert sums.keys() == {"loss"}
 
 
 def test_without_a_z_loss_nothing_else_is_traced(tmp_path: Path) -> None:
-    programs = [planned(tmp_path, *lines).step.compile(HALF) for lines in ((), ("z_loss_weight: 0",))]
+    programs = [build_changed_setup(tmp_path, *lines).step.compile(HALF) for lines in ((), ("z_loss_weight: 0",))]
     assert len({program.fingerprint() for program in programs}) == 1
-    assert planned(tmp_path, "z_loss_weight: 1.0e-4").step.compile(HALF).fingerprint() != programs[0].fingerprint()
+    assert (
+        build_changed_setup(tmp_path, "z_loss_weight: 1.0e-4").step.compile(HALF).fingerprint()
+        != programs[0].fingerprint()
+    )
 
 
 def test_log_entropy_measures_it_in_evaluation(tmp_path: Path) -> None:
-    setup = planned(tmp_path, "log_entropy: true")
+    setup = build_changed_setup(tmp_path, "log_entropy: true")
     params = setup.init().params
 
     def naive(params: Any) -> Any:
@@ -110,7 +113,7 @@ def test_log_entropy_measures_it_in_evaluation(tmp_path: Path) -> None:
 
 
 def test_log_entropy_leaves_training_as_it_is(tmp_path: Path) -> None:
-    programs = [planned(tmp_path, *lines).step.compile(HALF) for lines in ((), ("log_entropy: true",))]
+    programs = [build_changed_setup(tmp_path, *lines).step.compile(HALF) for lines in ((), ("log_entropy: true",))]
     assert len({program.fingerprint() for program in programs}) == 1
 
 

@@ -11,29 +11,29 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, read_record
+from lm_trainer.checkpoint.store import CheckpointStore, list_steps, read_record
 from lm_trainer.core.errors import MachineError, Preempted
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.checkpoints import SERIES
 from lm_trainer.trackers import JsonlConfig, read_metrics
-from lm_trainer.trackers.series import Series, describe
+from lm_trainer.trackers.series import Series, format_steps
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 RUN, CHECKPOINTS, METRICS = Path("logs/own"), Path("checkpoints/own"), Path("logs/own/metrics.jsonl")
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def train(steps: int = 8, at: dict[int, Callable[[], Any]] | None = None, **changes: Any) -> list[str]:
+def train(steps: int = 8, actions: dict[int, Callable[[], Any]] | None = None, **changes: Any) -> list[str]:
     """Trains with a permanent checkpoint every 3 steps; returns what the metrics lack at its start."""
     with Trainer(settings(num_train_steps=steps, **changes), OPTIMIZER, loss) as trainer:
 
         @trainer.add_hook
         def _(info: Any) -> None:
-            (at or {}).get(info.step, lambda: None)()
+            (actions or {}).get(info.step, lambda: None)()
 
         trainer.add_eval_hook(Numbered())
         state = trainer.initial_state(model_init=Bigrams)
@@ -57,7 +57,7 @@ def logged_losses() -> list[int]:
 @pytest.mark.slow
 def test_a_checkpoint_knows_the_lines_that_were_there() -> None:
     with pytest.raises(Preempted):
-        train(at={5: stop})
+        train(actions={5: stop})
     series = read_record(CHECKPOINTS, 6)[SERIES]
     lines = {"train/loss": [[1, 6, 1]], "eval/accuracy": [[4, 4, 1]], "fingerprint": [[3, 6, 3]]}
     assert series == {"metrics.jsonl": lines}
@@ -88,30 +88,30 @@ def test_lines_are_on_disk_before_their_checkpoint_is(monkeypatch: pytest.Monkey
 
 def test_lost_lines_are_named_at_every_start_until_they_are_back(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(Preempted):
-        train(10, at={4: stop})
-    whole = METRICS.read_text()
+        train(10, actions={4: stop})
+    complete_text = METRICS.read_text()
     drop_lines(4, 5)
     missing = (
         f"{METRICS} lacks lines that were there at the checkpoint of step 5: train/loss of 4 to 5; fingerprint of 5; "
         f"eval/accuracy of 4. "
     )
     with pytest.raises(Preempted):
-        train(10, at={7: stop})
+        train(10, actions={7: stop})
     assert missing in " ".join(capfd.readouterr().out.split())
     # A later checkpoint does not make a gap whole.
     (gap,) = train(10)
     assert gap.startswith(missing.replace("step 5:", "step 8:"))
     assert logged_losses() == [1, 2, 3, 6, 7, 8, 9, 10]
-    rest = METRICS.read_text().splitlines(keepends=True)
-    METRICS.write_text(whole + "".join(line for line in rest if line not in whole))
+    recomputed_lines = METRICS.read_text().splitlines(keepends=True)
+    METRICS.write_text(complete_text + "".join(line for line in recomputed_lines if line not in complete_text))
     assert train(10) == []
 
 
 @pytest.mark.slow
 def test_a_run_directory_that_vanishes_is_named_at_once_and_at_the_next_start() -> None:
     with pytest.raises(MachineError, match=r"metrics.jsonl was removed or replaced while the run wrote it"):
-        train(at={4: lambda: shutil.rmtree("logs")})
-    assert committed_steps(CHECKPOINTS) == [3]
+        train(actions={4: lambda: shutil.rmtree("logs")})
+    assert list_steps(CHECKPOINTS) == [3]
     (gap,) = train()
     assert "lacks lines that were there at the checkpoint of step 3: train/loss of 1 to 3; fingerprint of 3" in gap
     assert logged_losses() == [*range(4, 9)]
@@ -119,14 +119,14 @@ def test_a_run_directory_that_vanishes_is_named_at_once_and_at_the_next_start() 
 
 def test_a_file_that_is_renamed_is_named_before_the_next_checkpoint() -> None:
     with pytest.raises(MachineError, match=r"metrics.jsonl was removed or replaced"):
-        train(at={4: lambda: METRICS.rename("elsewhere.jsonl")})
-    assert committed_steps(CHECKPOINTS) == [3]
+        train(actions={4: lambda: METRICS.rename("elsewhere.jsonl")})
+    assert list_steps(CHECKPOINTS) == [3]
 
 
 def test_a_tracker_that_lost_lines_gets_them_and_is_named(capfd: pytest.CaptureFixture) -> None:
     copy, config = Path("copies/own/metrics.jsonl"), (JsonlConfig(path="copies"),)
     with pytest.raises(Preempted):
-        train(at={5: stop}, tracker=config)
+        train(actions={5: stop}, tracker=config)
     lines = copy.read_text().splitlines(keepends=True)
     copy.write_text("".join(line for line in lines if '"step": 4,' not in line))
     assert train(tracker=config) == []
@@ -146,7 +146,7 @@ def test_without_a_memory_of_the_lines_nothing_is_said(monkeypatch: pytest.Monke
         lambda self, step, arrays, record: save(self, step, arrays, {k: v for k, v in record.items() if k != SERIES}),
     )
     with pytest.raises(Preempted):
-        train(at={5: stop})
+        train(actions={5: stop})
     drop_lines(4, 5)
     assert train() == []
 
@@ -156,18 +156,18 @@ def test_series_are_small_and_exact() -> None:
     for step in [*range(10, 1001, 10), 1003, 1004, 1010, 1020]:
         series.add("train/loss", step)
     series.add("train/loss", 1020)
-    assert series.plain() == {"train/loss": [[10, 1000, 10], [1003, 1004, 1], [1010, 1020, 10]]}
-    again = Series(series.plain())
-    assert [*again.steps("train/loss")] == [*range(10, 1001, 10), 1003, 1004, 1010, 1020]
+    assert series.to_plain() == {"train/loss": [[10, 1000, 10], [1003, 1004, 1], [1010, 1020, 10]]}
+    copied = Series(series.to_plain())
+    assert [*copied.steps("train/loss")] == [*range(10, 1001, 10), 1003, 1004, 1010, 1020]
     other = Series({"train/loss": [[10, 1000, 20]], "eval/loss": [[5, 5, 1]]})
-    missing = series.without(other)
+    missing = series.missing_in(other)
     assert missing == {"train/loss": [*range(20, 1001, 20), 1003, 1004, 1010, 1020]}
-    assert series.joined(other).without(series) == {"eval/loss": [5]}
-    assert not series.joined(other).without(series.joined(other))
+    assert series.union(other).missing_in(series) == {"eval/loss": [5]}
+    assert not series.union(other).missing_in(series.union(other))
 
 
 @pytest.mark.parametrize(
     ("steps", "text"), [([3], "3"), ([1, 2, 3], "1 to 3"), ([1, 3, 4, 9], "1, 3 to 4 and 9")], ids=str
 )
 def test_steps_for_people(steps: list[int], text: str) -> None:
-    assert describe(steps) == text
+    assert format_steps(steps) == text

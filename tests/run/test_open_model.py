@@ -32,7 +32,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_both_layouts_hold_the_same_model(places: tuple[Path, Path]) -> None:
-    hf, run = (open_model(str(place)) for place in places)
+    hf, run = (open_model(str(path)) for path in places)
     assert (hf.name, run.name) == ("hf", "run")
     assert hf.config == run.config
     assert hf.vocab_size == run.vocab_size == 257
@@ -52,12 +52,12 @@ def test_a_model_of_a_run_lies_cut_on_all_devices_and_writes_the_same_files_and_
 ) -> None:
     devices = jax.local_devices()
     assert len(devices) == 8
-    alone, cut = open_model(str(places[1]), devices=devices[:1]), open_model(str(places[1]))
-    whole = sum(x.nbytes for x in jax.tree.leaves(alone.params))
-    assert [bytes_on(device, alone.params) for device in devices[:2]] == [whole, 0]
+    alone, sharded = open_model(str(places[1]), devices=devices[:1]), open_model(str(places[1]))
+    full_bytes = sum(x.nbytes for x in jax.tree.leaves(alone.params))
+    assert [bytes_on(device, alone.params) for device in devices[:2]] == [full_bytes, 0]
     # The vectors of layers are whole on each device.
-    assert max(bytes_on(device, cut.params) for device in devices) < whole / 4
-    for name, model in (("alone", alone), ("cut", cut)):
+    assert max(bytes_on(device, sharded.params) for device in devices) < full_bytes / 4
+    for name, model in (("alone", alone), ("cut", sharded)):
         write_hf(tmp_path / name, model, ExportOptions(max_shard_size=20_000))
     files = sorted(path.name for path in (tmp_path / "alone").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
@@ -65,7 +65,7 @@ def test_a_model_of_a_run_lies_cut_on_all_devices_and_writes_the_same_files_and_
     for name in files:
         assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes(), name
     settings = GenerateSettings(max_new_tokens=4, temperature=0)
-    assert generate(cut.build(), [[1, 2], [3]], settings) == generate(alone.build(), [[1, 2], [3]], settings)
+    assert generate(sharded.build(), [[1, 2], [3]], settings) == generate(alone.build(), [[1, 2], [3]], settings)
 
 
 def test_the_facts_of_a_trained_step(places: tuple[Path, Path], tmp_path: Path) -> None:

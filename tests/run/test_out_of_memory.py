@@ -27,7 +27,7 @@ class JaxRuntimeError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("message", "explanation"),
     [
         # GPU: the allocator, in a step and at the start; libraries; communicators.
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.\nBufferAssignment stats:",
@@ -54,18 +54,22 @@ class JaxRuntimeError(RuntimeError):
          "Out of memory allocating 314524041216 bytes."),
     ],
 )  # fmt: skip
-def test_each_backend_is_understood(said: str, told: str) -> None:
-    assert str(translate_out_of_memory(JaxRuntimeError(said))) == f"the memory of a device is too small: {told}"
+def test_each_backend_is_understood(message: str, explanation: str) -> None:
+    assert (
+        str(translate_out_of_memory(JaxRuntimeError(message))) == f"the memory of a device is too small: {explanation}"
+    )
 
 
 def test_an_array_that_no_device_holds_is_understood_as_well() -> None:
-    said = "Error allocating device buffer: Attempting to allocate 8.00M. That was not possible. There are 6.43M free."
-    assert "Attempting to allocate 8.00M" in str(translate_out_of_memory(ValueError(f"RESOURCE_EXHAUSTED: {said}")))
-    assert translate_out_of_memory(ValueError(said)) is None
+    message = (
+        "Error allocating device buffer: Attempting to allocate 8.00M. That was not possible. There are 6.43M free."
+    )
+    assert "Attempting to allocate 8.00M" in str(translate_out_of_memory(ValueError(f"RESOURCE_EXHAUSTED: {message}")))
+    assert translate_out_of_memory(ValueError(message)) is None
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "INTERNAL: a kernel failed",
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 17M of 16M",
@@ -74,8 +78,8 @@ def test_an_array_that_no_device_holds_is_understood_as_well() -> None:
         "RESOURCE_EXHAUSTED: SERVER: Received message larger than max (8388639 vs. 4194304)",
     ],
 )
-def test_what_no_smaller_run_would_mend_is_none_of_memory(said: str) -> None:
-    assert translate_out_of_memory(JaxRuntimeError(said)) is None
+def test_what_no_smaller_run_would_mend_is_none_of_memory(message: str) -> None:
+    assert translate_out_of_memory(JaxRuntimeError(message)) is None
 
 
 def test_other_errors_are_none_of_memory() -> None:
@@ -95,7 +99,7 @@ def test_the_state_of_the_run_is_freed_before_its_plan_is_made(monkeypatch: pyte
             raise MemoryError("a step failed") from error
 
     def plan(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
-        assert [each() for each in held] == [None]
+        assert [reference() for reference in held] == [None]
         return subprocess.CompletedProcess([], 1, "", "no plan")
 
     monkeypatch.setattr(subprocess, "run", plan)
@@ -124,6 +128,6 @@ def test_a_run_that_grows_too_large_says_what_fits_and_goes_on_from_its_checkpoi
     assert 0 < int(advised[1]) < ROWS
     assert "lmt plan run.yaml" in done.stdout
     assert "--devices 1xcpu --memory" in done.stdout
-    again = lmt("train", "run.yaml", "trainer.num_train_steps=4", "--allow-config-change")
-    assert again.returncode == 0, again.stderr
-    assert "resumed at step 2" in again.stdout + again.stderr
+    resumed = lmt("train", "run.yaml", "trainer.num_train_steps=4", "--allow-config-change")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed at step 2" in resumed.stdout + resumed.stderr

@@ -24,7 +24,7 @@ from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig, config_hash
 from lm_trainer.run.weights.hf_transfer import import_model
-from lm_trainer.run.weights.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
+from lm_trainer.run.weights.pretrained import HfCheckpoint, HfStart, find_hf_start, resolve_model
 from tests.conftest import Lmt, MakeHfModel, refused
 from tests.data.test_formats import with_specials
 from tests.export.test_peft_files import LLAMA as LLAMA_FIELDS
@@ -76,7 +76,7 @@ def base(params: tuple[Path, dict[str, np.ndarray]]) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _here(in_tmp_path: Path) -> None:
+def _run_in_tmp_path(in_tmp_path: Path) -> None:
     del in_tmp_path
 
 
@@ -86,36 +86,36 @@ def config(base: Path | bool | str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"initialize_from_hf": source, "data": data, **sections})
 
 
-def start(run: RunConfig) -> HfStart:
-    found = find_start(run, "run")
-    assert found is not None
-    return found
+def resolve_start(run: RunConfig) -> HfStart:
+    hf_start = find_hf_start(run, "run")
+    assert hf_start is not None
+    return hf_start
 
 
 def test_the_model_section_comes_from_config_json(base: Path) -> None:
-    found = start(config(base, use_hf_model_config=True))
-    assert found.config.model.spec(260) == LLAMA.spec(260)
-    assert found.vocab_size == 260
-    (note,) = found.notes
+    hf_start = resolve_start(config(base, use_hf_model_config=True))
+    assert hf_start.config.model.spec(260) == LLAMA.spec(260)
+    assert hf_start.vocab_size == 260
+    (note,) = hf_start.notes
     assert f"{base}: llama, {parameter_count(LLAMA.spec(260)):,} parameters" in note
     assert "F32" in note
     # What is saved with the run says the same again.
-    again = RunConfig.model_validate(found.config.model_dump(mode="json"))
-    assert start(again).config.model == found.config.model
-    assert resolve_model(config(base, use_hf_model_config=True), "x").model == found.config.model
+    reread = RunConfig.model_validate(hf_start.config.model_dump(mode="json"))
+    assert resolve_start(reread).config.model == hf_start.config.model
+    assert resolve_model(config(base, use_hf_model_config=True), "x").model == hf_start.config.model
     assert resolve_model(config(base), "x").model.type == "gpt2"
 
 
 def test_keys_beside_config_json_are_kept_and_contradictions_named(base: Path) -> None:
     beside = {"type": "llama", "seq_len": 16, "gradient_checkpointing": False, "hidden_dim": 32, "head_dim": 8}
-    model = start(config(base, use_hf_model_config=True, model=beside)).config.model
+    model = resolve_start(config(base, use_hf_model_config=True, model=beside)).config.model
     assert (model.seq_len, model.gradient_checkpointing) == (16, False)
     assert model.model_copy(update={"seq_len": 64}).spec(260).blocks == LLAMA.spec(260).blocks
     with pytest.raises(UserError, match=r"model.num_layers is 8, but 3 in config.json; model.rope is ") as caught:
-        start(config(base, use_hf_model_config=True, model={"type": "llama", "num_layers": 8, "rope": DEFAULT}))
+        resolve_start(config(base, use_hf_model_config=True, model={"type": "llama", "num_layers": 8, "rope": DEFAULT}))
     assert str(base / "config.json") in str(caught.value)
     with pytest.raises(UserError, match=r"model.type: llama"):
-        start(config(base, use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
+        resolve_start(config(base, use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
 
 
 def test_positions_that_are_learned_cannot_become_fewer(tmp_path: Path) -> None:
@@ -123,34 +123,34 @@ def test_positions_that_are_learned_cannot_become_fewer(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "gpt2", SMALL)
     with pytest.raises(UserError, match=r"model.seq_len is 16, but 40"):
-        start(config(tmp_path / "gpt2", use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
+        resolve_start(config(tmp_path / "gpt2", use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
     with pytest.raises(UserError, match=r"model.seq_len is 1024, but 40"):
-        start(config(tmp_path / "gpt2", model={**SMALL.model_dump(exclude={"seq_len"}), "type": "gpt2"}))
+        resolve_start(config(tmp_path / "gpt2", model={**SMALL.model_dump(exclude={"seq_len"}), "type": "gpt2"}))
 
 
 def test_a_model_section_of_its_own_must_describe_the_checkpoint(base: Path) -> None:
-    assert start(config(base, model=KEYS)).config.model.spec(260).blocks == LLAMA.spec(260).blocks
-    assert len(start(config(base, model={**KEYS, "seq_len": 128})).notes) == 1
+    assert resolve_start(config(base, model=KEYS)).config.model.spec(260).blocks == LLAMA.spec(260).blocks
+    assert len(resolve_start(config(base, model={**KEYS, "seq_len": 128})).notes) == 1
     # What the user wrote is what the user wants; a default is not.
-    note = start(config(base, model={**KEYS, "rope": DEFAULT})).notes[1]
+    note = resolve_start(config(base, model={**KEYS, "rope": DEFAULT})).notes[1]
     assert "model.rope is {'type': 'default', 'theta': 500000.0, 'factor': 1.0}, but {'type': 'llama3', " in note
     with pytest.raises(UserError, match=r"model.layer_norm_epsilon is 1e-05, but 1e-06 in config.json"):
-        start(config(base, model={k: v for k, v in KEYS.items() if k != "layer_norm_epsilon"}))
+        resolve_start(config(base, model={k: v for k, v in KEYS.items() if k != "layer_norm_epsilon"}))
     with pytest.raises(UserError, match=r"is a llama model, but model.type is gpt2"):
-        start(config(base))
+        resolve_start(config(base))
     with pytest.raises(UserError, match=r"embed_tokens.weight has .* \[260, 32\], expected \[260, 16\] \(in model-"):
-        start(config(base, model={**KEYS, "hidden_dim": 16, "head_dim": 8}))
+        resolve_start(config(base, model={**KEYS, "hidden_dim": 16, "head_dim": 8}))
     with pytest.raises(UserError, match=r"no place for .*q_norm"):
-        start(config(base, model={**KEYS, "use_qk_norm": True}))
+        resolve_start(config(base, model={**KEYS, "use_qk_norm": True}))
 
 
 def test_true_is_the_reference_checkpoint(base: Path) -> None:
     reference = {"type": "llama", "reference_checkpoint": str(base)}
-    assert start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32
+    assert resolve_start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32
     with pytest.raises(UserError, match="NousResearch/Llama-2-7b-hf"):  # the hub is switched off
-        start(config(True, model={"type": "llama"}))
+        resolve_start(config(True, model={"type": "llama"}))
     with pytest.raises(UserError, match=r"model\.reference_checkpoint"):
-        start(config(True, model={"type": "mpt"}))
+        resolve_start(config(True, model={"type": "mpt"}))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_only_where_a_run_starts_decides_its_numbers() -> None:
 # The tokenizer.
 
 
-def edited(tokenizer: HfTokenizer, edit: Any) -> HfTokenizer:
+def edit_tokenizer(tokenizer: HfTokenizer, edit: Any) -> HfTokenizer:
     content = json.loads(tokenizer.files()["tokenizer.json"])
     edit(content)
     return HfTokenizer(json.dumps(content))
@@ -204,24 +204,26 @@ def cut_otherwise(content: dict[str, Any]) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_another_tokenizer_is_refused_with_the_remedy(base: Path, tmp_path: Path, edit: Any, message: str) -> None:
-    found = start(config(base, model=KEYS))
-    own = load_tokenizer(base)
-    assert isinstance(own, HfTokenizer)
-    assert found.check_tokenizer(own) == 260
-    assert found.check_tokenizer(HfTokenizer(json.dumps(json.loads(own.files()["tokenizer.json"])))) == 260
-    other = edited(own, edit)
+    hf_start = resolve_start(config(base, model=KEYS))
+    base_tokenizer = load_tokenizer(base)
+    assert isinstance(base_tokenizer, HfTokenizer)
+    assert hf_start.check_tokenizer(base_tokenizer) == 260
+    assert (
+        hf_start.check_tokenizer(HfTokenizer(json.dumps(json.loads(base_tokenizer.files()["tokenizer.json"])))) == 260
+    )
+    other = edit_tokenizer(base_tokenizer, edit)
     with pytest.raises(UserError, match=message) as caught:
-        found.check_tokenizer(other)
+        hf_start.check_tokenizer(other)
     assert f"write data.tokenizer: {base}" in str(caught.value)
     # One that is a file is compared before any text is read.
     other.save(tmp_path / "other")
     with pytest.raises(UserError, match=message):
-        start(config(base, model=KEYS, data={"tokenizer": str(tmp_path / "other")}))
+        resolve_start(config(base, model=KEYS, data={"tokenizer": str(tmp_path / "other")}))
 
 
 def test_more_tokens_than_rows_and_no_tokenizer_to_compare_with(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "base")
-    source = start(config(tmp_path / "base", model=KEYS)).source
+    source = resolve_start(config(tmp_path / "base", model=KEYS)).source
     assert source is not None
     with pytest.raises(UserError, match=r"ids up to 256, but .* has 200 rows"):
         dataclasses.replace(source, vocab_size=200).check_tokenizer(ByteTokenizer())
@@ -234,8 +236,8 @@ def test_added_tokens_may_have_no_rows(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "base")
     tokenizer = with_specials(*(f"<added {i}>" for i in range(9)))
     tokenizer.save(tmp_path / "base")
-    found = start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
-    assert tokenizer.vocab_size == 266 > found.check_tokenizer(tokenizer) == 260
+    hf_start = resolve_start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
+    assert tokenizer.vocab_size == 266 > hf_start.check_tokenizer(tokenizer) == 260
 
 
 @pytest.mark.slow
@@ -261,10 +263,10 @@ def test_the_weights_arrive_cut_over_the_devices(
     base, expected = params
     monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
     monkeypatch.setattr("lm_trainer.run.weights.pretrained.HOST_BYTES", host_bytes)
-    found = start(config(base, model=KEYS, trainer={"train_batch_size": 8, "elastic_shards": 8}))
-    setup = build_setup(found.config, found.vocab_size)
-    assert found.source is not None
-    loaded = found.source.load(found.config.model, setup.model.shapes, setup.sharding.storage)
+    hf_start = resolve_start(config(base, model=KEYS, trainer={"train_batch_size": 8, "elastic_shards": 8}))
+    setup = build_setup(hf_start.config, hf_start.vocab_size)
+    assert hf_start.source is not None
+    loaded = hf_start.source.load(hf_start.config.model, setup.model.shapes, setup.sharding.storage)
     assert loaded.keys() == expected.keys()
     assert len(jax.devices()) == 8
     for name, x in loaded.items():
@@ -285,7 +287,7 @@ def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "base" / "model.safetensors.index.json").read_text())
     index["weight_map"]["lm_head.weight"] = file.name
     (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = hf.param_infos(tied, 260)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
     for change, fails in ((0.0, False), (1.0, True)):
@@ -294,9 +296,9 @@ def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
         source = HfCheckpoint.open(config(tmp_path / "base"))
         if fails:
             with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-                source.load(tied, shapes, dict.fromkeys(leaves, here))
+                source.load(tied, shapes, dict.fromkeys(leaves, sharding))
         else:
-            assert source.load(tied, shapes, dict.fromkeys(leaves, here)).keys() == leaves.keys()
+            assert source.load(tied, shapes, dict.fromkeys(leaves, sharding)).keys() == leaves.keys()
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -309,12 +311,12 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     tensors[name][3, 5] = np.nan
     save_file(tensors, file)
     source = HfCheckpoint.open(config(tmp_path / "base"))
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = hf.param_infos(LLAMA, 260)
     shapes = {path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()}
     message = rf"{file.name}: {name} holds NaN or infinite values; use a sound copy"
     with pytest.raises(UserError, match=message):
-        source.load(LLAMA, shapes, dict.fromkeys(leaves, here))
+        source.load(LLAMA, shapes, dict.fromkeys(leaves, sharding))
     with pytest.raises(UserError, match=message):
         import_model(str(tmp_path / "base"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -325,20 +327,23 @@ def test_longrope_that_takes_one_table_for_all_lengths_is_said(tmp_path: Path) -
     rope = LongRope(short_factor=short, long_factor=long, factor=2.0, original_max_position_embeddings=32)
     phi = Phi3Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}), rope=rope)
     write_checkpoint(tmp_path / "base", phi)
-    assert "as a run with model.seq_len: 32 does" in start(config(tmp_path / "base", use_hf_model_config=True)).notes[1]
+    assert (
+        "as a run with model.seq_len: 32 does"
+        in resolve_start(config(tmp_path / "base", use_hf_model_config=True)).notes[1]
+    )
     shorter = {"type": "phi3", "seq_len": 32}
-    assert len(start(config(tmp_path / "base", use_hf_model_config=True, model=shorter)).notes) == 1
+    assert len(resolve_start(config(tmp_path / "base", use_hf_model_config=True, model=shorter)).notes) == 1
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
     with pytest.raises(UserError, match=r"missing/dir"):
-        start(config("./missing/dir", model=KEYS))
+        resolve_start(config("./missing/dir", model=KEYS))
     with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
-        start(config("org/name@main", model=KEYS))
+        resolve_start(config("org/name@main", model=KEYS))
     (tmp_path / "auto").mkdir()
     (tmp_path / "auto" / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}')
     with pytest.raises(UserError, match="auto_map"):
-        start(config(tmp_path / "auto", model=KEYS))
+        resolve_start(config(tmp_path / "auto", model=KEYS))
     qwen = Qwen2Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}))
     assert "q.bias" in str(sorted(hf.param_infos(qwen, 260)))
     raw = json.loads((base / "config.json").read_text()) | {"model_type": "qwen2"}
@@ -347,7 +352,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
         (tmp_path / "qwen" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_proj\.bias is missing"):
-        start(config(tmp_path / "qwen", use_hf_model_config=True))
+        resolve_start(config(tmp_path / "qwen", use_hf_model_config=True))
 
 
 @pytest.mark.slow
@@ -370,10 +375,14 @@ def test_a_head_that_differs_from_the_embedding_is_one_of_its_own(make_hf_model:
         assert read.config.tie_word_embeddings is (change == 0), change  # pyright: ignore[reportAttributeAccessIssue]
         model = jax.jit(read.build(jax.local_devices()[:1]))
         with torch.no_grad():
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(torch.from_numpy(ids)).logits.numpy()
-        np.testing.assert_allclose(model(ids.astype(np.int32), positions, np.zeros_like(positions)), theirs, atol=1e-4)
+            expected_logits = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(
+                torch.from_numpy(ids)
+            ).logits.numpy()
+        np.testing.assert_allclose(
+            model(ids.astype(np.int32), positions, np.zeros_like(positions)), expected_logits, atol=1e-4
+        )
     # The run has the head as well, and says so in what it exports.
-    assert start(config(tmp_path, use_hf_model_config=True)).config.model.tie_word_embeddings is False  # pyright: ignore[reportAttributeAccessIssue]
+    assert resolve_start(config(tmp_path, use_hf_model_config=True)).config.model.tie_word_embeddings is False  # pyright: ignore[reportAttributeAccessIssue]
     write_hf(tmp_path / "out", read_hf(tmp_path), ExportOptions())
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
         **raw,
@@ -388,4 +397,4 @@ def test_a_dropout_that_is_not_known_here_is_no_obstacle(base: Path, tmp_path: P
         (tmp_path / file.name).write_bytes(file.read_bytes())
     raw = json.loads((base / "config.json").read_text()) | {"attention_dropout": 0.1, "pretraining_tp": 2}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert start(config(tmp_path, use_hf_model_config=True)).config.model.spec(260) == LLAMA.spec(260)
+    assert resolve_start(config(tmp_path, use_hf_model_config=True)).config.model.spec(260) == LLAMA.spec(260)

@@ -82,7 +82,7 @@ def train_alone(config: Path, directory: Path, *, devices: int, overrides: tuple
     return done.stdout
 
 
-def numbers(directory: Path) -> list[tuple[Any, ...]]:
+def read_numbers(directory: Path) -> list[tuple[Any, ...]]:
     lines = [json.loads(line) for line in (directory / "logs" / "run" / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "train/loss", "optim/grad_norm", "eval/loss", "params/norm/total")
     return [tuple(line[key] for key in keys if key in line) for line in lines]
@@ -100,7 +100,7 @@ runpy.run_module("lm_trainer", run_name="__main__", alter_sys=True)
 """An interpreter for `python -m lm_trainer` that keeps what it compiles."""
 
 
-def keeping_lmt(directory: Path, *args: str | Path) -> list[str]:
+def caching_lmt_command(directory: Path, *args: str | Path) -> list[str]:
     """The command line of `lmt` that starts other processes, which keep what they compile in the cache of tests."""
     python = directory / "python"
     python.write_text(KEEPING)
@@ -113,17 +113,17 @@ def keeping_lmt(directory: Path, *args: str | Path) -> list[str]:
 
 def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subprocess.Popen[bytes]:
     """Starts two processes by `lmt launch local`, which a signal to this session does not reach."""
-    command = keeping_lmt(directory, "launch", "local", config, "-n", "2", "--devices-per-process", "1")
+    command = caching_lmt_command(directory, "launch", "local", config, "-n", "2", "--devices-per-process", "1")
     return subprocess.Popen(
         command, cwd=directory, env=lmt_environment(), start_new_session=True, stdout=output, stderr=output
     )
 
 
-def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
+def find_process(launcher: subprocess.Popen[bytes], index: int) -> int:
     """The pid of one of the processes that a launcher has started."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    (found,) = [c for c in children if f"process_id={index}" in Path(f"/proc/{c}/cmdline").read_text()]
-    return int(found)
+    (process_id,) = [c for c in children if f"process_id={index}" in Path(f"/proc/{c}/cmdline").read_text()]
+    return int(process_id)
 
 
 @SLOW
@@ -139,7 +139,7 @@ def test_two_processes_are_one_run_though_one_is_killed_and_one_alone_ends_it(
         trainer={"num_train_steps": STEPS, "steps_per_eval": STEPS // 2, "watch": watch, "checkpointer": keep}
     )
     train_alone(config, tmp_path / "one", devices=1)
-    reference = numbers(tmp_path / "one")
+    reference = read_numbers(tmp_path / "one")
     assert len(reference) >= STEPS + 2
 
     two = tmp_path / "two"
@@ -150,7 +150,7 @@ def test_two_processes_are_one_run_though_one_is_killed_and_one_alone_ends_it(
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
             assert launcher.poll() is None, (two / "out.killed").read_text()
             time.sleep(0.001)
-        os.kill(of_process(launcher, 1), signal.SIGKILL)
+        os.kill(find_process(launcher, 1), signal.SIGKILL)
         assert launcher.wait(timeout=120) == 128 + signal.SIGKILL
     printed = (two / "out.killed").read_text()
     assert re.search(r"^process 1 of 2 \(pid \d+\) was killed by SIGKILL$", printed, re.MULTILINE), printed
@@ -162,12 +162,12 @@ def test_two_processes_are_one_run_though_one_is_killed_and_one_alone_ends_it(
     printed = (two / "out.0").read_text()
     assert re.search(rf"^resumed at step \d+ of {STEPS}$", printed, re.MULTILINE), printed
     assert (two / "out.1").read_bytes().count(b"step ") == 0, "only the first process speaks"
-    assert numbers(two) == reference
+    assert read_numbers(two) == reference
 
     for step in (STEPS, STEPS - 8):
         (checkpoints / str(step)).rename(tmp_path / f"gone.{step}")
     assert f"resumed at step {STEPS - 16} of {STEPS}" in train_alone(config, two, devices=2)
-    assert numbers(two) == reference
+    assert read_numbers(two) == reference
 
 
 @SLOW
@@ -179,10 +179,12 @@ def test_a_process_that_fails_alone_tells_the_others_why(
     (tmp_path / "logs" / "run").mkdir(parents=True)
     with (tmp_path / "logs" / "run" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        (first, said), (second, told) = run_group(config, tmp_path, processes=2, devices=1)
-    assert (first, second) == (2, 2), said + told
-    assert re.search(r"^error: .*is in use by", said, re.MULTILINE), said
-    assert re.search(r"^error: process 0 of 2 \(.+\) stopped: .*is in use by", told, re.MULTILINE), told
+        (first, first_output), (second, second_output) = run_group(config, tmp_path, processes=2, devices=1)
+    assert (first, second) == (2, 2), first_output + second_output
+    assert re.search(r"^error: .*is in use by", first_output, re.MULTILINE), first_output
+    assert re.search(r"^error: process 0 of 2 \(.+\) stopped: .*is in use by", second_output, re.MULTILINE), (
+        second_output
+    )
 
 
 @pytest.mark.optimised
@@ -202,7 +204,7 @@ def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2})
     train_alone(config, tmp_path / "one", devices=2, overrides=overrides)
     train(config, tmp_path / "two", processes=2, devices=1, overrides=overrides)
-    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+    assert read_numbers(tmp_path / "two") == read_numbers(tmp_path / "one")
 
 
 @SLOW
@@ -215,7 +217,7 @@ def test_turns_of_microbatches_are_the_same_in_two_processes(
     train_alone(config, tmp_path / "one", devices=1)
     overrides = ("trainer.microbatches_per_gather=1",)
     train(config, tmp_path / "two", processes=2, devices=1, overrides=overrides)
-    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+    assert read_numbers(tmp_path / "two") == read_numbers(tmp_path / "one")
 
 
 @SLOW
@@ -237,4 +239,4 @@ def test_processes_with_unequal_numbers_of_microbatches_are_one_run(
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": determinism})
     train_alone(config, tmp_path / "one", devices=1)
     train(config, tmp_path / "three", processes=3, devices=2)
-    assert numbers(tmp_path / "three") == numbers(tmp_path / "one")
+    assert read_numbers(tmp_path / "three") == read_numbers(tmp_path / "one")

@@ -28,11 +28,11 @@ def train(*, stop_at: int = 0, **changes: Any) -> None:
                 return
 
 
-def records() -> dict[str, Any]:
+def read_records() -> dict[str, Any]:
     """The content of the run's records, but for the place of the checkpoints."""
-    found = {name: json.loads((RUN / name).read_bytes()) for name in NAMES}
-    found["run.json"].pop("checkpoints")
-    return found
+    contents = {name: json.loads((RUN / name).read_bytes()) for name in NAMES}
+    contents["run.json"].pop("checkpoints")
+    return contents
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +46,16 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _here(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_copy(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
 
 
-def cut(content: bytes, how: str) -> bytes:
-    if how == "flipped":
+def damage(content: bytes, kind: str) -> bytes:
+    if kind == "flipped":
         # A bit of the first brace or bracket.
         return bytes([content[0] ^ 1]) + content[1:]
-    return {"empty": b"", "cut": content[: len(content) // 2], "zeros": bytes(len(content)), "other": b"3\n"}[how]
+    return {"empty": b"", "cut": content[: len(content) // 2], "zeros": bytes(len(content)), "other": b"3\n"}[kind]
 
 
 def test_each_record_has_a_copy_beside_the_checkpoints() -> None:
@@ -63,21 +63,21 @@ def test_each_record_has_a_copy_beside_the_checkpoints() -> None:
         assert (COPY / name).read_bytes() == (RUN / name).read_bytes()
 
 
-@pytest.mark.parametrize("how", ["empty", "cut", "flipped", "zeros", "other"])
+@pytest.mark.parametrize("kind", ["empty", "cut", "flipped", "zeros", "other"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_record_that_is_cut_short_is_named_with_its_remedy(name: str, how: str) -> None:
-    before = records()
-    (RUN / name).write_bytes(cut((RUN / name).read_bytes(), how))
+def test_a_record_that_is_cut_short_is_named_with_its_remedy(name: str, kind: str) -> None:
+    records_before = read_records()
+    (RUN / name).write_bytes(damage((RUN / name).read_bytes(), kind))
     with pytest.raises(MachineError, match=rf"logs/own/{name} is damaged: .* remove the file and start the run again"):
         train()
     (RUN / name).unlink()
     with Trainer(settings(), OPTIMIZER, loss):
-        assert records() == before
+        assert read_records() == records_before
 
 
 def test_one_damaged_record_does_not_hide_the_other_runs(caplog: pytest.LogCaptureFixture) -> None:
     shutil.copytree(RUN, "logs/cut")
-    Path("logs/cut/run.json").write_bytes(cut((RUN / "run.json").read_bytes(), "cut"))
+    Path("logs/cut/run.json").write_bytes(damage((RUN / "run.json").read_bytes(), "cut"))
     assert {run.id: run.state for run in list_runs([Path("logs")])} == {"own": "stopped", "cut": "damaged"}
     assert "logs/cut/run.json is damaged: it is not JSON" in caplog.text
     with pytest.raises(MachineError, match=r"logs/cut/run.json is damaged"):
@@ -85,18 +85,18 @@ def test_one_damaged_record_does_not_hide_the_other_runs(caplog: pytest.LogCaptu
 
 
 def test_a_missing_record_comes_back_from_its_copy_and_is_compared(capfd: pytest.CaptureFixture) -> None:
-    before = records()
+    records_before = read_records()
     shutil.rmtree(RUN)
     with pytest.raises(UserError, match=r"holds a run with another configuration:\n.*seed"):
         train(seed=7)
     train()
-    found = records()
-    assert found["run.json"] == before["run.json"]
-    assert found["env.json"][:-1] == before["env.json"]
-    assert [attempt["step"] for attempt in found["env.json"]] == [0, 3]
-    told = " ".join(capfd.readouterr().out.split())
+    records_after = read_records()
+    assert records_after["run.json"] == records_before["run.json"]
+    assert records_after["env.json"][:-1] == records_before["env.json"]
+    assert [attempt["step"] for attempt in records_after["env.json"]] == [0, 3]
+    output = " ".join(capfd.readouterr().out.split())
     for name in NAMES:
-        assert f"{name} was missing, and is back from the copy beside the checkpoints" in told
+        assert f"{name} was missing, and is back from the copy beside the checkpoints" in output
 
 
 def test_a_missing_record_without_a_copy_is_said(capfd: pytest.CaptureFixture) -> None:
@@ -105,9 +105,9 @@ def test_a_missing_record_without_a_copy_is_said(capfd: pytest.CaptureFixture) -
     (RUN / "run.json").unlink()
     (RUN / "env.json").unlink()
     train()
-    told = " ".join(capfd.readouterr().out.split())
-    assert "run.json is missing, and there is no copy: the configuration cannot be compared" in told
-    assert "env.json is missing, and there is no copy: what computed the steps so far is not known" in told
+    output = " ".join(capfd.readouterr().out.split())
+    assert "run.json is missing, and there is no copy: the configuration cannot be compared" in output
+    assert "env.json is missing, and there is no copy: what computed the steps so far is not known" in output
     train()
     assert "is missing" not in capfd.readouterr().out
 

@@ -20,19 +20,19 @@ RUN, CHECKPOINTS = Path("logs/own"), Path("checkpoints/own")
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signals, "_CHECK_SECONDS", 0.0)
 
 
-def train(steps: int = 8, at: dict[int, Callable[[], Any]] | None = None, **changes: Any) -> Any:
-    """Trains, and does something after the steps in `at`, which is heeded after the next."""
+def train(steps: int = 8, actions: dict[int, Callable[[], Any]] | None = None, **changes: Any) -> Any:
+    """Trains, and does something after the steps in `actions`, which is heeded after the next."""
     policy = {"save_interval": "1h", "keep": [{"every": 1000}], **changes}
     with Trainer(settings(num_train_steps=steps, checkpointer=policy), OPTIMIZER, loss) as trainer:
 
         @trainer.add_hook
         def _(info: Any) -> None:
-            (at or {}).get(info.step, lambda: None)()
+            (actions or {}).get(info.step, lambda: None)()
 
         return trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
 
@@ -41,11 +41,11 @@ def steps() -> list[int]:
     return sorted(int(path.name) for path in CHECKPOINTS.glob("[0-9]*"))
 
 
-def by_signal() -> None:
+def request_by_signal() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def by_file() -> None:
+def request_by_file() -> None:
     (RUN / "save-now").touch()
 
 
@@ -53,12 +53,12 @@ def stop_after_save() -> None:
     (RUN / "stop-after-save").touch()
 
 
-@pytest.mark.parametrize("ask", [by_signal, by_file])
+@pytest.mark.parametrize("ask", [request_by_signal, request_by_file])
 def test_a_permanent_checkpoint_while_the_run_goes_on(ask: Callable[[], None], capfd: pytest.CaptureFixture) -> None:
     undisturbed = train().params["table"]
     for path in (RUN, CHECKPOINTS):
         os.rename(path, f"{path}-before")
-    final = train(at={3: ask})
+    final = train(actions={3: ask})
     assert "saving a permanent checkpoint of step 4, as asked" in capfd.readouterr().out
     assert not (RUN / "save-now").exists()
     assert steps() == [4, 8]
@@ -68,7 +68,7 @@ def test_a_permanent_checkpoint_while_the_run_goes_on(ask: Callable[[], None], c
 def test_it_stays_when_later_ones_come_and_when_the_run_is_resumed() -> None:
     stop = signal.SIGTERM
     with pytest.raises(Preempted):
-        train(at={2: by_file, 4: lambda: os.kill(os.getpid(), stop)})
+        train(actions={2: request_by_file, 4: lambda: os.kill(os.getpid(), stop)})
     assert steps() == [3, 5]
     # Each step is saved, and the temporary one before it goes.
     train(save_interval="0s")
@@ -80,7 +80,7 @@ def test_a_stop_after_the_next_checkpoint() -> None:
     for path in (RUN, CHECKPOINTS):
         os.rename(path, f"{path}-before")
     with pytest.raises(Preempted, match="stopped by stop-after-save after step 6") as stopped:
-        train(at={2: stop_after_save, 5: by_file})
+        train(actions={2: stop_after_save, 5: request_by_file})
     assert stopped.value.exit_code == 76
     assert not list(RUN.glob("s*-*save")) + list(RUN.glob("save-now"))
     assert steps() == [6]

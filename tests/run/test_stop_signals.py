@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.run.conftest import MakeConfig, write_config
-from tests.run.test_processes import numbers, of_process, start_launcher, train_alone
+from tests.run.test_processes import find_process, read_numbers, start_launcher, train_alone
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +46,7 @@ def launch(make_config: MakeConfig, tmp_path: Path) -> Iterator[Launch]:
         launcher.wait()
 
 
-def printed(directory: Path) -> str:
+def read_output(directory: Path) -> str:
     return (directory / "out").read_text()
 
 
@@ -54,29 +54,29 @@ def wait_for_steps(launcher: subprocess.Popen[bytes], directory: Path, count: in
     """Returns once metrics of so many steps are written."""
     metrics = directory / "logs" / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_bytes().count(b'"train/loss"') >= count):
-        assert launcher.poll() is None, printed(directory)
+        assert launcher.poll() is None, read_output(directory)
         time.sleep(0.01)
 
 
 def losses(directory: Path) -> list[tuple[Any, ...]]:
     """The metrics of each step and evaluation, without the lines of checkpoints."""
-    return [line for line in numbers(directory) if len(line) > 1]
+    return [line for line in read_numbers(directory) if len(line) > 1]
 
 
 def saved_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in (directory / "checkpoints" / "run").iterdir() if path.name.isdecimal())
 
 
-def to_launcher(launcher: subprocess.Popen[bytes], number: int) -> None:
+def signal_launcher(launcher: subprocess.Popen[bytes], number: int) -> None:
     launcher.send_signal(number)
 
 
-def to_first(launcher: subprocess.Popen[bytes], number: int) -> None:
-    os.kill(of_process(launcher, 0), number)
+def signal_first_process(launcher: subprocess.Popen[bytes], number: int) -> None:
+    os.kill(find_process(launcher, 0), number)
 
 
-def to_second(launcher: subprocess.Popen[bytes], number: int) -> None:
-    os.kill(of_process(launcher, 1), number)
+def signal_second_process(launcher: subprocess.Popen[bytes], number: int) -> None:
+    os.kill(find_process(launcher, 1), number)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def undisturbed(text_files: tuple[Path, Path], tmp_path_factory: pytest.TempPath
     return losses(directory)
 
 
-def recorded(directory: Path) -> list[int]:
+def recorded_steps(directory: Path) -> list[int]:
     """The steps of which metrics are written."""
     lines = (directory / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
     return [row["step"] for row in map(json.loads, lines) if "train/loss" in row]
@@ -96,9 +96,9 @@ def recorded(directory: Path) -> list[int]:
 @pytest.fixture
 def _heeds_hangup() -> Iterator[None]:
     """Has the processes of a test heed SIGHUP, where the tests were started by nohup as well."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, previous_handler)
 
 
 @pytest.mark.usefixtures("_heeds_hangup")
@@ -108,61 +108,61 @@ def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     """One run, which each start brings some steps further, until one does not heed SIGHUP and ends it."""
     step = 0
     for number, send in (
-        (signal.SIGTERM, to_first),
-        (signal.SIGTERM, to_second),
-        (signal.SIGINT, to_launcher),
-        (signal.SIGHUP, to_launcher),
+        (signal.SIGTERM, signal_first_process),
+        (signal.SIGTERM, signal_second_process),
+        (signal.SIGINT, signal_launcher),
+        (signal.SIGHUP, signal_launcher),
     ):
         (tmp_path / "out").write_text("")
         terminal = None
         if number == signal.SIGHUP:
             # As where a terminal is closed, to which no process can write any more.
-            terminal, theirs = pty.openpty()
-            launcher = launch(theirs)
-            os.close(theirs)
+            terminal, child_side = pty.openpty()
+            launcher = launch(child_side)
+            os.close(child_side)
         else:
             launcher = launch()
         wait_for_steps(launcher, tmp_path, step + 5)
         if terminal is not None:
             os.close(terminal)
         send(launcher, number)
-        assert launcher.wait(timeout=120) == 75, printed(tmp_path)
+        assert launcher.wait(timeout=120) == 75, read_output(tmp_path)
         begun, step = step, saved_steps(tmp_path)[-1]
         assert begun + 5 <= step < STEPS
-        assert recorded(tmp_path) == [*range(1, step + 1)], "no metric of a saved step is lost"
+        assert recorded_steps(tmp_path) == [*range(1, step + 1)], "no metric of a saved step is lost"
         if terminal is None:
             pattern = rf"^\[\d\] stopped by (.+) after step {step}; everything is saved"
-            told = re.findall(pattern, printed(tmp_path), re.MULTILINE)
-            assert len(told) == 2, printed(tmp_path)
-            assert number.name in told
-            assert not begun or f"resumed at step {begun} of {STEPS}" in printed(tmp_path)
+            causes = re.findall(pattern, read_output(tmp_path), re.MULTILINE)
+            assert len(causes) == 2, read_output(tmp_path)
+            assert number.name in causes
+            assert not begun or f"resumed at step {begun} of {STEPS}" in read_output(tmp_path)
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
+    previous_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
     try:
         launcher = launch()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous_handler)
     wait_for_steps(launcher, tmp_path, step + 5)
     launcher.send_signal(signal.SIGHUP)
-    to_first(launcher, signal.SIGHUP)
-    assert launcher.wait(timeout=120) == 0, printed(tmp_path)
-    assert f"resumed at step {step} of {STEPS}" in printed(tmp_path)
+    signal_first_process(launcher, signal.SIGHUP)
+    assert launcher.wait(timeout=120) == 0, read_output(tmp_path)
+    assert f"resumed at step {step} of {STEPS}" in read_output(tmp_path)
     assert losses(tmp_path) == undisturbed
 
 
 def test_a_signal_for_a_checkpoint_to_one_of_two_processes(launch: Launch, tmp_path: Path) -> None:
     launcher = launch(num_train_steps=100_000, checkpointer={"keep": [{"every": 100_000}]})
     wait_for_steps(launcher, tmp_path, 5)
-    to_second(launcher, signal.SIGUSR1)
-    while not (kept := saved_steps(tmp_path) if (tmp_path / "checkpoints" / "run").exists() else []):
-        assert launcher.poll() is None, printed(tmp_path)
+    signal_second_process(launcher, signal.SIGUSR1)
+    while not (first_saved := saved_steps(tmp_path) if (tmp_path / "checkpoints" / "run").exists() else []):
+        assert launcher.poll() is None, read_output(tmp_path)
         time.sleep(0.01)
     # Both files are looked for at the same moment.
     for name in ("stop-after-save", "save-now"):
         (tmp_path / "logs/run" / name).touch()
-    assert launcher.wait(timeout=120) == 76, printed(tmp_path)
-    assert printed(tmp_path).count("stopped by stop-after-save after step") == 2
-    assert saved_steps(tmp_path)[0] == kept[0]
+    assert launcher.wait(timeout=120) == 76, read_output(tmp_path)
+    assert read_output(tmp_path).count("stopped by stop-after-save after step") == 2
+    assert saved_steps(tmp_path)[0] == first_saved[0]
     assert len(saved_steps(tmp_path)) == 2
 
 
@@ -171,10 +171,10 @@ def test_a_second_signal_ends_all_at_once(launch: Launch, tmp_path: Path) -> Non
     wait_for_steps(launcher, tmp_path, 5)
     # A process that is stopped by the system cannot save: the first signal alone would wait for ever, and the other
     # process waits for it inside a computation, where Python calls no handlers.
-    stopped = of_process(launcher, 1)
+    stopped = find_process(launcher, 1)
     os.kill(stopped, signal.SIGSTOP)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     launcher.send_signal(signal.SIGTERM)
     os.kill(stopped, signal.SIGCONT)
-    assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, printed(tmp_path)
+    assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, read_output(tmp_path)

@@ -37,14 +37,14 @@ def test_a_run_keeps_the_threads_that_it_was_begun_with(
     four, attempt = train("four", devices=4)
     assert attempt["cpu_threads"] == max(4, available_cores())
     shutil.rmtree(tmp_path / "checkpoints" / "four" / "4")
-    again, attempt = train("four")
-    assert (again, attempt["step"], attempt["cpu_threads"]) == (four, 2, max(4, available_cores()))
+    resumed, attempt = train("four")
+    assert (resumed, attempt["step"], attempt["cpu_threads"]) == (four, 2, max(4, available_cores()))
     # From a checkpoint: to look at it starts the backends of jax, for which it is too late to say anything then.
     replayed = run_lmt("replay", "four", "--step", "4", "--json", "trainer.jax_config.jax_num_cpu_devices=2")
     assert replayed.returncode == 0, replayed.stderr
-    found = json.loads(replayed.stdout)
-    assert found["start"] == 2
+    replay = json.loads(replayed.stdout)
+    assert replay["start"] == 2
     for name in ("train/loss", "optim/grad_norm"):
-        assert found["now"][name] == found["recorded"][name]
+        assert replay["now"][name] == replay["recorded"][name]
     one, attempt = train("one", f"trainer.cpu_threads={max(4, available_cores())}")
     assert (one, attempt["cpu_threads"]) == (four, max(4, available_cores()))

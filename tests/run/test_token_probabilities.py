@@ -16,7 +16,15 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.weights.open_model import open_model
-from lm_trainer.trackers.token_page import FILE, MAX_STEPS, PAGE, Scored, TokenFile, TokenHistory, token_page
+from lm_trainer.trackers.token_page import (
+    FILE,
+    MAX_STEPS,
+    PAGE,
+    TokenFile,
+    TokenHistory,
+    TokenScores,
+    render_token_page,
+)
 from tests.conftest import Lmt, refused, run_here
 
 CONFIG = """
@@ -37,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        trained(run_here, "a")
+        train_run(run_here, "a")
     return root
 
 
@@ -47,7 +55,7 @@ def lmt(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lmt:
     return run_here
 
 
-def trained(lmt: Lmt, name: str, *overrides: str) -> TokenHistory:
+def train_run(lmt: Lmt, name: str, *overrides: str) -> TokenHistory:
     result = lmt("train", "run.yaml", f"trainer.id={name}", *overrides)
     assert result.returncode == 0, result.stderr
     return TokenHistory.read(Path("logs") / name)
@@ -106,29 +114,29 @@ def test_devices_change_nothing(lmt: Lmt, setting: tuple[str, ...]) -> None:
     few, many = "a", "many"
     if setting:
         few, many = (f"{name}-{setting[0].partition('=')[2]}" for name in ("few", "many"))
-        trained(lmt, few, "trainer.max_devices=2", *setting)
-    assert trained(lmt, many, "trainer.max_devices=4", *setting) == TokenHistory.read(Path("logs") / few)
+        train_run(lmt, few, "trainer.max_devices=2", *setting)
+    assert train_run(lmt, many, "trainer.max_devices=4", *setting) == TokenHistory.read(Path("logs") / few)
     assert (Path("logs") / few / FILE).read_bytes() == (Path("logs") / many / FILE).read_bytes()
 
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt, tmp_path: Path) -> None:
-    whole = TokenHistory.read(Path("logs/a"))
-    trained(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
+    uninterrupted = TokenHistory.read(Path("logs/a"))
+    train_run(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
     page = (Path("logs/a") / PAGE).read_text()
     data = page_data(page)
-    assert [each["step"] for each in data["runs"][0]["steps"]] == [2, 4]
+    assert [entry["step"] for entry in data["runs"][0]["steps"]] == [2, 4]
     assert "".join(data["tokens"][str(index)] for index in data["documents"][0]["ids"]) == TEXTS[1][:33]
     assert "</script><b>" not in page
     result = lmt("tokens", "a", "b", "--out", "both.html")
     assert result.returncode == 0, result.stderr
-    both = page_data(Path("both.html").read_text())
-    assert [run["name"] for run in both["runs"]] == ["a", "b"]
-    assert len(both["runs"][1]["steps"]) == 1
+    comparison = page_data(Path("both.html").read_text())
+    assert [run["name"] for run in comparison["runs"]] == ["a", "b"]
+    assert len(comparison["runs"][1]["steps"]) == 1
     # What a killed attempt left at the end is read as far as it is whole, and done again.
     lines = (Path("logs/a") / FILE).read_text().splitlines(keepends=True)
     (tmp_path / FILE).write_text("".join(lines) + lines[-1][:100])
-    assert TokenHistory.read(tmp_path) == whole
+    assert TokenHistory.read(tmp_path) == uninterrupted
 
 
 @pytest.mark.slow
@@ -139,32 +147,34 @@ def test_no_documents_no_file(lmt: Lmt) -> None:
     refused(lmt("tokens", "none"), "trainer.token_probabilities")
 
 
-def scored(seed: int, length: int) -> Scored:
+def random_scores(seed: int, length: int) -> TokenScores:
     rng = np.random.default_rng(seed)
     top = rng.integers(0, 9, (length, 3))
-    return Scored.of(rng.exponential(3, length), rng.integers(0, 9, length), top, rng.exponential(2, (length, 3)))
+    return TokenScores.from_outputs(
+        rng.exponential(3, length), rng.integers(0, 9, length), top, rng.exponential(2, (length, 3))
+    )
 
 
 def test_a_page_has_few_steps_of_many_and_refuses_other_documents(tmp_path: Path) -> None:
     file = TokenFile(tmp_path, [[1, 2, 3, 4]], str)
     for step in range(1, 500):
-        file.add(step, [scored(step, 3)])
-    steps = [each["step"] for each in page_data(token_page({"x": file.history}))["runs"][0]["steps"]]
+        file.add(step, [random_scores(step, 3)])
+    steps = [entry["step"] for entry in page_data(render_token_page({"x": file.history}))["runs"][0]["steps"]]
     assert (steps[0], steps[-1], len(steps)) == (1, 499, MAX_STEPS)
     # A step that is done again takes the place of those after it.
-    file.add(250, [scored(0, 3)])
+    file.add(250, [random_scores(0, 3)])
     assert max(TokenHistory.read(tmp_path).steps) == 250
-    other = TokenHistory([[1, 2]], {1: "a", 2: "b"}, {1: [scored(1, 1)]})
+    other = TokenHistory([[1, 2]], {1: "a", 2: "b"}, {1: [random_scores(1, 1)]})
     with pytest.raises(UserError, match="other documents"):
-        token_page({"x": file.history, "y": other})
+        render_token_page({"x": file.history, "y": other})
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 @pytest.mark.slow
 def test_a_browser_draws_every_token(tmp_path: Path) -> None:
     tokens = {1: "<i>", 2: "\n", 3: "c", 4: "d", **{n: str(n) for n in range(9) if n not in range(1, 5)}}
-    history = TokenHistory([[1, 2, 3, 4]], tokens, {step: [scored(step, 3)] for step in (1, 2)})
-    (tmp_path / "page.html").write_text(token_page({"one": history, "two": history}))
+    history = TokenHistory([[1, 2, 3, 4]], tokens, {step: [random_scores(step, 3)] for step in (1, 2)})
+    (tmp_path / "page.html").write_text(render_token_page({"one": history, "two": history}))
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
     done = subprocess.run(
         ["chromium", *flags, f"--user-data-dir={tmp_path}/user", "--dump-dom", f"file://{tmp_path}/page.html"],
@@ -181,24 +191,24 @@ def test_a_browser_draws_every_token(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
     texts = {1: "a", 2: "\u2028", 3: "\x85\n", 4: "\u0436"}
-    scored = [Scored([1, 2], [0, 1], [[(1, 5)], [(4, 6)]])]
+    scored = [TokenScores([1, 2], [0, 1], [[(1, 5)], [(4, 6)]])]
     file = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
     file.add(1, scored)
     file.add(2, scored)
     path = tmp_path / FILE
-    whole = path.read_bytes()
+    content = path.read_bytes()
     assert TokenHistory.read(tmp_path) == TokenHistory([[1, 2, 3]], texts, {1: scored, 2: scored})
-    cuts = {0, 1, 10, len(whole) - 1, *range(1, len(whole), 7)}
-    for cut in sorted(cuts):
-        path.write_bytes(whole[:cut])
+    cuts = {0, 1, 10, len(content) - 1, *range(1, len(content), 7)}
+    for length in sorted(cuts):
+        path.write_bytes(content[:length])
         # As a run that is resumed does.
-        again = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
-        again.add(2, scored)
-        again.add(3, scored)
+        reopened = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
+        reopened.add(2, scored)
+        reopened.add(3, scored)
         history = TokenHistory.read(tmp_path)
-        assert history == again.history, cut
-        assert {2, 3} <= history.steps.keys(), cut
-        assert history.tokens == texts, cut
+        assert history == reopened.history, length
+        assert {2, 3} <= history.steps.keys(), length
+        assert history.tokens == texts, length
     # Files that hold their characters as they are, cut off inside one.
     plain = json.dumps({"documents": [[1, 4]], "tokens": {"1": "a", "4": "\u0436"}}, ensure_ascii=False).encode()
     path.write_bytes(plain[: plain.index("\u0436".encode()) + 1])

@@ -41,25 +41,25 @@ def numpy_adam(steps: int, *, sizes: Callable[[int], int] = lambda _: ROWS) -> d
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def close_to(params: Any, expected: dict[str, np.ndarray]) -> None:
+def assert_close(params: Any, expected: dict[str, np.ndarray]) -> None:
     assert set(params) == set(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(params[name], value, atol=1e-5, err_msg=name)
 
 
 def test_a_model_and_a_loss_of_ones_own() -> None:
-    seen: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     with Trainer(settings(max_devices=None), OPTIMIZER, loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
-        trainer.add_hook(lambda info: seen.append(("often", info.step)))
+        trainer.add_hook(lambda info: calls.append(("often", info.step)))
 
         @trainer.add_hook(every=4)
         def seldom(info: StepInfo) -> None:
-            seen.append(("seldom", info.step))
+            calls.append(("seldom", info.step))
             assert np.isfinite(info.loss)
 
         trainer.add_eval_hook(Numbered(), "held-out")
@@ -68,10 +68,10 @@ def test_a_model_and_a_loss_of_ones_own() -> None:
         assert (trainer.run_id, trainer.num_train_steps, trainer.device_mesh.size) == ("own", STEPS, 8)
         assert trainer.parameter_axis_mapping["embed"] == ("data",)
         assert "data" in trainer.compute_axis_mapping["batch"]
-    assert [step for name, step in seen if name == "often"] == [1, 2, 3, 4, 5, 6]
-    assert [step for name, step in seen if name == "seldom"] == [4, 6], "every fourth step, and after the last one"
-    assert seen.index(("often", 4)) < seen.index(("seldom", 4)), "hooks run in the order in which they were added"
-    close_to(state.params, numpy_adam(STEPS))
+    assert [step for name, step in calls if name == "often"] == [1, 2, 3, 4, 5, 6]
+    assert [step for name, step in calls if name == "seldom"] == [4, 6], "every fourth step, and after the last one"
+    assert calls.index(("often", 4)) < calls.index(("seldom", 4)), "hooks run in the order in which they were added"
+    assert_close(state.params, numpy_adam(STEPS))
     assert json.loads(file.read_text()) == {"a": 1}
     assert sorted(p.name for p in Path("checkpoints/own").glob("[0-9]*")) == ["3", "6"]
 
@@ -106,7 +106,7 @@ def test_without_default_hooks_nothing_is_recorded_and_nothing_saved() -> None:
     with Trainer(settings(), OPTIMIZER, loss, add_default_hooks=False) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         state = trainer.train(state, trainer.data_loader(Numbered()))
-    close_to(state.params, numpy_adam(STEPS))
+    assert_close(state.params, numpy_adam(STEPS))
     assert not list(Path("checkpoints/own").glob("[0-9]*"))
     assert "train/loss" not in Path("logs/own/metrics.jsonl").read_text()
 
@@ -123,7 +123,7 @@ def test_a_loop_of_ones_own_and_a_resume() -> None:
     with Trainer(settings(num_train_steps=4), OPTIMIZER, loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams, data_fingerprint="these")
         assert state.step == 4
-        close_to(state.params, numpy_adam(4))
+        assert_close(state.params, numpy_adam(4))
     with (
         Trainer(settings(num_train_steps=4), OPTIMIZER, loss) as trainer,
         pytest.raises(UserError, match="other data"),
@@ -133,9 +133,9 @@ def test_a_loop_of_ones_own_and_a_resume() -> None:
 
 def test_one_step_at_a_time_and_what_is_not_trained() -> None:
     with Trainer(settings(), OPTIMIZER, loss, add_default_hooks=False) as trainer:
-        given = Bigrams()
-        given.bias.set_value(jnp.arange(VOCAB, dtype=jnp.float32))
-        state = trainer.initial_state(model=given, is_trainable={"table": True})
+        model = Bigrams()
+        model.bias.set_value(jnp.arange(VOCAB, dtype=jnp.float32))
+        state = trainer.initial_state(model=model, is_trainable={"table": True})
         assert (set(state.params), set(state.frozen)) == ({"table"}, {"bias"})
         info = trainer.train_step(state, batch(0))
         assert info.step == 1
@@ -149,7 +149,7 @@ def test_a_batch_that_grows_and_one_that_cannot_be_cut() -> None:
     growing = [{"start": 0, "value": 8}, {"start": 2, "value": 16}]
     with Trainer(settings(num_train_steps=4, train_batch_size=growing), OPTIMIZER, loss) as trainer:
         state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
-    close_to(state.params, numpy_adam(4, sizes=lambda step: 8 if step < 2 else 16))
+    assert_close(state.params, numpy_adam(4, sizes=lambda step: 8 if step < 2 else 16))
     lines = [json.loads(line) for line in Path("logs/own/metrics.jsonl").read_text().splitlines()]
     totals = [line["throughput/total_tokens"] for line in lines if "train/loss" in line]
     assert totals == [SEQ * rows for rows in (8, 16, 32, 48)]
@@ -157,7 +157,7 @@ def test_a_batch_that_grows_and_one_that_cannot_be_cut() -> None:
     odd = settings(id="odd", num_train_steps=2, train_batch_size=11, allow_nondivisible_batch_size=True)
     with Trainer(odd, OPTIMIZER, loss) as trainer:
         state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
-    close_to(state.params, numpy_adam(2, sizes=lambda _: 11))
+    assert_close(state.params, numpy_adam(2, sizes=lambda _: 11))
 
 
 def test_averaged_weights_are_the_formula_and_are_evaluated() -> None:
@@ -221,9 +221,9 @@ def test_every_optimizer_trains_and_resumes(member: type[OptimizerConfig]) -> No
         state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
     shutil.rmtree("checkpoints/own/4")
     with Trainer(settings(num_train_steps=4), optimizer, loss) as trainer:
-        again = trainer.initial_state(model_init=Bigrams)
-        assert again.step == 3
-        again = trainer.train(again, trainer.data_loader(Numbered()))
-    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+        resumed = trainer.initial_state(model_init=Bigrams)
+        assert resumed.step == 3
+        resumed = trainer.train(resumed, trainer.data_loader(Numbered()))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(x, y)
     assert np.abs(np.asarray(state.params["table"])).max() > 0

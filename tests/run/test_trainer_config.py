@@ -98,29 +98,29 @@ def test_the_seed_decides_weights_and_data(monkeypatch: pytest.MonkeyPatch) -> N
     assert seeds == [7]
 
 
-CUT, WHOLE = PartitionSpec(None, "data", None), PartitionSpec(None, None, None)
-MLP = PartitionSpec(None, None, "data")
-BOTH, MODEL_AXIS = PartitionSpec(None, "data", "model"), PartitionSpec(None, None, "model")
+EMBED_OVER_DATA, REPLICATED = PartitionSpec(None, "data", None), PartitionSpec(None, None, None)
+MLP_OVER_DATA = PartitionSpec(None, None, "data")
+EMBED_AND_MLP, MLP_OVER_MODEL = PartitionSpec(None, "data", "model"), PartitionSpec(None, None, "model")
 
 
 @pytest.mark.parametrize(
     ("trainer", "storage", "compute"),
     [
-        ({}, CUT, WHOLE),
-        ({"fsdp_axis": None}, WHOLE, WHOLE),
-        ({"fsdp_axis": ["mlp", "vocab"]}, MLP, WHOLE),
-        ({"fsdp_axis": None, "axis_resources": {"mlp": "data"}}, MLP, WHOLE),
-        ({"fsdp_axis": None, "parameter_axis_resources": {"mlp": "data"}}, MLP, WHOLE),
-        ({"parameter_axis_resources": {"embed": []}}, WHOLE, WHOLE),
-        ({"model_axis_size": 2, "tensor_parallel_axes": ["mlp"]}, BOTH, MODEL_AXIS),
-        ({"model_axis_size": 2, "axis_resources": {"mlp": "model"}}, BOTH, MODEL_AXIS),
-        ({"model_axis_size": 2, "parameter_axis_resources": {"mlp": "model"}}, BOTH, WHOLE),
-        ({"model_axis_size": 2, "compute_axis_resources": {"mlp": "model"}}, CUT, MODEL_AXIS),
-        ({"context_axis_size": 2}, CUT, WHOLE),
+        ({}, EMBED_OVER_DATA, REPLICATED),
+        ({"fsdp_axis": None}, REPLICATED, REPLICATED),
+        ({"fsdp_axis": ["mlp", "vocab"]}, MLP_OVER_DATA, REPLICATED),
+        ({"fsdp_axis": None, "axis_resources": {"mlp": "data"}}, MLP_OVER_DATA, REPLICATED),
+        ({"fsdp_axis": None, "parameter_axis_resources": {"mlp": "data"}}, MLP_OVER_DATA, REPLICATED),
+        ({"parameter_axis_resources": {"embed": []}}, REPLICATED, REPLICATED),
+        ({"model_axis_size": 2, "tensor_parallel_axes": ["mlp"]}, EMBED_AND_MLP, MLP_OVER_MODEL),
+        ({"model_axis_size": 2, "axis_resources": {"mlp": "model"}}, EMBED_AND_MLP, MLP_OVER_MODEL),
+        ({"model_axis_size": 2, "parameter_axis_resources": {"mlp": "model"}}, EMBED_AND_MLP, REPLICATED),
+        ({"model_axis_size": 2, "compute_axis_resources": {"mlp": "model"}}, EMBED_OVER_DATA, MLP_OVER_MODEL),
+        ({"context_axis_size": 2}, EMBED_OVER_DATA, REPLICATED),
         (
             {"context_axis_size": 2, "parameter_axis_resources": {"mlp": "context"}},
             PartitionSpec(None, "data", "context"),
-            WHOLE,
+            REPLICATED,
         ),
         ({"pipeline_axis_size": 2}, PartitionSpec("pipeline", "data", None), PartitionSpec("pipeline", None, None)),
     ],
@@ -212,17 +212,21 @@ def test_an_accelerator_is_required_in_a_dry_run_too() -> None:
 
 
 def test_a_sample_goes_on_from_its_prompt_with_as_many_tokens_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(sample, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
+    used_settings: list[Any] = []
+    monkeypatch.setattr(
+        sample, "generate", lambda _model, _prompts, settings: used_settings.append(settings) or [[104, 105]]
+    )
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
     data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
-    setup: Any = SimpleNamespace(gathers_layers=False, model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
+    setup: Any = SimpleNamespace(
+        gathers_layers=False, model=SimpleNamespace(merge=dict), weights_to_evaluate=lambda _: {"": {}}
+    )
     state: Any = None
     assert sample.draw_sample(config(sample_tokens=5, seed=3), setup, data, state) == "aaaa⟫hi"
-    assert [(settings.max_new_tokens, settings.seed) for settings in asked] == [(5, 3)]
+    assert [(settings.max_new_tokens, settings.seed) for settings in used_settings] == [(5, 3)]
     # The end of a prompt that is too long for the context.
-    for prompt, told in (("def f", "def f⟫hi"), ("b" * 20 + "cc", "b" * 6 + "cc⟫hi")):
-        assert sample.draw_sample(config(sample_prompt=prompt), setup, data, state) == told
+    for prompt, expected in (("def f", "def f⟫hi"), ("b" * 20 + "cc", "b" * 6 + "cc⟫hi")):
+        assert sample.draw_sample(config(sample_prompt=prompt), setup, data, state) == expected
 
 
 def test_an_average_that_comes_to_rest() -> None:
@@ -233,24 +237,24 @@ def test_an_average_that_comes_to_rest() -> None:
 
 def test_processes_are_connected_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: calls.append(settings))
     for name in ("SLURM_NTASKS", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     DistributedConfig().start()
-    given = {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3, "local_device_ids": (0, 2)}
-    DistributedConfig(**given, initialize_jax_distributed=False).start()
+    settings = {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3, "local_device_ids": (0, 2)}
+    DistributedConfig(**settings, initialize_jax_distributed=False).start()
     assert calls == [], "a run of one process"
-    DistributedConfig(**given).start()
+    DistributedConfig(**settings).start()
     later = {"initialization_timeout": 360}  # than the limit of lm_trainer
-    assert calls == [given | later]
+    assert calls == [settings | later]
     with pytest.raises(UserError, match="local_device_ids chooses the devices of one of several processes"):
         DistributedConfig(local_device_ids=1).start()
     step = {"JOB_ID": "7", "STEP_NODELIST": "a", "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     DistributedConfig(local_device_ids=1).start()
-    found = {"coordinator_address": "a:61447", "local_device_ids": 1}
-    assert calls[1] == dict.fromkeys(given) | found | later
+    detected = {"coordinator_address": "a:61447", "local_device_ids": 1}
+    assert calls[1] == dict.fromkeys(settings) | detected | later
 
 
 @pytest.mark.parametrize(("setting", "seconds"), [(False, []), (True, [5.0]), (0.0, [0.0]), (30, [30.0])])
@@ -258,7 +262,7 @@ def test_when_a_machine_is_shut_down(
     setting: bool | float, seconds: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registered: list[float] = []
-    monkeypatch.setattr("atexit.register", lambda _, after: registered.append(after))
+    monkeypatch.setattr("atexit.register", lambda _, delay: registered.append(delay))
     shut_down_at_exit(setting)
     assert registered == seconds
 
@@ -319,7 +323,7 @@ def test_a_program_is_not_read_that_was_compiled_for_another_number_of_threads(t
     assert text("shared", 8) == text("other", 8) != first
 
 
-KEPT = """
+CACHING_PROGRAM = """
 import sys
 from lm_trainer.core import runtime
 
@@ -331,7 +335,7 @@ print(jax.config.jax_persistent_cache_min_compile_time_secs)
 
 
 @pytest.mark.parametrize(
-    ("file", "own", "least"),
+    ("file", "extra_env", "least"),
     [
         ("/dev/null", {}, "0.0\n"),
         ("/dev/null", {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "7"}, "0.0\n"),
@@ -340,11 +344,11 @@ print(jax.config.jax_persistent_cache_min_compile_time_secs)
     ],
 )
 def test_each_program_is_kept_where_kernels_are_chosen_by_timing_them(
-    tmp_path: Path, file: str, own: dict[str, str], least: str
+    tmp_path: Path, file: str, extra_env: dict[str, str], least: str
 ) -> None:
-    ours = ("JAX_PLATFORMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    env = {name: value for name, value in lmt_environment().items() if name not in ours} | own
-    command = [sys.executable, "-c", KEPT, str(tmp_path), file]
+    overridden = ("JAX_PLATFORMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    env = {name: value for name, value in lmt_environment().items() if name not in overridden} | extra_env
+    command = [sys.executable, "-c", CACHING_PROGRAM, str(tmp_path), file]
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == least
 
 
@@ -359,15 +363,15 @@ print(jax.config.jax_persistent_cache_enable_xla_caches)
 
 
 @pytest.mark.parametrize(
-    ("directory", "kept"), [("gs://bucket/compiled", "none"), ("compiled", "xla_gpu_per_fusion_autotune_cache_dir")]
+    ("directory", "expected"), [("gs://bucket/compiled", "none"), ("compiled", "xla_gpu_per_fusion_autotune_cache_dir")]
 )
-def test_xla_keeps_no_choice_of_kernels_in_a_bucket(tmp_path: Path, directory: str, kept: str) -> None:
+def test_xla_keeps_no_choice_of_kernels_in_a_bucket(tmp_path: Path, directory: str, expected: str) -> None:
     command = [sys.executable, "-c", XLA, directory]
     env = lmt_environment()
     # The tests themselves keep nothing of XLA's.
     del env["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{kept}\n"
+    assert done.stdout == f"{expected}\n"
 
 
 def test_directories_may_be_paths() -> None:
@@ -396,8 +400,8 @@ def test_what_levanter_asks_a_trainer_section(tmp_path: Path) -> None:
     assert config.parameter_axis_mapping == {"embed": ("data",)}
     assert config.compute_axis_mapping["batch"] == ("replica_dcn", "replica", "data")
     assert config.checkpointer.expanded_path("mine") == str(tmp_path / "mine")
-    whole = config.checkpointer.model_copy(update={"append_run_id_to_base_path": False})
-    assert whole.expanded_path("mine") == str(tmp_path)
+    without_run_id = config.checkpointer.model_copy(update={"append_run_id_to_base_path": False})
+    assert without_run_id.expanded_path("mine") == str(tmp_path)
 
 
 @pytest.mark.parametrize(

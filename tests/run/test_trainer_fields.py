@@ -29,7 +29,7 @@ from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.bad_batches import BadBatchDump
 from lm_trainer.run.training.hooks import HookFn, StepInfo
 from lm_trainer.run.training.metrics import MetricLogger
-from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.weights.initial_weights import StartRequest, load_initial_state
 from lm_trainer.run.weights.saved_model import write_model
 from lm_trainer.step.state.model_def import ModelDef
 from lm_trainer.step.state.train_state import TrainState
@@ -38,15 +38,15 @@ from tests.run.own_model import OPTIMIZER, STEPS, VOCAB, Bigrams, Numbered, batc
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def lines(run: str) -> list[dict[str, Any]]:
+def read_metrics(run: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
-class Asked(Numbered):
+class RecordingData(Numbered):
     """Notes how many batches an evaluation may take."""
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class Asked(Numbered):
         return super().batches(batch_size, rows=rows, max_batches=max_batches)
 
 
-def trained(*, hook: HookFn = lambda _: None, **changes: Any) -> Asked:
+def train_run(*, hook: HookFn = lambda _: None, **changes: Any) -> RecordingData:
     """Trains to the end; returns what was evaluated on."""
-    data = Asked()
+    data = RecordingData()
     with Trainer(settings(**changes), OPTIMIZER, loss) as trainer:
         trainer.add_hook(hook)
         trainer.add_eval_hook(data)
@@ -76,7 +76,7 @@ def test_what_is_recorded_where_and_when(monkeypatch: pytest.MonkeyPatch) -> Non
     traces: list[Any] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda _, **options: traces.append((steps[-1], options)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traces.append(steps[-1]))
-    data = trained(
+    data = train_run(
         hook=lambda info: steps.append(info.step),
         id="named",
         log_dir="elsewhere",
@@ -91,7 +91,7 @@ def test_what_is_recorded_where_and_when(monkeypatch: pytest.MonkeyPatch) -> Non
         watch={"interval": 3, "include_per_parameter_norms": False},
         checkpointer={"base_path": "kept", "append_run_id_to_base_path": False, "keep": [{"every": 4}]},
     )
-    written = lines("elsewhere/named")
+    written = read_metrics("elsewhere/named")
     assert [line["step"] for line in written if "train/loss" in line] == [2, 4, 6]
     assert [line["step"] for line in written if "grads/norm/total" in line] == [3, 6]
     assert [line["step"] for line in written if "eval/loss" in line] == [5, 6]
@@ -103,8 +103,8 @@ def test_what_is_recorded_where_and_when(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_recorded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.profiler, "start_trace", mock.Mock(side_effect=AssertionError("nobody asked for a trace")))
-    data = trained(log_xla_hlo=False, watch={"interval": 0}, num_train_steps=3)
-    written = lines("logs/own")
+    data = train_run(log_xla_hlo=False, watch={"interval": 0}, num_train_steps=3)
+    written = read_metrics("logs/own")
     assert [line["step"] for line in written if "train/loss" in line] == [1, 2, 3]
     assert not [line for line in written if "grads/norm/total" in line]
     assert data.asked == [None]
@@ -154,16 +154,16 @@ def recorder(trackers: Any = None, **flags: bool) -> MetricLogger:
 
 
 def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:
-    told = mock.Mock()
-    it = recorder(trackers=told)
+    trackers = mock.Mock()
+    logger = recorder(trackers=trackers)
     metrics = {name: jnp.float32(1) for name in ("loss", "grad_norm", "tokens")}
     for number in (1, 2):
-        it.step_done(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
+        logger.record_step(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
         # A wait after the first step alone, which is then the time that the second one takes.
         time.sleep(0.5 * (2 - number))
-    it.flush()
-    it.close()
-    first, second = (call.args[0] for call in told.log.call_args_list)
+    logger.flush()
+    logger.close()
+    first, second = (call.args[0] for call in trackers.log.call_args_list)
     assert "throughput/step_time" not in first
     assert second["throughput/step_time"] > 0.25
 
@@ -177,11 +177,11 @@ def test_each_kind_of_bad_number_has_a_flag_of_its_own(name: str, value: float, 
     other = {"crash_on_nan", "crash_on_inf"} - {flag}
     for flags in ({}, dict.fromkeys(other, False)):
         stopping = recorder(**flags)
-        stopping.step_done(step)
+        stopping.record_step(step)
         with pytest.raises(NonFiniteError, match=f"step 1: {name} is {value}"):
             stopping.flush()
     going_on = recorder(**{flag: False})
-    going_on.step_done(step)
+    going_on.record_step(step)
     going_on.flush()
 
 
@@ -206,43 +206,43 @@ def other() -> np.ndarray:
         return np.asarray(state.params["table"])
 
 
-def started(model: Callable[[], nnx.Module], **changes: Any) -> TrainState:
+def start_run(model: Callable[[], nnx.Module], **changes: Any) -> TrainState:
     with Trainer(settings(**changes), OPTIMIZER, loss, add_default_hooks=False) as trainer:
         return trainer.initial_state(model_init=model)
 
 
 def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
-    assert started(Unbiased).step == 0
+    assert start_run(Unbiased).step == 0
     with pytest.raises(UserError, match=r"load_checkpoint is true, but there is no checkpoint in .*checkpoints/own"):
-        started(Unbiased, load_checkpoint=True)
+        start_run(Unbiased, load_checkpoint=True)
     for path in ("checkpoints/other", "checkpoints/other/2"):
-        state = started(Unbiased, load_checkpoint_path=path, load_checkpoint=True)
+        state = start_run(Unbiased, load_checkpoint_path=path, load_checkpoint=True)
         assert state.step == 2
         np.testing.assert_array_equal(state.params["table"], other)
-    assert started(Unbiased, id="other", num_train_steps=2).step == 2
+    assert start_run(Unbiased, id="other", num_train_steps=2).step == 2
     with pytest.raises(UserError, match=r"load_checkpoint is false, but .*checkpoints/other holds checkpoints"):
-        started(Unbiased, id="other", num_train_steps=2, load_checkpoint=False)
-    assert started(Unbiased, load_checkpoint=False).step == 0
+        start_run(Unbiased, id="other", num_train_steps=2, load_checkpoint=False)
+    assert start_run(Unbiased, load_checkpoint=False).step == 0
     with pytest.raises(UserError, match=r"params\.bias: the checkpoint has nothing"):
-        started(Bigrams, id="biased", load_checkpoint_path="checkpoints/other")
+        start_run(Bigrams, id="biased", load_checkpoint_path="checkpoints/other")
 
     assert "starts afresh" not in caplog.text
     changes = {"allow_partial_checkpoint": True, "model_averaging": {"type": "ema"}}
-    state = started(Bigrams, id="averaging", load_checkpoint_path="checkpoints/other", **changes)
+    state = start_run(Bigrams, id="averaging", load_checkpoint_path="checkpoints/other", **changes)
     assert state.step == 2
     assert state.averaged is not None
     for weights in (state.params, state.averaged):
         np.testing.assert_array_equal(weights["table"], other)
         np.testing.assert_array_equal(weights["bias"], 0)
-    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said.startswith("the checkpoint of step 2 lacks params.bias, averaged.bias, averaged.table, opt_state.")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("the checkpoint of step 2 lacks params.bias, averaged.bias, averaged.table, opt_state.")
 
 
-def begun(setup: TrainingSetup, **changes: Any) -> TrainState:
+def load_fresh_state(setup: TrainingSetup, **changes: Any) -> TrainState:
     """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
-    return find_start(Request(trainer, setup, store, setup.init, lambda _: "")).state
+    return load_initial_state(StartRequest(trainer, setup, store, setup.init, lambda _: "")).state
 
 
 @pytest.mark.slow
@@ -256,9 +256,9 @@ def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -
     run = RunConfig(model=Gpt2Config(**small), trainer=settings())
     setup = build_setup(run, tokenizer.vocab_size, jax.devices()[:1])
     with pytest.raises(UserError, match=r"weights is another model:\n.*bias: None there"):
-        begun(setup)
+        load_fresh_state(setup)
     assert not caplog.records
-    state = begun(setup, allow_partial_checkpoint=True)
+    state = load_fresh_state(setup, allow_partial_checkpoint=True)
     assert state.step == 0
     for name, expected in definition.flatten(params).items():
         np.testing.assert_array_equal(state.params[name], expected)

@@ -46,7 +46,7 @@ def test_a_running_loop_transfers_nothing_by_the_way(determinism: str) -> None:
     run_guarded(OPTIMIZER, determinism=determinism, **EVERYTHING)
 
 
-@pytest.mark.parametrize("optimizer", [MuonConfig(), AdamConfig(skip_bad_steps=True)], ids=lambda each: each.type)
+@pytest.mark.parametrize("optimizer", [MuonConfig(), AdamConfig(skip_bad_steps=True)], ids=lambda config: config.type)
 def test_an_update_transfers_nothing_by_the_way(optimizer: OptimizerConfig) -> None:
     run_guarded(optimizer)
 

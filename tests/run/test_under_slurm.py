@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Lmt, lmt_command, lmt_environment
 from tests.launch.slurm_cluster import MISSING, NODES, SlurmCluster, wait_for
 from tests.run.conftest import MakeConfig, write_config
-from tests.run.test_processes import keeping_lmt, train_alone
+from tests.run.test_processes import caching_lmt_command, train_alone
 from tests.run.test_stop_signals import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -65,7 +65,7 @@ class Job:
 
 def submit(slurm: SlurmCluster, config: Path, *options: str) -> Job:
     """Submits a run by the user's own command."""
-    command = keeping_lmt(config.parent, "launch", "slurm", config, *options, "--submit")
+    command = caching_lmt_command(config.parent, "launch", "slurm", config, *options, "--submit")
     environment = lmt_environment(env=slurm.environment)
     done = subprocess.run(
         command, cwd=config.parent, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -126,8 +126,8 @@ def test_a_run_that_is_stopped_requeued_cancelled_and_robbed_of_a_node_is_the_ru
     undisturbed = tmp_path / "undisturbed"
     train_alone(config, undisturbed, devices=1)
     assert losses(tmp_path) == losses(undisturbed)
-    same = lmt("diff", tmp_path / "logs/run", undisturbed / "logs/run")
-    assert same.returncode == 0, same.stdout
+    comparison = lmt("diff", tmp_path / "logs/run", undisturbed / "logs/run")
+    assert comparison.returncode == 0, comparison.stdout
 
 
 def test_a_time_limit_requeues_and_a_stop_that_a_person_asks_for_does_not(
@@ -141,12 +141,12 @@ def test_a_time_limit_requeues_and_a_stop_that_a_person_asks_for_does_not(
     limits = ("-n", "2", "--nodes", "2", "--time", "2", "--notice", "60")
     limited = submit(slurm, tmp_path / "limited/run.yaml", *limits)
     limited.wait_for_steps(1)
-    asked = submit(slurm, tmp_path / "asked/run.yaml", "-n", "1")
-    asked.wait_for_steps(2)
+    stopped_run = submit(slurm, tmp_path / "asked/run.yaml", "-n", "1")
+    stopped_run.wait_for_steps(2)
     for name in ("stop-after-save", "save-now"):
         (tmp_path / "asked/logs/run" / name).touch()
-    asked.wait_for_state("FAILED")
-    assert asked.last_save() >= 2
+    stopped_run.wait_for_state("FAILED")
+    assert stopped_run.last_save() >= 2
 
     limited.wait_for_state("PENDING BeginTime")
     assert (tmp_path / "limited/checkpoints/run" / str(limited.last_save())).is_dir()

@@ -20,10 +20,10 @@ from lm_trainer.health.signals import StopRequest
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.training.batches import BatchIterator, DataWait
-from lm_trainer.run.weights.initial_weights import _check_data
+from lm_trainer.run.weights.initial_weights import _check_same_data
 from lm_trainer.trackers import Progress
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
-from tests.run.test_trainer import close_to, numpy_adam
+from tests.run.test_trainer import assert_close, numpy_adam
 
 
 class InTheMaking(Numbered):
@@ -72,7 +72,7 @@ class _Batches(Iterator[Batch]):
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lm_trainer.run.training.batches._POLL_SECONDS", 0.001)
 
@@ -96,7 +96,7 @@ def test_data_that_do_not_come_cost_no_step() -> None:
     assert "resumed at step 2" in shown
     assert "waiting for tokenised data (1 of 2) ..." in shown
     assert "waiting for text (2 left) ..." in shown, "the evaluation waits as visibly"
-    close_to(state.params, numpy_adam(STEPS))
+    assert_close(state.params, numpy_adam(STEPS))
     lines = [json.loads(line) for line in Path("logs/own/metrics.jsonl").read_text().splitlines()]
     shares = [line["throughput/data_wait"] for line in lines if "throughput/step_time" in line]
     assert shares
@@ -104,15 +104,15 @@ def test_data_that_do_not_come_cost_no_step() -> None:
 
 
 def test_a_stop_signal_ends_the_waiting() -> None:
-    kept: list[Any] = []
+    saved_states: list[Any] = []
     state: Any = SimpleNamespace(step=3)
     with StopRequest() as stop, closing(Progress(STEPS, stream=io.StringIO())) as progress:
         stop.arm()
         watchdog = Watchdog(WatchdogConfig(), Path())
-        feed = BatchIterator(InTheMaking(stops_at=0).train(), DataWait(stop, progress, watchdog, kept.append))
+        feed = BatchIterator(InTheMaking(stops_at=0).train(), DataWait(stop, progress, watchdog, saved_states.append))
         with pytest.raises(Preempted, match="stopped by SIGTERM after step 3; everything is saved"):
             feed.next(state)
-    assert kept == [state]
+    assert saved_states == [state]
 
 
 class _Restored:
@@ -123,7 +123,7 @@ class _Restored:
 
 
 @pytest.mark.parametrize(
-    ("saved", "now"),
+    ("saved", "current"),
     [
         ("t", {"tokens": "t", "sources": "s"}),  # of a version that knew only the tokens
         ({"sources": "s"}, {"tokens": "t", "sources": "s"}),
@@ -131,12 +131,12 @@ class _Restored:
         ({"tokens": "t", "sources": "elsewhere"}, {"tokens": "t", "sources": "s"}),
     ],
 )
-def test_a_run_knows_its_data_by_what_is_known(saved: Any, now: Any) -> None:
-    _check_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
+def test_a_run_knows_its_data_by_what_is_known(saved: Any, current: Any) -> None:
+    _check_same_data(_Restored(saved), current, False)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "message"),
+    ("saved", "current", "message"),
     [
         ("t", {"tokens": "u", "sources": "s"}, r"other data \(fingerprint t, now u\): the text"),
         ({"sources": "s"}, {"tokens": "t", "sources": "r"}, r"\(fingerprint s, now r\): the name, size or time of"),
@@ -144,6 +144,6 @@ def test_a_run_knows_its_data_by_what_is_known(saved: Any, now: Any) -> None:
         ("t", {"sources": "s"}, "run `lmt data build` with this configuration first"),
     ],
 )
-def test_a_run_refuses_other_data(saved: Any, now: Any, message: str) -> None:
+def test_a_run_refuses_other_data(saved: Any, current: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _check_data(_Restored(saved), now, False)  # pyright: ignore[reportArgumentType]
+        _check_same_data(_Restored(saved), current, False)  # pyright: ignore[reportArgumentType]

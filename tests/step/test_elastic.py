@@ -16,7 +16,7 @@ from lm_trainer.data import open_data
 from lm_trainer.run.build.setup import build_setup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.state.train_state import to_host
-from tests.run.conftest import MakeConfig, Plain, merged
+from tests.run.conftest import MakeConfig, Plain, merge
 
 pytestmark = pytest.mark.optimised
 
@@ -91,7 +91,7 @@ def test_precisions_shapes_and_odd_numbers_of_microbatches(make_config: MakeConf
         "model": {"hidden_dim": 48, "num_layers": 3, "cross_entropy_block_size": 24, "attn_pdrop": 0.1},
         "trainer": {"mp": "p=f32,c=bfloat16", "train_batch_size": 24, "per_device_parallelism": 1},
     }
-    check_all_equal(make_config(**merged(SHORT, changes)), [(2, {})])
+    check_all_equal(make_config(**merge(SHORT, changes)), [(2, {})])
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_replicas_and_unsharded_state(make_config: MakeConfig, in_tmp_path: Path
 def test_the_comparison_notices_another_order_of_sums(make_config: MakeConfig, in_tmp_path: Path) -> None:
     reference = on_one_device(make_config(**SHORT))
     changes = {"trainer": {"per_device_parallelism": 4}, "model": {"resid_pdrop": 0.0, "embed_pdrop": 0.0}}
-    other = run(make_config(**merged(SHORT, changes)), 1)
+    other = run(make_config(**merge(SHORT, changes)), 1)
     assert reference[1] != other[1]
 
 

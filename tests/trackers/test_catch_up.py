@@ -22,9 +22,9 @@ from lm_trainer.trackers.base import TrackedRun
 from lm_trainer.trackers.series import Series
 from tests.conftest import ROOT, lmt_environment
 from tests.trackers.killed_attempt import STEPS, attempt
-from tests.trackers.test_tensorboard import events
-from tests.trackers.test_trackio import stored
-from tests.trackers.test_wandb import history
+from tests.trackers.test_tensorboard import read_events
+from tests.trackers.test_trackio import read_rows
+from tests.trackers.test_wandb import read_history
 
 
 def lines(file: Path) -> list[str]:
@@ -64,13 +64,13 @@ def test_a_copy_that_is_added_later_or_vanishes_has_all_steps(tmp_path: Path) ->
         shutil.rmtree(copy)
 
 
-def of_trackio(project: str) -> dict[str, list[Any]]:
-    rows = stored(project)
+def read_trackio_steps(project: str) -> dict[str, list[Any]]:
+    rows = read_rows(project)
     names = ("train/loss", "eval/loss", "grads/w", "sample")
     return {name: sorted(row["step"] for row in rows if f'"{name}"' in str(row["metrics"])) for name in names}
 
 
-def killed(run_dir: Path, **config: Any) -> None:
+def log_and_kill(run_dir: Path, **config: Any) -> None:
     """Logs the first steps in a process that is killed, with what it has started, right after the last one."""
     command = [sys.executable, "-m", "tests.trackers.killed_attempt", run_dir, json.dumps(config)]
     ended = subprocess.run(command, cwd=ROOT, env=lmt_environment(), check=False, start_new_session=True)
@@ -88,7 +88,7 @@ def check_trackio_catches_up(run_dir: Path, project: str, lost: str) -> None:
     (note,) = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert note.startswith("the trackio tracker lacked lines of steps that are done")
     assert note.endswith(lost)
-    assert of_trackio(project) == {
+    assert read_trackio_steps(project) == {
         "train/loss": [*range(1, STEPS + 3)],
         "eval/loss": [2, 4, 6, 8],
         "grads/w": [2, 4, 6, 8],
@@ -110,20 +110,20 @@ def test_trackio_gets_what_its_database_lacks(tmp_path: Path, project: str) -> N
 @pytest.mark.slow
 def test_trackio_gets_what_a_kill_took(tmp_path: Path, project: str) -> None:
     """Trackio keeps half a second of what is logged in memory alone."""
-    killed(tmp_path / "run", type="trackio", project=project)
+    log_and_kill(tmp_path / "run", type="trackio", project=project)
     check_trackio_catches_up(tmp_path / "run", project, "")
 
 
-def of_wandb(run_dir: Path) -> dict[str, list[int]]:
-    rows = history(run_dir, attempts=0)
+def read_wandb_steps(run_dir: Path) -> dict[str, list[int]]:
+    rows = read_history(run_dir, attempts=0)
     names = ("train/loss", "eval/loss", "grads/w/values", "sample/path")
     return {name: sorted(row["global_step"] for row in rows if name in row) for name in names}
 
 
-def of_tensorboard(run_dir: Path) -> dict[str, list[int]]:
+def read_tensorboard_steps(run_dir: Path) -> dict[str, list[int]]:
     """The steps of what TensorBoard shows, by tag; a start hides earlier events of its step and later."""
     shown: dict[str, list[int]] = {}
-    for event in events(run_dir / "tensorboard"):
+    for event in read_events(run_dir / "tensorboard"):
         if event.session_log.status:
             shown = {tag: [step for step in steps if step < event.step] for tag, steps in shown.items()}
         for value in event.summary.value:
@@ -147,10 +147,10 @@ def test_tensorboard_gets_what_it_missed_in_the_order_of_steps(tmp_path: Path) -
         "grads/w": [2, 4, 6, 8],
         "sample/text_summary": [3, 6, 8, 9],
     }
-    assert of_tensorboard(run_dir) == complete
+    assert read_tensorboard_steps(run_dir) == complete
     shutil.rmtree(run_dir / "tensorboard")
     (note,) = attempt(run_dir, config, STEPS + 4, STEPS + 3)
-    assert of_tensorboard(run_dir)["train/loss"] == complete["train/loss"]
+    assert read_tensorboard_steps(run_dir)["train/loss"] == complete["train/loss"]
     # An attempt that ends before its first step leaves a start alone; a line cut off by a kill comes again.
     assert attempt(run_dir, config, STEPS + 4, STEPS + 3) == []
     for file in (run_dir / "tensorboard").iterdir():
@@ -158,7 +158,7 @@ def test_tensorboard_gets_what_it_missed_in_the_order_of_steps(tmp_path: Path) -
         file.write_bytes(content[: content.rfind(b"train/loss")])
     (note,) = attempt(run_dir, config, STEPS + 4, STEPS + 3)
     assert note.endswith(": train/loss of 9; sample of 9")
-    assert of_tensorboard(run_dir)["train/loss"] == complete["train/loss"]
+    assert read_tensorboard_steps(run_dir)["train/loss"] == complete["train/loss"]
 
 
 @pytest.fixture
@@ -171,20 +171,20 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) -> None:
     config, run_dir = WandbConfig(save_code=False), tmp_path / "run"
     attempt(run_dir, config, 1, STEPS)
-    complete = of_wandb(run_dir)
+    complete = read_wandb_steps(run_dir)
     assert complete["train/loss"] == [*range(1, STEPS + 1)]
     (log,) = run_dir.glob("wandb/offline-run-*/run-my-run.wandb")
     content = log.read_bytes()
     # The end is cut off until steps are lost: how much else the log holds depends on the machine.
     for size in range(len(content), 0, -100):
         log.write_bytes(content[:size])
-        if len(of_wandb(run_dir)["train/loss"]) <= STEPS // 2:
+        if len(read_wandb_steps(run_dir)["train/loss"]) <= STEPS // 2:
             break
-    lost = {name: sorted({*steps} - {*of_wandb(run_dir)[name]}) for name, steps in complete.items()}
+    lost = {name: sorted({*steps} - {*read_wandb_steps(run_dir)[name]}) for name, steps in complete.items()}
     assert 0 < len(lost["train/loss"]) < STEPS
     (note,) = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert "the wandb tracker lacked lines of steps that are done" in note
-    assert of_wandb(run_dir) == {
+    assert read_wandb_steps(run_dir) == {
         "train/loss": [*range(1, STEPS + 3)],
         "eval/loss": [2, 4, 6, 8],
         "grads/w/values": [2, 4, 6, 8],
@@ -195,11 +195,11 @@ def test_wandb_offline_gets_what_its_log_has_lost(wandb: Any, tmp_path: Path) ->
 @pytest.mark.slow
 def test_wandb_offline_gets_what_a_kill_took(wandb: Any, tmp_path: Path) -> None:
     config, run_dir = WandbConfig(save_code=False), tmp_path / "run"
-    killed(run_dir, type="wandb", save_code=False)
-    lost = {*range(1, STEPS + 1)} - {*of_wandb(run_dir)["train/loss"]}
+    log_and_kill(run_dir, type="wandb", save_code=False)
+    lost = {*range(1, STEPS + 1)} - {*read_wandb_steps(run_dir)["train/loss"]}
     notes = attempt(run_dir, config, STEPS + 1, STEPS + 2)
     assert bool(lost) == any("train/loss" in note for note in notes)
-    assert of_wandb(run_dir)["train/loss"] == [*range(1, STEPS + 3)]
+    assert read_wandb_steps(run_dir)["train/loss"] == [*range(1, STEPS + 3)]
     assert attempt(run_dir, config, STEPS + 3, STEPS + 3) == []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.trackers import Progress
-from lm_trainer.trackers.console import describe, duration
+from lm_trainer.trackers.console import format_long_duration, format_metrics
 
 METRICS = {
     "train/loss": 2.34567,
@@ -74,9 +74,9 @@ def test_a_warning_of_the_library_is_a_line_of_the_console_and_is_marked_for_oth
 
 
 def test_a_learning_rate_of_zero_is_explained():
-    assert describe({"optim/learning_rate": 0.0}, first=True) == ["lr 0 (warm-up)"]
+    assert format_metrics({"optim/learning_rate": 0.0}, first=True) == ["lr 0 (warm-up)"]
     # As it is at the end of a decay to nothing.
-    assert describe({"optim/learning_rate": 0.0}) == ["lr 0"]
+    assert format_metrics({"optim/learning_rate": 0.0}) == ["lr 0"]
 
 
 @pytest.mark.parametrize(("total", "every"), [(10, 1), (100, 2), (1000, 20), (400_000, 1000)])
@@ -167,13 +167,13 @@ def broken_pipe() -> Any:
     return Broken()
 
 
-def closed() -> Any:
+def make_closed_stream() -> Any:
     out = io.StringIO()
     out.close()
     return out
 
 
-@pytest.mark.parametrize("make", [broken_pipe, closed])
+@pytest.mark.parametrize("make", [broken_pipe, make_closed_stream])
 @pytest.mark.parametrize("live", [False, True])
 def test_an_output_that_breaks_never_stops_a_run(make, live):
     stream = make()
@@ -213,8 +213,8 @@ def test_nothing_is_shown_after_the_end():
     ],
 )
 def test_durations_are_short(seconds, text):
-    assert duration(seconds) == text
+    assert format_long_duration(seconds) == text
 
 
 def test_a_loss_that_is_not_finite_is_shown_as_it_is():
-    assert describe({"train/loss": float("nan")})[0] == "loss nan"
+    assert format_metrics({"train/loss": float("nan")})[0] == "loss nan"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.trackers.test_wandb import frames
+from tests.trackers.test_wandb import read_frames
 
 # Drawn at random, because the source code that is saved with a run may hold this file.
 ENVIRONMENT = {
@@ -36,7 +36,7 @@ def contents(file: Path) -> Iterator[bytes]:
     if raw[:2] == b"\x1f\x8b":
         yield gzip.decompress(raw)
     if file.suffix == ".wandb":
-        yield from frames(file)
+        yield from read_frames(file)
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             yield from (archive.read(name) for name in archive.namelist())

@@ -136,7 +136,7 @@ def test_trackers_get_plain_numbers_and_no_passwords(tmp_path):
     assert config == {"data": {"urls": ["https://***@host/x.jsonl", "s3://bucket/a@b"]}, "n": 1}
 
 
-def of_type(name: str, **fields: Any) -> Any:
+def config_of_type(name: str, **fields: Any) -> Any:
     if name in PACKAGES:
         pytest.importorskip(name)
     return TypeAdapter(AnyTracker).validate_python({"type": name} | REQUIRED.get(name, {}) | fields)
@@ -144,14 +144,14 @@ def of_type(name: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
 def test_every_kind_is_chosen_by_its_type(member):
-    assert type(of_type(member.model_fields["type"].default)) is member
+    assert type(config_of_type(member.model_fields["type"].default)) is member
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
 def test_every_kind_takes_every_call_twice(member, in_tmp_path, caplog, monkeypatch):
     # All sources of the project are saved by the tests of W&B.
-    monkeypatch.setattr("lm_trainer.trackers.wandb.tracked_sources", lambda: {"test.py": Path(__file__)})
-    config = of_type(member.model_fields["type"].default)
+    monkeypatch.setattr("lm_trainer.trackers.wandb.git_tracked_files", lambda: {"test.py": Path(__file__)})
+    config = config_of_type(member.model_fields["type"].default)
     (in_tmp_path / "run").mkdir()
     trackers = open_trackers([config], run_dir=in_tmp_path / "run", run_id="r")
     with contextlib.closing(trackers):

@@ -19,7 +19,7 @@ from lm_trainer.trackers import NoopConfig, TensorboardConfig, open_trackers, pr
 PB: Any = event_pb2
 
 
-def events(directory: Path) -> list[Any]:
+def read_events(directory: Path) -> list[Any]:
     """The events of all files of a directory, in the order in which TensorBoard reads the files."""
     records = []
     for file in sorted(directory.iterdir()):
@@ -33,10 +33,10 @@ def events(directory: Path) -> list[Any]:
     return records
 
 
-def scalars(directory: Path) -> dict[str, dict[int, float]]:
+def read_scalars(directory: Path) -> dict[str, dict[int, float]]:
     """Events as TensorBoard shows them: a session start hides earlier ones of its step or later."""
     shown: dict[str, dict[int, float]] = {}
-    for event in events(directory):
+    for event in read_events(directory):
         if event.HasField("session_log") and event.session_log.status == PB.SessionLog.START:
             shown = {tag: {s: v for s, v in series.items() if s < event.step} for tag, series in shown.items()}
         for value in event.summary.value:
@@ -57,7 +57,7 @@ def test_scalars_are_there_as_soon_as_they_are_logged(tmp_path):
     with contextlib.closing(trackers):
         trackers.log({"train/loss": 2.5, "optim/learning_rate": 0.25}, step=1)
         trackers.log({"train/loss": math.nan}, step=2)
-        values = scalars(tmp_path / "tensorboard")
+        values = read_scalars(tmp_path / "tensorboard")
     assert values["optim/learning_rate"] == {1: 0.25}
     assert values["train/loss"][1] == 2.5
     assert math.isnan(values["train/loss"][2])
@@ -69,7 +69,7 @@ def test_scalars_of_jax_are_not_lost(tmp_path):
     trackers = open_trackers([TensorboardConfig()], run_dir=tmp_path, run_id="r")
     with contextlib.closing(trackers):
         trackers.log({"optim/grad_norm": jnp.float32(0.5), "n": jnp.int32(3)}, step=1)
-    assert scalars(tmp_path / "tensorboard") == {"optim/grad_norm": {1: 0.5}, "n": {1: 3.0}}
+    assert read_scalars(tmp_path / "tensorboard") == {"optim/grad_norm": {1: 0.5}, "n": {1: 3.0}}
 
 
 @pytest.mark.parametrize("resume_step", [0, 2])
@@ -78,7 +78,7 @@ def test_a_resumed_run_hides_what_comes_again(tmp_path, resume_step):
     repeated = {resume_step + 1: 8.0}
     track(TensorboardConfig(), tmp_path, repeated, resume_step)
     retained = {step: loss for step, loss in {1: 4.0, 2: 3.0}.items() if step <= resume_step}
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": retained | repeated}
+    assert read_scalars(tmp_path / "tensorboard") == {"train/loss": retained | repeated}
 
 
 def test_text_and_configuration_are_shown(tmp_path):
@@ -86,7 +86,7 @@ def test_text_and_configuration_are_shown(tmp_path):
     with contextlib.closing(trackers):
         trackers.log_text("sample", "def f(): ...", step=3)
         trackers.log_config({"model": {"num_layers": 2}})
-    shown = [v for e in events(tmp_path / "tensorboard") for v in e.summary.value]
+    shown = [v for e in read_events(tmp_path / "tensorboard") for v in e.summary.value]
     values = {v.tag: v.tensor.string_val[0].decode() for v in shown if v.HasField("tensor")}
     assert values["sample/text_summary"] == "def f(): ..."
     assert '"num_layers": 2' in values["config/text_summary"]
@@ -100,7 +100,7 @@ def test_the_configuration_can_be_compared_between_runs(tmp_path):
         trackers.log_config({"model": {"num_layers": 2, "type": "gpt2"}, "data": {"urls": ["a", "b"], "cache": None}})
     plugins = [
         plugin_hparams_pb2.HParamsPluginData.FromString(v.metadata.plugin_data.content)  # pyright: ignore[reportAttributeAccessIssue]
-        for e in events(tmp_path / "tensorboard")
+        for e in read_events(tmp_path / "tensorboard")
         for v in e.summary.value
         if v.metadata.plugin_data.plugin_name == "hparams"
     ]
@@ -115,7 +115,7 @@ def test_histograms_are_shown_as_such(tmp_path):
     with contextlib.closing(trackers):
         trackers.log_histogram("grads", np.array([3, 0, 5]), np.array([-1.0, 0.0, 1.0, 2.0]), step=7)
         trackers.log_histogram("one value", np.array([1, 2, 4, 8]), np.array([0.0, 1.0, 1.0, 1.0, 2.0]), step=7)
-    shown = {v.tag: v.histo for e in events(tmp_path / "tensorboard") if e.step == 7 for v in e.summary.value}
+    shown = {v.tag: v.histo for e in read_events(tmp_path / "tensorboard") if e.step == 7 for v in e.summary.value}
     grads = shown["grads"]
     assert (grads.min, grads.max, grads.num, grads.sum) == (-1, 2, 8, 6)
     assert list(zip(grads.bucket_limit, grads.bucket, strict=True)) == [(0, 3), (1, 0), (2, 5)]
@@ -125,7 +125,7 @@ def test_histograms_are_shown_as_such(tmp_path):
 
 def test_a_log_directory_holds_one_directory_for_each_run(tmp_path):
     track(TensorboardConfig(logdir=f"{tmp_path}/boards/"), tmp_path, {1: 1.0})
-    assert scalars(tmp_path / "boards" / "my-run") == {"train/loss": {1: 1.0}}
+    assert read_scalars(tmp_path / "boards" / "my-run") == {"train/loss": {1: 1.0}}
     assert not (tmp_path / "tensorboard").exists()
 
 

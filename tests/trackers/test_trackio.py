@@ -22,7 +22,7 @@ def project() -> str:
     return f"test-{uuid.uuid4().hex[:8]}"
 
 
-def stored(project: str) -> list[dict[str, Any]]:
+def read_rows(project: str) -> list[dict[str, Any]]:
     """The rows of the project's database, in the order in which they were written."""
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -48,7 +48,7 @@ def test_a_run_on_the_own_machine(project, tmp_path, capsys):
     (run,) = list(runs)
     assert run.name == "my-run"
     assert (run.config["model"], run.config["_Group"]) == ({"num_layers": 2}, "g")
-    rows = stored(project)
+    rows = read_rows(project)
     assert [row["step"] for row in rows] == [1, 1, 2, 2, 2]
     assert "2.5" in str(rows[0]["metrics"])
     assert capsys.readouterr().out == ""
@@ -58,9 +58,9 @@ def test_a_resumed_run_goes_on_and_a_fresh_one_does_not(project, tmp_path):
     for resume_step in (0, 2, 0):
         with contextlib.closing(open_run(project, tmp_path, resume_step=resume_step, name="n")) as trackers:
             trackers.log({"train/loss": 1.0}, step=resume_step + 1)
-    ids = [row["run_id"] for row in stored(project)]
+    ids = [row["run_id"] for row in read_rows(project)]
     assert ids[0] == ids[1] != ids[2]
-    assert {row["run_name"] for row in stored(project)} == {"n"}
+    assert {row["run_name"] for row in read_rows(project)} == {"n"}
 
 
 def test_artifacts_are_kept(project, tmp_path):

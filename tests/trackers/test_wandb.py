@@ -17,7 +17,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
-from lm_trainer.trackers.wandb import tracked_sources
+from lm_trainer.trackers.wandb import git_tracked_files
 from tests.conftest import ROOT, lmt_environment
 from tests.trackers.two_steps import train_two_steps
 
@@ -33,7 +33,7 @@ def wandb(monkeypatch) -> Any:
     return module
 
 
-def frames(file: Path) -> Iterator[bytes]:
+def read_frames(file: Path) -> Iterator[bytes]:
     """The records of a transaction log: LevelDB's log format after a header of 7 bytes."""
     data, position, partial = file.read_bytes(), 7, b""
     while position + 7 <= len(data):
@@ -51,17 +51,17 @@ def frames(file: Path) -> Iterator[bytes]:
             partial = b""
 
 
-def records(run_dir: Path, attempts: int = 1) -> list[Any]:
+def read_records(run_dir: Path, attempts: int = 1) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
     files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
     assert attempts in (0, len(files))
-    return [wandb_internal_pb2.Record.FromString(frame) for file in files for frame in frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
+    return [wandb_internal_pb2.Record.FromString(frame) for file in files for frame in read_frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def history(run_dir: Path, attempts: int = 1) -> list[dict[str, Any]]:
+def read_history(run_dir: Path, attempts: int = 1) -> list[dict[str, Any]]:
     """The rows of the attempts at a run, each of which writes a log; 0: of any number of them."""
-    rows = [r.history.item for r in records(run_dir, attempts) if r.WhichOneof("record_type") == "history"]
+    rows = [r.history.item for r in read_records(run_dir, attempts) if r.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in rows]
 
 
@@ -72,11 +72,11 @@ def test_a_run_offline(wandb, tmp_path):
         trackers.log({"train/loss": 2.5}, step=1)
         trackers.log({"eval/loss": math.nan}, step=1)
         trackers.log_summary({"parameters": 12})
-    run = next(r.run for r in records(tmp_path) if r.WhichOneof("record_type") == "run")
+    run = next(r.run for r in read_records(tmp_path) if r.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name, run.project, run.entity) == ("my-run", "my-run", "p", "e")
     assert sorted(run.tags) == ["a", "b"]
-    assert not [r for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"], "save_code is false"
-    rows = history(tmp_path)
+    assert not [r for r in read_records(tmp_path) if r.WhichOneof("record_type") == "artifact"], "save_code is false"
+    rows = read_history(tmp_path)
     assert [row["global_step"] for row in rows] == [1, 1]
     assert rows[0]["train/loss"] == 2.5
     assert len(read_metrics(tmp_path)) == 2
@@ -87,7 +87,7 @@ def test_a_page_is_a_chart(wandb, tmp_path):
     with contextlib.closing(open_trackers([WandbConfig(save_code=False)], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log({"train/loss": 2.5}, step=3)
         trackers.log_artifact("token-probabilities", tmp_path / "page.html", type="html")
-    rows = [row for row in history(tmp_path) if "token-probabilities" in str(row)]
+    rows = [row for row in read_history(tmp_path) if "token-probabilities" in str(row)]
     assert len(rows) == 1
     assert rows[0]["global_step"] == 3
     assert "html-file" in str(rows[0])
@@ -103,13 +103,13 @@ def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
     # A resumed run is a process of its own; within one, W&B may confuse two runs of one id.
     resumed = [sys.executable, "-m", "tests.trackers.two_steps", tmp_path / "2", "2"]
     subprocess.run(resumed, cwd=ROOT, env=lmt_environment(), check=True)
-    resumed_rows = history(tmp_path / "2")
+    resumed_rows = read_history(tmp_path / "2")
     assert [(row["global_step"], row["train/loss"]) for row in resumed_rows] == [(2, 1 / 2), (3, 1 / 3)]
 
 
 def test_no_secret_is_written(wandb, tmp_path, monkeypatch):
-    few = dict(list(tracked_sources().items())[:9])
-    monkeypatch.setattr("lm_trainer.trackers.wandb.tracked_sources", lambda: few)
+    few = dict(list(git_tracked_files().items())[:9])
+    monkeypatch.setattr("lm_trainer.trackers.wandb.git_tracked_files", lambda: few)
     with contextlib.closing(open_trackers([WandbConfig()], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log_config({"url": f"https://me:{SECRET}@host/x"})
         trackers.log({"train/loss": 2.5}, step=1)
@@ -124,7 +124,7 @@ def git(directory: Path, *command: str) -> None:
 
 
 def test_the_code_that_is_saved_is_what_git_tracks():
-    sources = tracked_sources()
+    sources = git_tracked_files()
     if not sources:
         pytest.skip("not a checkout")
     assert "lm_trainer/trackers/wandb.py" in sources
@@ -139,9 +139,9 @@ def test_the_code_of_the_main_script_is_saved(tmp_path, monkeypatch):
     (tmp_path / "large.bin").write_bytes(bytes(1 << 21))
     git(tmp_path, "add", "scripts", "model.py", ".env", "large.bin")
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "scripts/train.py"), raising=False)
-    assert tracked_sources() == {name: tmp_path / name for name in ("model.py", "scripts/train.py")}
+    assert git_tracked_files() == {name: tmp_path / name for name in ("model.py", "scripts/train.py")}
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "untracked.py"), raising=False)
-    assert "model.py" not in tracked_sources()
+    assert "model.py" not in git_tracked_files()
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,11 @@ def test_histograms_and_artifacts_are_kept(wandb, tmp_path):
         trackers.log_histogram("grads", np.array([3, 5]), np.array([0.0, 1.0, 2.0]), step=4)
         trackers.log_artifact("config", tmp_path / "config.yaml", type="config")
         trackers.log_artifact("hlo", tmp_path / "hlo", type="program")
-    (row,) = history(tmp_path)
+    (row,) = read_history(tmp_path)
     assert (row["global_step"], row["grads/values"], row["grads/bins"]) == (4, [3, 5], [0, 1, 2])
-    artifacts = {r.artifact.name: r.artifact for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"}
+    artifacts = {
+        r.artifact.name: r.artifact for r in read_records(tmp_path) if r.WhichOneof("record_type") == "artifact"
+    }
     assert {n: (a.type, [e.path for e in a.manifest.contents]) for n, a in artifacts.items()} == {
         "config-r": ("config", ["config.yaml"]),
         "hlo-r": ("program", ["step.txt"]),
@@ -199,14 +201,16 @@ def test_dumps_are_saved_at_the_end(wandb, tmp_path, monkeypatch):
     with contextlib.closing(open_trackers([config], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log_config({})
         trackers.log_text("sample", "def f(): ...", step=1)
-    artifacts = {r.artifact.type: r.artifact for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"}
+    artifacts = {
+        r.artifact.type: r.artifact for r in read_records(tmp_path) if r.WhichOneof("record_type") == "artifact"
+    }
     assert [entry.path for entry in artifacts["xla_dumps"].manifest.contents] == ["module_0001.txt"]
-    if tracked_sources():
+    if git_tracked_files():
         assert "cli/__init__.py" in [entry.path for entry in artifacts["source"].manifest.contents]
 
 
 def test_alerts_are_those_of_the_service(wandb, tmp_path):
     with contextlib.closing(open_trackers([WandbConfig(mode="offline")], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log_alert("loss_spike", "the loss is 9", step=4)
-    (alert,) = [r.alert for r in records(tmp_path) if r.WhichOneof("record_type") == "alert"]
+    (alert,) = [r.alert for r in read_records(tmp_path) if r.WhichOneof("record_type") == "alert"]
     assert (alert.title, alert.text, alert.level) == ("loss_spike", "step 4: the loss is 9", "WARN")

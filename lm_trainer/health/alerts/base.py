@@ -38,7 +38,7 @@ class AlertKind(Config):
     """A kind of alert and its settings. To add one: a file with a subclass, and a field in `AlertsConfig`."""
 
     @abstractmethod
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         """Returns a new check with separate state; it is called once after each step."""
 
 
@@ -58,7 +58,7 @@ class RobustWindow:
     def median(self) -> float:
         return statistics.median(self._values)
 
-    def score(self, value: float) -> float | None:
+    def z_score(self, value: float) -> float | None:
         """Robust z-score against the previous values: (value - median) / (1.4826 MAD). None if they are too few.
 
         Source: Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.

@@ -17,7 +17,7 @@ class DataWait(AlertKind):
     after: NonNegativeInt = 100
     """Number of steps of an attempt before the first alert: text may still be tokenised at the start."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         steps = 0
 
         def check(metrics: Mapping[str, float]) -> str | None:

@@ -21,7 +21,7 @@ class Divergence(AlertKind):
     window: PositiveInt = 50
     """Number of steps in the running median of the loss."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         # If a run diverges at once, no lower loss is left to compare with when the window is full.
         windows = ((_RunningMedian(self.window), self.rise), (_RunningMedian(_FIRST_WINDOW), 3 * self.rise))
 

@@ -20,14 +20,14 @@ class GradNorm(AlertKind):
     window: PositiveInt = 128
     """Number of previous steps to compare with; at least half of them must be available."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         window = RobustWindow(self.window, min_count=(self.window + 1) // 2)
 
         def check(metrics: Mapping[str, float]) -> str | None:
             norm = metrics[GRAD_NORM]
             # Norms vary over orders of magnitude, symmetrically in their logarithm.
             size = math.log(norm) if 0 < norm < math.inf else math.nan
-            score = window.score(size)
+            score = window.z_score(size)
             usual = math.exp(window.median) if score is not None else math.inf
             window.add(size)
             if score is None or not (score >= self.threshold and norm >= self.factor * usual):

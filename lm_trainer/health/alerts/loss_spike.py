@@ -17,12 +17,12 @@ class LossSpike(AlertKind):
     window: PositiveInt = 128
     """Number of previous steps to compare with; at least half of them must be available."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         window = RobustWindow(self.window, min_count=(self.window + 1) // 2)
 
         def check(metrics: Mapping[str, float]) -> str | None:
             loss = metrics[LOSS]
-            score = window.score(loss)
+            score = window.z_score(loss)
             usual = window.median if score is not None else 0.0
             window.add(loss)
             # The score is NaN if the loss is NaN; then the kind `non_finite` alerts.

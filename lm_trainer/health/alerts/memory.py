@@ -18,7 +18,7 @@ class DeviceMemory(AlertKind):
     share: float = Field(default=0.95, gt=0, le=1)
     """Alert if the peak reaches this fraction of the memory available to JAX."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         import jax
 
         alerted = False
@@ -26,7 +26,7 @@ class DeviceMemory(AlertKind):
         def check(metrics: Mapping[str, float]) -> str | None:
             nonlocal alerted
             del metrics
-            peak = 0.0 if alerted else max(map(_peak_share, jax.local_devices()))
+            peak = 0.0 if alerted else max(map(_peak_memory_fraction, jax.local_devices()))
             if peak < self.share:
                 return None
             # The peak never decreases.
@@ -36,7 +36,7 @@ class DeviceMemory(AlertKind):
         return check
 
 
-def _peak_share(device: Any) -> float:
+def _peak_memory_fraction(device: Any) -> float:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit", 0)
     return stats.get("peak_bytes_in_use", 0) / limit if limit else 0.0

@@ -13,7 +13,7 @@ class NonFinite(AlertKind):
     reacts.
     """
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         def check(metrics: Mapping[str, float]) -> str | None:
             bad = [f"{name} is {metrics[name]}" for name in (LOSS, GRAD_NORM) if not math.isfinite(metrics[name])]
             return ", ".join(bad) or None

@@ -27,7 +27,7 @@ class Rule(Config):
     """Number of consecutive steps above the threshold."""
 
 
-def open_rules(rules: Sequence[Rule]) -> Callable[[int, Mapping[str, float]], None]:
+def build_rule_check(rules: Sequence[Rule]) -> Callable[[int, Mapping[str, float]], None]:
     """Returns a function to call with the step and its metrics, which must be the same in all processes.
 
     It raises `RuleStop` when a rule applies, and `UserError` for a rule about an unknown metric.

@@ -14,10 +14,10 @@ from pathlib import Path
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.alerts.base import Alert
-from lm_trainer.health.alerts.rules import RuleStop, open_rules
+from lm_trainer.health.alerts.rules import RuleStop, build_rule_check
 from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.console import Progress
-from lm_trainer.trackers.jsonl import encode
+from lm_trainer.trackers.jsonl import encode_non_finite
 
 _COMMAND_SECONDS = 60.0
 """Timeout of one command, and at the end of a run of all running commands together."""
@@ -36,8 +36,8 @@ class Alerts:
 
     def __init__(self, config: AlertsConfig, run_dir: Path, trackers: Composite, progress: Progress, *, sends: bool):
         self._config, self._run_dir, self._trackers, self._progress = config, run_dir, trackers, progress
-        self._checks = {name: kind.open() for name, kind in config.kinds.items()} if sends else {}
-        self._rules = open_rules(config.stop)
+        self._checks = {name: kind.build_check() for name, kind in config.kinds.items()} if sends else {}
+        self._rules = build_rule_check(config.stop)
         self._sends, self._command_works = sends, True
         self._silent_until: dict[str, int] = {}
         # One at a time, so that slow commands do not pile up.
@@ -46,7 +46,7 @@ class Alerts:
         self._stalls: list[str] = []
         self._lock, self._step = threading.Lock(), 0
 
-    def step(self, step: int, metrics: Mapping[str, float], speed: Mapping[str, float]) -> None:
+    def check_step(self, step: int, metrics: Mapping[str, float], speed: Mapping[str, float]) -> None:
         """Evaluates the metrics of a step.
 
         Args:
@@ -65,16 +65,16 @@ class Alerts:
             message = check(all_metrics)
             if message is not None and step > self._silent_until.get(name, 0):
                 self._silent_until[name] = step + self._config.quiet_steps
-                self._send(Alert(step, name, message, all_metrics))
+                self._report_alert(Alert(step, name, message, all_metrics))
         try:
             self._rules(step, metrics)
         except RuleStop as stop:
             if self._sends:
                 # Not to the terminal, which shows the error anyway.
-                self._tell(Alert(step, "stop", str(stop), all_metrics))
+                self._log_and_run_command(Alert(step, "stop", str(stop), all_metrics))
             raise
 
-    def stalled(self, message: str) -> None:
+    def handle_stall(self, message: str) -> None:
         """Handles the watchdog's message, in its thread: the main one hangs, so only the command runs immediately."""
         if not self._sends or not self._config.no_progress:
             return
@@ -94,20 +94,20 @@ class Alerts:
         for message in stalls:
             self._trackers.log_alert("no_progress", message, step=step)
 
-    def _send(self, alert: Alert) -> None:
+    def _report_alert(self, alert: Alert) -> None:
         self._progress.note(f"alert: step {alert.step}: {alert.message} ({alert.kind})")
-        self._tell(alert)
+        self._log_and_run_command(alert)
 
-    def _tell(self, alert: Alert) -> None:
+    def _log_and_run_command(self, alert: Alert) -> None:
         self._trackers.log_alert(alert.kind, alert.message, step=alert.step)
         self._run_command(alert)
 
     def _run_command(self, alert: Alert) -> None:
         if self._config.command is not None and self._command_works:
             self._running = [future for future in self._running if not future.done()]
-            self._running.append(self._commands.submit(self._call, self._config.command, alert))
+            self._running.append(self._commands.submit(self._execute_command, self._config.command, alert))
 
-    def _call(self, command: str, alert: Alert) -> None:
+    def _execute_command(self, command: str, alert: Alert) -> None:
         content = {
             "run": self._run_dir.name,
             "run_dir": str(self._run_dir.absolute()),
@@ -115,7 +115,7 @@ class Alerts:
             "step": alert.step,
             "alert": alert.kind,
             "message": alert.message,
-            "metrics": encode(dict(alert.metrics)),
+            "metrics": encode_non_finite(dict(alert.metrics)),
         }
         try:
             done = subprocess.run(

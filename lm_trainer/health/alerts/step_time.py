@@ -22,7 +22,7 @@ class StepTime(AlertKind):
     least: NonNegativeFloat = 0.1
     """Seconds below which a step never counts as slow."""
 
-    def open(self) -> Check:
+    def build_check(self) -> Check:
         first: list[float] = []
         last: deque[float] = deque(maxlen=self.steps)
 

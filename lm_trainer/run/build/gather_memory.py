@@ -20,7 +20,7 @@ _USABLE_FRACTION = 0.95
 """Fraction of a device's memory available to a step; the remainder is for fragmentation."""
 
 
-def device_memory() -> int | None:
+def min_device_memory() -> int | None:
     """Returns the bytes available per device, the minimum over all processes; None if the backend reports none."""
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     return int(gather(np.asarray(min(limits), np.int64)).min()) or None
@@ -32,7 +32,7 @@ def plan_for_memory(
     seq_len: int | None,
     note: Callable[[str], object],
     *,
-    memory: Callable[[], int | None] = device_memory,
+    memory: Callable[[], int | None] = min_device_memory,
 ) -> TrainingSetup:
     """Plans the program of a run; if `microbatches_per_gather` is unset, with as many as fit into memory.
 
@@ -57,7 +57,7 @@ def plan_for_memory(
     compiled = setup.step.compile(row, setup.step.plans.start_of(plan))
     programs = MeasuredPrograms(compiled.by_name if isinstance(compiled, Executables) else {})
 
-    def peak(trainer: TrainerConfig) -> int:
+    def measure_peak(trainer: TrainerConfig) -> int:
         """Returns the peak bytes of a device in a step, the maximum over all processes."""
         with on_one_shard():
             rehearsal = make(trainer)
@@ -65,24 +65,25 @@ def plan_for_memory(
             record = rehearsal.rehearse(row, mesh.devices.flat[0].platform, measure)
         return int(gather(np.asarray(max(phase.bytes for phase in record.phases), np.int64)).max())
 
-    candidates = [(plan.divide_microbatches(mesh).max_terms, trainer, peak(trainer))]
+    candidates = [(plan.divide_microbatches(mesh).max_terms, trainer, measure_peak(trainer))]
     while candidates[-1][2] > _USABLE_FRACTION * limit and smaller_counts:
         count = smaller_counts.pop(0)
         candidate = trainer.model_copy(update={"microbatches_per_gather": count})
-        candidates.append((count, candidate, peak(candidate)))
+        candidates.append((count, candidate, measure_peak(candidate)))
     (count, chosen_trainer, needed), (max_count, _, full_bytes) = candidates[-1], candidates[0]
     if needed > limit:
         note(
-            f"a step needs {_gib(needed)} on each device, which have {_gib(limit)}, even with "
+            f"a step needs {_format_gib(needed)} on each device, which have {_format_gib(limit)}, even with "
             f"microbatches_per_gather={count}; `lmt plan --search` looks for a layout that fits"
         )
     elif count < max_count:
         note(
-            f"microbatches_per_gather={count}: a step needs {_gib(needed)} of the {_gib(limit)} of each device, and "
-            f"{_gib(full_bytes)} with all {max_count} microbatches of a device together. The numbers are the same"
+            f"microbatches_per_gather={count}: a step needs {_format_gib(needed)} of the {_format_gib(limit)} of each "
+            f"device, and {_format_gib(full_bytes)} with all {max_count} microbatches of a device together. The "
+            f"numbers are the same"
         )
     return setup if chosen_trainer is trainer else make(chosen_trainer)
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"

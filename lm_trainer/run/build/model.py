@@ -63,7 +63,7 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 
-    recorded = _Recorded(cast)
+    recorded = _ModuleRecorder(cast)
     if isinstance(is_trainable, bool):
         return ModelDef.trace(recorded, lambda _: is_trainable)
     if isinstance(is_trainable, Mapping):
@@ -71,7 +71,7 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
     return ModelDef.trace(recorded, is_trainable)
 
 
-class _Recorded:
+class _ModuleRecorder:
     """Function building a module from operations recorded once and replayed at each call.
 
     A run builds its model several times under `jit`, and tracing its Python code takes longer than compiling it.
@@ -138,7 +138,7 @@ class NextTokenLoss:
             terms=self.terms,
         )
 
-    def staged(self, spec: DecoderSpec) -> StagedLoss:
+    def split_into_stages(self, spec: DecoderSpec) -> StagedLoss:
         """Returns the same loss in stages, for decoders with this `spec`."""
         return staged_token_loss(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
 
@@ -166,7 +166,7 @@ class TokenNll:
             top=self.top,
         )
 
-    def staged(self, spec: DecoderSpec) -> StagedLoss:
+    def split_into_stages(self, spec: DecoderSpec) -> StagedLoss:
         """Returns the same loss in stages, for decoders with this `spec`."""
         return staged_token_nll(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
 

@@ -136,7 +136,7 @@ class TrainingSetup:
         """Returns a state at step 0 with the given weights, which must be complete."""
         return state_from_params(params, self.tx, self.sharding, averaged=self.averages)
 
-    def weights(self, state: TrainState) -> dict[str, Params]:
+    def weights_to_evaluate(self, state: TrainState) -> dict[str, Params]:
         """Returns name -> weights to evaluate: "" for the optimizer's evaluation weights, `AVERAGED` for the average.
 
         The last entry is the one to export. Frozen parameters are included.
@@ -206,7 +206,7 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
     tx, sharding = shard_state(plan, optimizer, model, mesh)
-    curvature = _curvature(optimizer, loss, plan.policy.compute_dtype)
+    curvature = _curvature_estimator(optimizer, loss, plan.policy.compute_dtype)
     owned = trainer.matrix_updates == "owned"
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, curvature, owned)
     # Not the key of the initial weights: different uses of the seed must draw different numbers.
@@ -214,7 +214,10 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
     common = {"sharding": sharding, "plans": plan.microbatches, "key": key}
     staged = eval_staged = None
     if trainer.gathers_layers:
-        staged, eval_staged = loss_in_stages(loss, model, mesh), loss_in_stages(eval_loss or loss, model, mesh)
+        staged, eval_staged = (
+            split_loss_into_stages(loss, model, mesh),
+            split_loss_into_stages(eval_loss or loss, model, mesh),
+        )
     if trainer.bitwise:
         step: Step = ElasticStep(
             model,
@@ -222,7 +225,7 @@ def plan_training(  # noqa: PLR0913 - the parts of a run a user can supply
             rule,
             **common,
             staged=staged,
-            curvature_stages=None if staged is None else _curvature_stages(optimizer, staged),
+            curvature_stages=None if staged is None else _staged_curvature_estimator(optimizer, staged),
             microbatches_per_gather=trainer.microbatches_per_gather,
         )
     else:
@@ -282,14 +285,14 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
 
 
 def _has_known_layers(loss: LossFn, model: ModelDef) -> bool:
-    """Returns True if `loss_in_stages` can split the loss into layers."""
+    """Returns True if `split_loss_into_stages` can split the loss into layers."""
     if isinstance(loss, StagedLoss):
         return True
     built, is_known_loss = nnx.eval_shape(model.build), isinstance(loss, NextTokenLoss | TokenNll)
     return isinstance(built, Decoder) and is_known_loss and built.spec.encoder is None
 
 
-def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
+def split_loss_into_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
     """Returns the loss in stages, for `trainer.gather: layer`; refuses unsupported models and losses."""
     if isinstance(loss, StagedLoss):
         return loss
@@ -310,10 +313,10 @@ def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
             "part of every layer: pipeline_axis_size would save no memory and leave devices waiting. Set it to 1, or "
             "use model"
         )
-    return loss.staged(built.spec)
+    return loss.split_into_stages(built.spec)
 
 
-def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
+def _curvature_estimator(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
     """Returns the curvature estimator required by the optimizer, if any."""
     match optimizer.curvature:
         case None:
@@ -324,7 +327,7 @@ def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | 
             return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_SAMPLING_BLOCK)
 
 
-def _curvature_stages(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages | None:
+def _staged_curvature_estimator(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages | None:
     """Returns the curvature estimator in stages."""
 
     def split(loss: StagedLoss) -> Callable[..., SplitLoss]:
@@ -352,4 +355,4 @@ def check_devices(trainer: TrainerConfig) -> None:
     mesh = trainer.device_mesh
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
-    plan.check_shares(mesh)
+    plan.check_microbatch_shares(mesh)

@@ -31,8 +31,8 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
             f"trainer.elastic_shards is {trainer.elastic_shards}, the largest power of two that divides every batch: "
             "the run can use at most so many devices along the data axes"
         )
-    yield from _uneven_shares(trainer, mesh)
-    yield from _rules_without_effect(trainer)
+    yield from _uneven_share_notes(trainer, mesh)
+    yield from _unused_rule_notes(trainer)
     if "float16" in (trainer.mp.param, trainer.mp.compute):
         yield "trainer.mp: float16 overflows at 65,504, and no loss is scaled; bfloat16 has the range of float32"
     elif trainer.mp.param == "bfloat16":
@@ -56,7 +56,7 @@ def schedule_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
+def _uneven_share_notes(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields the costs of a number of devices that is no power of two, or does not divide the batch."""
     if not trainer.bitwise:
         return
@@ -80,7 +80,7 @@ def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def _rules_without_effect(trainer: TrainerConfig) -> Iterator[str]:
+def _unused_rule_notes(trainer: TrainerConfig) -> Iterator[str]:
     if trainer.tensor_parallel_axes and trainer.model_axis_size == 1:
         yield "trainer.tensor_parallel_axes has no effect while trainer.model_axis_size is 1"
     rules = {**trainer.axis_resources, **trainer.parameter_axis_resources, **trainer.compute_axis_resources}

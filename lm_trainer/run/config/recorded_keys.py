@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def _implied_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def _infer_missing_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys added after some runs were recorded, with the values reproducing the bits of such runs.
 
     Args:
@@ -41,7 +41,7 @@ def trainer_with_recorded_keys(trainer: TrainerConfig, recorded: Mapping[str, An
     """
     if not recorded:
         return trainer
-    values = {key: recorded.get(key, value) for key, value in _implied_keys(recorded).items()}
+    values = {key: recorded.get(key, value) for key, value in _infer_missing_keys(recorded).items()}
     if not trainer.bitwise:
         del values["gather"]
     # Runs recorded before the default depended on the number of tokens have at most `MIN_MICROBATCHES`.
@@ -63,12 +63,12 @@ def config_with_recorded_keys(config: ConfigT, recorded: Mapping[str, Any]) -> C
     return config.model_copy(update={"trainer": trainer_with_recorded_keys(trainer, recorded.get("trainer") or {})})
 
 
-def with_implied_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
+def with_inferred_keys(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numeric identity of a run, completed by keys missing in its record."""
     recorded = identity.get("trainer")
     if not isinstance(recorded, Mapping):
         return dict(identity)
-    trainer = {**_implied_keys(recorded), **recorded}
+    trainer = {**_infer_missing_keys(recorded), **recorded}
     if trainer.get("determinism") in _CURRENT_SPELLING:
         trainer["determinism"] = _CURRENT_SPELLING[trainer["determinism"]]
     return {**identity, "trainer": trainer}
@@ -85,7 +85,7 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
     if trainer.gather == "layer":
         del recorded["gather"]
         recorded["determinism"] = "layerwise"
-    for key in _implied_keys(recorded).keys() & recorded.keys():
+    for key in _infer_missing_keys(recorded).keys() & recorded.keys():
         if getattr(trainer, key) == fields[key].default:
             del recorded[key]
     if follows_from_batch(trainer):
@@ -95,7 +95,7 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
     return {**identity, "trainer": recorded}
 
 
-def in_current_spelling(trainer: Any) -> Any:
+def replace_old_spelling(trainer: Any) -> Any:
     """Returns a trainer section with `determinism: layerwise` replaced by its current spelling.
 
     Raises:

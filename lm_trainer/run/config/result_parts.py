@@ -9,11 +9,11 @@ _OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_lo
 """Prefixes of JAX settings without effect on numerical results."""
 
 
-def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+def select_numeric_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the JAX settings affecting numerical results."""
     return {name: value for name, value in settings.items() if not name.startswith(_OPERATIONAL_JAX)}
 
 
-def model_axis_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
+def select_model_axis_rules(rules: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sharding rules over the model axis; only these change the order of sums inside the model."""
     return {axis: over for axis, over in rules.items() if "model" in over}

@@ -7,7 +7,7 @@ import re
 _ID = re.compile(r"[\w][\w.-]*")
 
 
-def run_id_problem(value: object) -> str | None:
+def explain_invalid_run_id(value: object) -> str | None:
     """Explains why a run ID is invalid and how to fix it; None if it is valid."""
     if isinstance(value, str) and _ID.fullmatch(value):
         return None

@@ -52,13 +52,13 @@ class StepPlan:
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
         """Arranges the devices in a mesh; raises `UserError` as `build_mesh` does."""
-        return build_mesh(self._shape(len(devices)), devices)
+        return build_mesh(self._fit_mesh_shape(len(devices)), devices)
 
     def abstract_mesh(self, count: int) -> AbstractMesh:
         """Returns the abstract mesh of `count` devices; otherwise like `mesh`."""
-        return build_abstract_mesh(self._shape(count), count)
+        return build_abstract_mesh(self._fit_mesh_shape(count), count)
 
-    def check_shares(self, mesh: Mesh | AbstractMesh) -> None:
+    def check_microbatch_shares(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `UserError` if the microbatches of some batch cannot be distributed over the devices of a mesh."""
         for plan in self.microbatches.values:
             if self.state_parts is None:
@@ -68,9 +68,9 @@ class StepPlan:
 
     def check_device_count(self, count: int) -> None:
         """Raises `UserError` if the microbatches of some batch cannot be distributed over `count` devices."""
-        self.check_shares(self.abstract_mesh(count))
+        self.check_microbatch_shares(self.abstract_mesh(count))
 
-    def _shape(self, count: int) -> MeshShape:
+    def _fit_mesh_shape(self, count: int) -> MeshShape:
         """Returns `mesh_shape`, with more replicas if the state cannot be sharded over the full data axis."""
         data, remainder = divmod(count, math.prod(self.mesh_shape))
         if self.state_parts is None or remainder:

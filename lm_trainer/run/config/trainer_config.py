@@ -33,9 +33,9 @@ from lm_trainer.parallel.mesh import (
     parse_rules,
 )
 from lm_trainer.run.config.default_shards import MIN_MICROBATCHES, set_default_shards
-from lm_trainer.run.config.recorded_keys import in_current_spelling
-from lm_trainer.run.config.result_parts import model_axis_rules, result_settings
-from lm_trainer.run.config.run_id import run_id_problem
+from lm_trainer.run.config.recorded_keys import replace_old_spelling
+from lm_trainer.run.config.result_parts import select_model_axis_rules, select_numeric_settings
+from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.step_plan import StepPlan
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.updates.watch import WatchConfig
@@ -196,7 +196,7 @@ class TrainerConfig(Config):
     """Logical axes of parameters and optimizer state to shard over the data axis of the mesh between steps."""
     tensor_parallel_axes: AffectsResults[tuple[str, ...] | None] = None
     """Logical axes to shard over the model axis of the mesh (tensor parallelism)."""
-    axis_resources: Annotated[Resources, affects_results_through(model_axis_rules)] = {}
+    axis_resources: Annotated[Resources, affects_results_through(select_model_axis_rules)] = {}
     """Mapping from logical axis to mesh axis or axes, for both the stored state and computation."""
     parameter_axis_resources: Operational[Resources] = {}
     """Like axis_resources, for the stored state only."""
@@ -219,7 +219,7 @@ class TrainerConfig(Config):
     replica_dcn_axis_size: Operational[PositiveInt] = 1
     """Number of copies of the state across slices, connected by a slower network."""
 
-    jax_config: Annotated[dict[str, JsonValue], affects_results_through(result_settings)] = {}
+    jax_config: Annotated[dict[str, JsonValue], affects_results_through(select_numeric_settings)] = {}
     """JAX settings by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
     jax_compilation_cache_dir: Operational[Annotated[str, PathType(schemes=COMPILATION_CACHES)] | None] = None
     """Directory of the persistent compilation cache; with the package gcsfs or s3fs it may be a gs:// or s3:// URL.
@@ -235,7 +235,7 @@ class TrainerConfig(Config):
     @field_validator("id")
     @classmethod
     def _id_is_a_file_name(cls, value: str | None) -> str | None:
-        if value is not None and (problem := run_id_problem(value)):
+        if value is not None and (problem := explain_invalid_run_id(value)):
             raise ValueError(problem)
         return value
 
@@ -309,7 +309,7 @@ class TrainerConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _former_spelling(cls, data: Any) -> Any:
-        return in_current_spelling(data)
+        return replace_old_spelling(data)
 
     @property
     def bitwise(self) -> bool:

@@ -56,7 +56,7 @@ class BucketMirror:
     def is_newer(self) -> bool:
         """Returns True if the copy comes from another machine's directory."""
         recorded = read_json(self._to, _ORIGIN).get("origin")
-        return recorded is not None and recorded != self._origin()
+        return recorded is not None and recorded != self._read_origin()
 
     def read(self, name: str) -> bytes | None:
         """Reads a file of the run, from the copy if it is newer."""
@@ -73,7 +73,7 @@ class BucketMirror:
         return True
 
     def __enter__(self) -> Self:
-        if self._origin() is None or self.is_newer():
+        if self._read_origin() is None or self.is_newer():
             write_atomically(self._path / _ORIGIN, json.dumps({"origin": secrets.token_hex(8)}))
         self.push()
         self._thread.start()
@@ -97,10 +97,12 @@ class BucketMirror:
             MachineError: if the bucket cannot be written.
         """
         with self._lock:
-            changed = {name: state for name, state in _states(self._path).items() if self._copied.get(name) != state}
+            changed = {
+                name: state for name, state in _file_states(self._path).items() if self._copied.get(name) != state
+            }
             # The origin is written last, so that an interrupted copy still counts as the older one.
             for name in sorted(changed, key=lambda name: name == _ORIGIN):
-                self._to.write(name, _content(self._path / name), seconds=seconds)
+                self._to.write(name, _read_complete_lines(self._path / name), seconds=seconds)
                 self._copied[name] = changed[name]
 
     def _push_periodically(self) -> None:
@@ -116,7 +118,7 @@ class BucketMirror:
                 self._warned = True
             pause = max(_PUSH_INTERVAL, (time.monotonic() - started) / _MAX_TIME_SHARE)
 
-    def _origin(self) -> str | None:
+    def _read_origin(self) -> str | None:
         file = self._path / _ORIGIN
         if not file.is_file():
             return None
@@ -126,7 +128,7 @@ class BucketMirror:
             raise MachineError(f"{file} is damaged; remove the file, and the copy in {self._to} counts") from None
 
 
-def _states(directory: Path) -> dict[str, tuple[int, int]]:
+def _file_states(directory: Path) -> dict[str, tuple[int, int]]:
     """Returns relative path -> (size, modification time) of every file to copy."""
     states = {}
     for folder, _, names in os.walk(directory):
@@ -144,7 +146,7 @@ def _states(directory: Path) -> dict[str, tuple[int, int]]:
     return states
 
 
-def _content(file: Path) -> bytes:
+def _read_complete_lines(file: Path) -> bytes:
     content = file.read_bytes()
     # Leave an unfinished line for the next copy.
     return content[: content.rfind(b"\n") + 1] if file.suffix == ".jsonl" else content

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.config.render import to_yaml
 from lm_trainer.core.bucket import Bucket, StoragePath, read_json, storage_path
 from lm_trainer.core.bucket_files import staging_directory
@@ -24,19 +24,24 @@ from lm_trainer.core.safe_names import path_inside
 from lm_trainer.parallel.processes import gather_texts, is_lead, wait_for_all
 from lm_trainer.run.config.recorded_keys import config_with_recorded_keys
 from lm_trainer.run.config.run_config import RunConfig, config_hash, numeric_differences, numeric_identity
-from lm_trainer.run.config.run_id import run_id_problem
+from lm_trainer.run.config.run_id import explain_invalid_run_id
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY, BucketMirror
-from lm_trainer.run.files.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
+from lm_trainer.run.files.environment import (
+    continued_attempt_notes,
+    describe_environment,
+    first_attempt_notes,
+    num_cpu_threads_for_rerun,
+)
 from lm_trainer.run.files.records import (
     ENVIRONMENT,
     RUN,
     RecordCopies,
-    identity_of,
-    parsed_attempts,
-    parsed_run,
+    parse_attempts,
+    parse_run_record,
     read_attempts,
     read_run_record,
+    recorded_identity,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,7 +53,7 @@ _EFFECTS = {
 """Record -> consequence of its absence, for the warning."""
 
 
-def run_id(config: RunConfig, config_name: str) -> str:
+def choose_run_id(config: RunConfig, config_name: str) -> str:
     """Returns the ID from the configuration, else RUN_ID from the environment, else the name with the config hash.
 
     The same configuration gets the same ID, so the same command resumes its run; another configuration gets another ID.
@@ -59,7 +64,7 @@ def run_id(config: RunConfig, config_name: str) -> str:
     if config.trainer.id:
         return config.trainer.id
     env_id = os.environ.get("RUN_ID")
-    if env_id and (problem := run_id_problem(env_id)):
+    if env_id and (problem := explain_invalid_run_id(env_id)):
         raise UserError(f"RUN_ID in the environment: {problem}")
     return env_id or f"{config_name}-{config_hash(config)}"
 
@@ -81,7 +86,7 @@ class RunDirectory:
         name: the run ID.
         allow_change: allow continuing with a changed configuration. The change takes effect, and is recorded, with the
             first step computed under it.
-        waiting: called with a message if the start has to wait for another process.
+        on_wait: called with a message if the start has to wait for another process.
 
     Raises:
         UserError: if the directory cannot be written, is in use, or contains another configuration.
@@ -94,7 +99,7 @@ class RunDirectory:
         name: str,
         *,
         allow_change: bool = False,
-        waiting: Callable[[str], Any] | None = None,
+        on_wait: Callable[[str], Any] | None = None,
     ):
         self.name, self.allow_change = name, allow_change
         self._differences: list[str] = []
@@ -110,7 +115,7 @@ class RunDirectory:
         self._copy = BucketMirror(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
         self._probed = False
-        self._waiting = waiting
+        self._on_wait = on_wait
 
     def __enter__(self) -> Self:
         # The others wait until the directory is complete, or the first process has raised.
@@ -124,10 +129,10 @@ class RunDirectory:
             for directory in self._local_directories():
                 _refuse_links(directory)
                 ensure_writable_directory(directory, "trainer.log_dir and trainer.checkpointer.base_path")
-                self._locks.enter_context(locked(directory))
+                self._locks.enter_context(lock_directory(directory))
             if self._copy is not None:
                 self._lock_bucket(self._copy)
-            self._check()
+            self._check_configuration()
             if self._copy is not None:
                 self._locks.enter_context(self._copy)
         # `__exit__` is not called if `__enter__` raises.
@@ -144,8 +149,8 @@ class RunDirectory:
 
     def _lock_bucket(self, copy: BucketMirror) -> None:
         assert isinstance(self.checkpoints, Bucket)
-        self._probe()
-        self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
+        self._probe_bucket()
+        self._lease = self._locks.enter_context(Lease(self.checkpoints, self._on_wait))
         recorded_id = read_json(self.checkpoints, f"{COPY_DIRECTORY}/run.json").get("id", self.name)
         if recorded_id != self.name:
             raise UserError(
@@ -154,7 +159,7 @@ class RunDirectory:
             )
         copy.fetch()
 
-    def _probe(self) -> None:
+    def _probe_bucket(self) -> None:
         """Checks once, and quickly, that the bucket can be used: other requests are retried for minutes."""
         if isinstance(self.checkpoints, Bucket) and not self._probed:
             self.checkpoints.check_writable("trainer.checkpointer.base_path")
@@ -174,17 +179,17 @@ class RunDirectory:
             self._copy.push(seconds)
             self._lease.confirm()
 
-    def check_held(self) -> None:
+    def check_lock_held(self) -> None:
         """Raises `MachineError` if another process has taken over the run, which a bucket cannot prevent."""
         if self._lease is not None:
             self._lease.check()
 
-    def _check(self) -> None:
+    def _check_configuration(self) -> None:
         self._restore_records()
         record = read_run_record(self.path) if (self.path / RUN).exists() else {}
         if record:
             self._differences = numeric_differences(
-                identity_of(record, self.path), numeric_identity(self.config), self.config
+                recorded_identity(record, self.path), numeric_identity(self.config), self.config
             )
         if self._differences and not self.allow_change:
             raise UserError(
@@ -195,7 +200,7 @@ class RunDirectory:
             )
         # A change is recorded with the first step under it; until then the files describe the existing steps.
         if not self._differences:
-            self._write(record.get("changes", []))
+            self._write_records(record.get("changes", []))
 
     def _restore_records(self) -> None:
         for name in self._records.restore():
@@ -203,12 +208,12 @@ class RunDirectory:
                 f"warning: {self.path / name} was missing, and is back from the copy beside the checkpoints"
             )
         missing = [name for name in _EFFECTS if not (self.path / name).exists()]
-        if missing and committed_steps(self.checkpoints):
+        if missing and list_steps(self.checkpoints):
             self.notes += [
                 f"warning: {self.path / name} is missing, and there is no copy: {_EFFECTS[name]}" for name in missing
             ]
 
-    def _write(self, changes: list[dict[str, Any]]) -> None:
+    def _write_records(self, changes: list[dict[str, Any]]) -> None:
         content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": numeric_identity(self.config)}
         if changes:
             content["changes"] = changes
@@ -231,21 +236,21 @@ class RunDirectory:
         write_atomically(file, artifact)
         return file
 
-    def cpu_threads(self, trainer: TrainerConfig) -> int | None:
+    def num_cpu_threads(self, trainer: TrainerConfig) -> int | None:
         """Returns the number of CPU threads from the configuration, or else from the last attempt; None if neither has
         one.
         """
         # XLA splits sums on a CPU by its number of threads, so a resume with the same number gives the same bits.
-        attempts = self._attempts() if trainer.bitwise else []
-        return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
+        attempts = self._read_attempts() if trainer.bitwise else []
+        return num_cpu_threads_for_rerun(trainer, attempts[-1] if attempts else {})
 
-    def _attempts(self) -> list[dict[str, Any]]:
-        return parsed_attempts(self.path / ENVIRONMENT, self._read(ENVIRONMENT))
+    def _read_attempts(self) -> list[dict[str, Any]]:
+        return parse_attempts(self.path / ENVIRONMENT, self._read_unlocked(ENVIRONMENT))
 
-    def _read(self, name: str) -> bytes | None:
+    def _read_unlocked(self, name: str) -> bytes | None:
         """Reads a record before the directory is locked, and before a newer copy may replace it."""
         if self._copy is not None:
-            self._probe()
+            self._probe_bucket()
             content = self._copy.read(name)
         else:
             content = (self.path / name).read_bytes() if (self.path / name).exists() else None
@@ -263,8 +268,8 @@ class RunDirectory:
 
         All processes must call it; it waits for them.
         """
-        content = self._read(RUN) if is_lead() else None
-        identity = {} if content is None else identity_of(parsed_run(self.path / RUN, content), self.path)
+        content = self._read_unlocked(RUN) if is_lead() else None
+        identity = {} if content is None else recorded_identity(parse_run_record(self.path / RUN, content), self.path)
         # Only the first process may have access to the directory.
         self.config = config_with_recorded_keys(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
 
@@ -272,7 +277,7 @@ class RunDirectory:
         """Records the environment of this attempt in env.json, and a changed configuration in run.json.
 
         Args:
-            trainer: trainer section, as in `cpu_threads`.
+            trainer: trainer section, as in `num_cpu_threads`.
             step: number of completed steps.
             rows: rows in a microbatch.
             program: hash of the program for a microbatch.
@@ -284,14 +289,16 @@ class RunDirectory:
         if not is_lead():
             return []
         file, attempts = self.path / ENVIRONMENT, read_attempts(self.path)
-        attempt = {**environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
+        attempt = {**describe_environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
         resumed = step and attempts
-        remarks = changes_since(attempts[-1], attempt, file) if resumed else notes_on_start(attempt, trainer)
-        notes = [*self._change(step), *remarks]
+        remarks = (
+            continued_attempt_notes(attempts[-1], attempt, file) if resumed else first_attempt_notes(attempt, trainer)
+        )
+        notes = [*self._record_change(step), *remarks]
         self._records.write(ENVIRONMENT, json.dumps([*attempts, attempt], indent=1) + "\n")
         return notes
 
-    def _change(self, step: int) -> list[str]:
+    def _record_change(self, step: int) -> list[str]:
         changes = read_run_record(self.path).get("changes", [])
         # If a checkpoint was lost, the steps after an earlier one are recomputed under the newest configuration.
         updated = [{**change, "step": min(change["step"], step)} for change in changes]
@@ -300,7 +307,7 @@ class RunDirectory:
             self._records.write(old_config, (self.path / "config.yaml").read_text())
             updated.append({"step": step, "differences": self._differences, "config_before": old_config})
         if updated != changes:
-            self._write(updated)
+            self._write_records(updated)
         lines, self._differences = self._differences, []
         return [f"from step {step} on with another configuration:\n  " + "\n  ".join(lines)] if lines else []
 
@@ -315,7 +322,7 @@ def _refuse_links(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Holds an advisory lock of a directory, released when the process ends for any reason.
 
     Raises:

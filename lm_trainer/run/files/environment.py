@@ -23,7 +23,7 @@ _METADATA = ("METADATA", "PKG-INFO", "")
 _HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Describes the environment for reproducing the run, without host name, user or environment variables."""
     import jax
 
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": dict(_packages()),
+        "packages": dict(_list_packages()),
         "git": _git_commit(),
         "code": _code_hash(),
         "devices": [d.device_kind for d in jax.devices()],
@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def pinned_cpu_threads(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
+def num_cpu_threads_for_rerun(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
     """Returns the number of CPU threads for repeating `attempt`, an entry of env.json: from the configuration, or else
     from the attempt; None if neither has one.
     """
@@ -52,7 +52,7 @@ def pinned_cpu_threads(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> in
 
 
 @functools.cache
-def _packages() -> list[tuple[str, str]]:
+def _list_packages() -> list[tuple[str, str]]:
     """Lists the names, in lower case, and versions of all installed packages."""
     packages = []
     for distribution in metadata.distributions():
@@ -91,7 +91,7 @@ def _code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def notes_on_start(attempt: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
+def first_attempt_notes(attempt: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
     """Returns notes on the first attempt at a run."""
     threads = attempt.get("cpu_threads")
     if not trainer.bitwise or trainer.cpu_threads or not threads or threads <= attempt["cores"]:
@@ -102,7 +102,7 @@ def notes_on_start(attempt: Mapping[str, Any], trainer: TrainerConfig) -> list[s
     ]
 
 
-def changes_since(previous: Mapping[str, Any], new: Mapping[str, Any], file: Path) -> list[str]:
+def continued_attempt_notes(previous: Mapping[str, Any], new: Mapping[str, Any], file: Path) -> list[str]:
     """Returns notes on an attempt that continues a previous one."""
     notes = []
     if changed := environment_differences(previous, new):

@@ -13,13 +13,13 @@ from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, path_problem
 from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
-from lm_trainer.run.files.records import read_run_record, recorded_checkpoints
+from lm_trainer.run.files.records import read_run_record, recorded_checkpoint_directory
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """Default directories of runs and of checkpoints, relative to the working directory; run IDs are looked up in them."""
 
 
-def log_directory(config: Path) -> Path:
+def read_log_directory(config: Path) -> Path:
     """Returns trainer.log_dir of a configuration file; `logs` if it is not set or the file is no configuration, because
     any file of the working directory may be passed.
     """
@@ -32,17 +32,17 @@ def log_directory(config: Path) -> Path:
     if not any(word in content for word in (b"log_dir", INCLUDE.encode())):
         return _LOGS
     # Problems in the file are reported by training with it.
-    log_dir = trainer_setting(config, "log_dir")
+    log_dir = read_trainer_setting(config, "log_dir")
     return local_path(log_dir) if isinstance(log_dir, str) and path_problem(log_dir) is None else _LOGS
 
 
-def log_directories() -> list[Path]:
+def find_log_directories() -> list[Path]:
     """Returns the directories to search for runs: `logs`, and the log directories of configurations found here."""
     files = [*sorted(Path().glob("*.y*ml")), *sorted(Path("configs").glob("*.y*ml"))]
-    return [*dict.fromkeys([_LOGS, *map(log_directory, files)])]
+    return [*dict.fromkeys([_LOGS, *map(read_log_directory, files)])]
 
 
-def trainer_setting(config: Path, key: str) -> Any:
+def read_trainer_setting(config: Path, key: str) -> Any:
     """Returns the value of a key in the section `trainer` of a file, which may be no configuration; None if unset."""
     trainer = (read_file(config).data or {}).get("trainer")
     return trainer.get(key) if isinstance(trainer, dict) else None
@@ -58,31 +58,31 @@ def find_run(run: str | Path) -> Path:
         UserError: if no such run exists (the message lists existing runs), and for a URL other than a bucket's.
     """
     if is_bucket(run):
-        return _copy_of(Bucket(str(run)))
-    directories = log_directories()
+        return _fetch_run_from_bucket(Bucket(str(run)))
+    directories = find_log_directories()
     run = local_path(run)
     for candidate in (run, *(directory / run for directory in directories)):
         if (candidate / "run.json").is_file():
             return candidate.absolute()
     if (run / "config.yaml").is_file():
         raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
-    raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', *directories)}")
+    raise UserError(f"{run}: no run of this name, and no run directory{_list_runs_here('run.json', *directories)}")
 
 
-def _copy_of(checkpoints: Bucket) -> Path:
+def _fetch_run_from_bucket(checkpoints: Bucket) -> Path:
     if checkpoints.read(f"{COPY_DIRECTORY}/run.json") is None:
-        raise UserError(f"{checkpoints}: there is no run{_runs_in(checkpoints)}")
+        raise UserError(f"{checkpoints}: there is no run{_list_runs_in_bucket(checkpoints)}")
     return local_copy(checkpoints, COPY_DIRECTORY) / COPY_DIRECTORY
 
 
-def _runs_in(bucket: Bucket) -> str:
+def _list_runs_in_bucket(bucket: Bucket) -> str:
     """Lists the runs in a bucket, for the error about a missing one."""
     tail = f"/{COPY_DIRECTORY}/run.json"
     runs = sorted(name.removesuffix(tail) for base in (bucket.parent, bucket) for name in base.list() if tail in name)
     return f"; runs in {bucket.parent}: {', '.join(runs)}" if runs else ""
 
 
-def _in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
+def _find_checkpoints_in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
     if path.read("config.yaml") is not None:
         return path, None
     if re.fullmatch(r"\d+", path.name) and path.parent.read("config.yaml") is not None:
@@ -114,28 +114,28 @@ def find_checkpoints(run: str | StoragePath) -> tuple[StoragePath, int | None]:
         UserError: if none exists (the message lists existing runs), and for a URL other than a bucket's.
     """
     if isinstance(run, Bucket) or is_bucket(run):
-        return _in_bucket(Bucket(str(run)))
+        return _find_checkpoints_in_bucket(Bucket(str(run)))
     path = run = local_path(run)
     if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
         return path.parent, int(path.name)
-    logs = log_directories()
+    logs = find_log_directories()
     for candidate in (path, *(directory / run for directory in logs), _CHECKPOINTS / run):
         # Check run.json first, because a run directory has a config.yaml too.
         if (candidate / "run.json").is_file():
-            return checkpoints_of(candidate), None
+            return find_checkpoints_of_run(candidate), None
         if (candidate / "config.yaml").is_file():
             return candidate, None
-    hint = _runs_here("config.yaml", *logs, _CHECKPOINTS)
+    hint = _list_runs_here("config.yaml", *logs, _CHECKPOINTS)
     raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{hint}")
 
 
-def checkpoints_of(run_dir: Path) -> StoragePath:
+def find_checkpoints_of_run(run_dir: Path) -> StoragePath:
     """Returns the checkpoint directory of a run, which may have been moved since it was recorded in run.json.
 
     Raises:
         MachineError: if run.json is damaged.
     """
-    recorded = storage_path(recorded_checkpoints(read_run_record(run_dir), run_dir))
+    recorded = storage_path(recorded_checkpoint_directory(read_run_record(run_dir), run_dir))
     if isinstance(recorded, Bucket):
         return recorded
     # If the run was moved together with its checkpoints, their relative location is unchanged.
@@ -143,6 +143,6 @@ def checkpoints_of(run_dir: Path) -> StoragePath:
     return recorded if recorded.is_dir() or not moved_with_run.is_dir() else moved_with_run
 
 
-def _runs_here(file: str, *bases: Path) -> str:
+def _list_runs_here(file: str, *bases: Path) -> str:
     runs = sorted({path.parent.name for base in bases for path in base.glob(f"*/{file}")})
     return f"; runs here: {', '.join(runs)}" if runs else ""

@@ -27,12 +27,12 @@ def extend_chain(chain: str, step: int, loss: float, grad_norm: float) -> str:
     return _digest(chain.encode() + struct.pack("<q", step) + bits)
 
 
-def fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
+def compute_fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
     """Returns the fingerprint of the losses and gradient norms of all steps so far and of the current parameters.
 
     Args:
         chain: hash chain over all steps, from `extend_chain`.
-        hashes: parameter name -> hash, from `lm_trainer.checkpoint.digest.hashes`.
+        hashes: parameter name -> hash, from `lm_trainer.checkpoint.digest.compute_hashes`.
     """
     lines = [chain, *(f"{name} {hashes[name]}" for name in sorted(hashes))]
     return _digest("\n".join(lines).encode())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.file_lock import is_locked
-from lm_trainer.run.files.find_run import checkpoints_of, trainer_setting
+from lm_trainer.run.files.find_run import find_checkpoints_of_run, read_trainer_setting
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class RunListing:
 def list_runs(directories: Iterable[Path]) -> list[RunListing]:
     """Lists the runs in directories of runs (`logs`) or in run directories themselves, last changed first."""
     paths = {path.resolve(): path for base in directories for path in _run_directories(base)}
-    return sorted((_read(path) for path in paths.values()), key=lambda run: -run.changed)
+    return sorted((_read_listing(path) for path in paths.values()), key=lambda run: -run.changed)
 
 
 def _run_directories(base: Path) -> Iterator[Path]:
@@ -55,11 +55,11 @@ def _run_directories(base: Path) -> Iterator[Path]:
         yield from sorted(path.parent for path in base.glob("*/run.json"))
 
 
-def _read(path: Path) -> RunListing:
-    step, loss = last_logged(path / METRICS)
-    summary = _json(path / SUMMARY)
+def _read_listing(path: Path) -> RunListing:
+    step, loss = read_last_step_and_loss(path / METRICS)
+    summary = _read_json(path / SUMMARY)
     try:
-        checkpoints = checkpoints_of(path)
+        checkpoints = find_checkpoints_of_run(path)
     except MachineError as error:
         # Still list the other runs.
         logger.warning("%s", error)
@@ -67,8 +67,8 @@ def _read(path: Path) -> RunListing:
     # The size of a bucket would require requests.
     directories = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
-    sizes = {p: s for directory in directories for p, s in _sizes(directory)}
-    steps = _total_steps(path)
+    sizes = {p: s for directory in directories for p, s in _file_sizes(directory)}
+    steps = _read_total_steps(path)
     state: Any = "stopped" if step else "not begun"
     if is_locked(path / ".lock"):
         state = "running"
@@ -80,10 +80,10 @@ def _read(path: Path) -> RunListing:
     return RunListing(path.name, path, state, step, steps, loss, changed, sum(sizes.values()))
 
 
-def last_logged(file: Path) -> tuple[int, float | None]:
+def read_last_step_and_loss(file: Path) -> tuple[int, float | None]:
     """Returns the last step in metrics.jsonl and its loss; 0 and None without steps."""
     step, loss = 0, None
-    for line in _last_lines(file):
+    for line in _read_last_lines(file):
         try:
             record = json.loads(line)
             step, loss = int(record["step"]), float(record["train/loss"])
@@ -93,7 +93,7 @@ def last_logged(file: Path) -> tuple[int, float | None]:
     return step, loss
 
 
-def _last_lines(file: Path) -> list[bytes]:
+def _read_last_lines(file: Path) -> list[bytes]:
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL_BYTES))
@@ -102,12 +102,12 @@ def _last_lines(file: Path) -> list[bytes]:
         return []
 
 
-def _total_steps(path: Path) -> int | None:
-    steps = trainer_setting(path / "config.yaml", "num_train_steps")
+def _read_total_steps(path: Path) -> int | None:
+    steps = read_trainer_setting(path / "config.yaml", "num_train_steps")
     return steps if isinstance(steps, int) else None
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -115,7 +115,7 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sizes(directory: Path) -> Iterator[tuple[Path, int]]:
+def _file_sizes(directory: Path) -> Iterator[tuple[Path, int]]:
     """Yields the files below a directory with their sizes in bytes; files deleted concurrently are skipped."""
     for base, _, names in os.walk(directory):
         for name in names:

@@ -10,7 +10,7 @@ from typing import Any
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.run.config.recorded_keys import with_implied_keys
+from lm_trainer.run.config.recorded_keys import with_inferred_keys
 from lm_trainer.run.files.bucket_mirror import COPY_DIRECTORY
 
 RUN, ENVIRONMENT = "run.json", "env.json"
@@ -22,7 +22,7 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
     Raises:
         MachineError: if it is missing or damaged.
     """
-    return parsed_run(run_dir / RUN, _content(run_dir / RUN))
+    return parse_run_record(run_dir / RUN, _read_content(run_dir / RUN))
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
@@ -32,26 +32,26 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
         MachineError: if it is damaged.
     """
     file = run_dir / ENVIRONMENT
-    return parsed_attempts(file, _content(file) if file.exists() else None)
+    return parse_attempts(file, _read_content(file) if file.exists() else None)
 
 
-def parsed_run(file: object, content: bytes) -> dict[str, Any]:
+def parse_run_record(file: object, content: bytes) -> dict[str, Any]:
     """Parses the content of run.json; raises `MachineError` if it is damaged."""
-    record = _parsed(file, content)
+    record = _parse_json(file, content)
     if not isinstance(record, dict):
-        raise _damaged(file, "it holds no JSON object")
+        raise _damaged_record_error(file, "it holds no JSON object")
     return record
 
 
-def recorded_checkpoints(run: Mapping[str, Any], run_dir: Path) -> str:
+def recorded_checkpoint_directory(run: Mapping[str, Any], run_dir: Path) -> str:
     """Returns the checkpoint directory recorded in run.json; raises `MachineError` if it is missing."""
     path = run.get("checkpoints")
     if not isinstance(path, str):
-        raise _damaged(run_dir / RUN, "it does not say where the checkpoints are")
+        raise _damaged_record_error(run_dir / RUN, "it does not say where the checkpoints are")
     return path
 
 
-def identity_of(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+def recorded_identity(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """Returns the recorded numeric identity, completed by keys newer than the run with their implied values.
 
     Raises:
@@ -59,55 +59,57 @@ def identity_of(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """
     identity = run.get("identity")
     if not isinstance(identity, dict):
-        raise _damaged(run_dir / RUN, "it does not say which configuration the run has")
-    return with_implied_keys(identity)
+        raise _damaged_record_error(run_dir / RUN, "it does not say which configuration the run has")
+    return with_inferred_keys(identity)
 
 
-def parsed_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
+def parse_attempts(file: object, content: bytes | None) -> list[dict[str, Any]]:
     """Parses the content of env.json, empty for None; raises `MachineError` if it is damaged."""
-    entries = [] if content is None else _parsed(file, content)
+    entries = [] if content is None else _parse_json(file, content)
     if not isinstance(entries, list) or not all(
         isinstance(x, dict) and isinstance(x.get("step"), int) for x in entries
     ):
-        raise _damaged(file, "it holds no list of attempts")
+        raise _damaged_record_error(file, "it holds no list of attempts")
     return entries
 
 
-def identity_from_copy(checkpoints: StoragePath) -> dict[str, Any] | None:
+def read_identity_from_copy(checkpoints: StoragePath) -> dict[str, Any] | None:
     """Returns the numeric identity from the copy of run.json next to the checkpoints.
 
     None if the copy is missing or damaged.
     """
     try:
-        content = _copied(checkpoints / COPY_DIRECTORY, RUN)
-        identity = None if content is None else parsed_run(checkpoints / COPY_DIRECTORY / RUN, content).get("identity")
+        content = _read_copy(checkpoints / COPY_DIRECTORY, RUN)
+        identity = (
+            None if content is None else parse_run_record(checkpoints / COPY_DIRECTORY / RUN, content).get("identity")
+        )
     except MachineError:
         return None
     return identity if isinstance(identity, dict) else None
 
 
-def _copied(directory: StoragePath, name: str) -> bytes | None:
+def _read_copy(directory: StoragePath, name: str) -> bytes | None:
     if not isinstance(directory, Path):
         return directory.read(name)
     file = directory / name
-    return _content(file) if file.is_file() else None
+    return _read_content(file) if file.is_file() else None
 
 
-def _content(file: Path) -> bytes:
+def _read_content(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         raise MachineError(f"{file}: cannot be read ({error.strerror or error})") from error
 
 
-def _parsed(file: object, content: bytes) -> Any:
+def _parse_json(file: object, content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise _damaged(file, f"it is not JSON: {error}" if content.strip() else "it is empty") from None
+        raise _damaged_record_error(file, f"it is not JSON: {error}" if content.strip() else "it is empty") from None
 
 
-def _damaged(file: object, reason: str) -> MachineError:
+def _damaged_record_error(file: object, reason: str) -> MachineError:
     return MachineError(
         f"{file} is damaged: {reason}. Put back a copy, or remove the file and start the run again: it then takes the "
         f"copy beside its checkpoints, in the directory {COPY_DIRECTORY}, or says what it cannot know without one"
@@ -141,10 +143,10 @@ class RecordCopies:
         Raises:
             MachineError: if the copies are damaged.
         """
-        run = _copied(self._to, RUN)
-        if run is None or parsed_run(self._to / RUN, run).get("id") != self._run_id:
+        run = _read_copy(self._to, RUN)
+        if run is None or parse_run_record(self._to / RUN, run).get("id") != self._run_id:
             return None
-        return run if name == RUN else _copied(self._to, name)
+        return run if name == RUN else _read_copy(self._to, name)
 
     def restore(self) -> Sequence[str]:
         """Restores missing records from their copies, and returns their names; raises like `read`."""

@@ -13,7 +13,7 @@ from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.processes import gather_texts
 from lm_trainer.run.config.run_config import changed_keys
-from lm_trainer.run.files.environment import environment, environment_differences
+from lm_trainer.run.files.environment import describe_environment, environment_differences
 from lm_trainer.run.weights.saved_state import Fingerprint
 
 _PER_PROCESS_KEYS = ("trainer.distributed.", "trainer.ray.", "trainer.tracker", "trainer.jax_compilation_cache_dir")
@@ -38,10 +38,10 @@ def check_agreement(config: Config) -> list[str]:
     """
     if jax.process_count() == 1:
         return []
-    local_environment = {**environment(), "devices": [device.device_kind for device in jax.local_devices()]}
+    local_environment = {**describe_environment(), "devices": [device.device_kind for device in jax.local_devices()]}
     local = {"config": without_credentials(config.model_dump(mode="json")), "environment": local_environment}
     processes = [json.loads(text) for text in gather_texts(json.dumps(local))]
-    if differences := list(_differences([process["config"] for process in processes])):
+    if differences := list(_config_differences([process["config"] for process in processes])):
         raise UserError(
             "the processes of this run have different configurations:\n  "
             + "\n  ".join(differences)
@@ -57,7 +57,7 @@ def check_agreement(config: Config) -> list[str]:
     ]
 
 
-def check_data(fingerprint: Fingerprint) -> list[str]:
+def check_data_agreement(fingerprint: Fingerprint) -> list[str]:
     """Compares the data of all processes; each of them must call it.
 
     Args:
@@ -74,7 +74,7 @@ def check_data(fingerprint: Fingerprint) -> list[str]:
     key = next((name for name in ("tokens", "sources") if all(name in f for f in fingerprints)), None)
     if key is None or len({f[key] for f in fingerprints}) == 1:
         return []
-    values = _by_value([f[key] for f in fingerprints])
+    values = _list_processes_by_value([f[key] for f in fingerprints])
     if key == "tokens":
         raise UserError(
             f"the processes of this run read different data (fingerprint {values}). Give all of them the same text, "
@@ -86,7 +86,7 @@ def check_data(fingerprint: Fingerprint) -> list[str]:
     ]
 
 
-def check_programs(program: str) -> list[str]:
+def check_program_agreement(program: str) -> list[str]:
     """Compares the hash of a compiled program between all processes; each of them must call it.
 
     Returns:
@@ -96,23 +96,23 @@ def check_programs(program: str) -> list[str]:
     if len({*programs}) == 1:
         return []
     return [
-        f"warning: the processes run different programs ({_by_value(programs)}), so bits may depend on where a "
-        "microbatch is computed. GPUs choose kernels by timing them: let trainer.jax_compilation_cache_dir be a "
-        "directory that all processes see, from which they read those of process 0"
+        f"warning: the processes run different programs ({_list_processes_by_value(programs)}), so bits may depend on "
+        "where a microbatch is computed. GPUs choose kernels by timing them: let trainer.jax_compilation_cache_dir be "
+        "a directory that all processes see, from which they read those of process 0"
     ]
 
 
-def _differences(configs: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _config_differences(configs: Sequence[dict[str, Any]]) -> Iterator[str]:
     changed = [changed_keys(configs[0], config) for config in configs]
     firsts = {key: first for changes in changed for key, (first, _) in changes.items()}
     reported = [key for key in firsts if not key.startswith(_PER_PROCESS_KEYS) and key.rsplit(".", 1)[-1] != _CACHE]
     # Unless it is set, trainer.id is derived from the other keys, so its difference is redundant.
     for key in [key for key in reported if key != "trainer.id"] or reported:
         values = [changes[key][1] if key in changes else firsts[key] for changes in changed]
-        yield f"{key}: {_by_value([json.dumps(value) for value in values])}"
+        yield f"{key}: {_list_processes_by_value([json.dumps(value) for value in values])}"
 
 
-def _by_value(values: Sequence[str]) -> str:
+def _list_processes_by_value(values: Sequence[str]) -> str:
     """Lists the processes for each value: `0.1 in process 0, 0.2 in processes 1, 2`."""
     processes_by_value: dict[str, list[int]] = {}
     for process, value in enumerate(values):

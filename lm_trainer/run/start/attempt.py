@@ -21,8 +21,8 @@ from lm_trainer.run.build.startup_notes import configuration_warnings
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.directory import RunDirectory
 from lm_trainer.run.files.failed_start import RemoveFailedStart
-from lm_trainer.run.start.agreement import check_agreement, check_data
-from lm_trainer.run.weights.initial_weights import Request, find_start
+from lm_trainer.run.start.agreement import check_agreement, check_data_agreement
+from lm_trainer.run.weights.initial_weights import StartRequest, load_initial_state
 from lm_trainer.run.weights.saved_state import Fingerprint
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
@@ -42,7 +42,7 @@ class Attempt:
     started: float
     """Start time in seconds of `time.perf_counter`."""
 
-    def start(
+    def load_state(
         self,
         setup: TrainingSetup,
         init: Callable[[], TrainState],
@@ -59,14 +59,16 @@ class Attempt:
             config: trainer section with the checkpoints to load, if different from the attempt's configuration.
 
         Raises:
-            UserError: as in `check_data` and `find_start`.
+            UserError: as in `check_data_agreement` and `load_initial_state`.
         """
         # A single process has no peer to compare with, so avoid hashing its data.
         if jax.process_count() > 1:
-            for note in check_data(fingerprint(self.config.num_train_steps)):
+            for note in check_data_agreement(fingerprint(self.config.num_train_steps)):
                 self.progress.note(note)
         allow = self.directory.allow_change
-        state, record = find_start(Request(config or self.config, setup, self.store, init, fingerprint, allow))
+        state, record = load_initial_state(
+            StartRequest(config or self.config, setup, self.store, init, fingerprint, allow)
+        )
         # The fingerprint covers all steps, including the steps of a run this one branched from.
         self.directory.chain = record.get("chain", "")
         if state.step:
@@ -96,13 +98,13 @@ def open_attempt(
     """
     started = time.perf_counter()
     directory = RunDirectory(
-        config, settings, config.id or "run", allow_change=allow_config_change, waiting=progress.phase
+        config, settings, config.id or "run", allow_change=allow_config_change, on_wait=progress.phase
     )
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         save_requests = stack.enter_context(SaveRequests(directory.path))
         # Before any other use of JAX, because the first use fixes platform and devices.
-        configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
+        configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.num_cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
         directory.restore_recorded_keys()
         config = directory.trainer

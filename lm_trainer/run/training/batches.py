@@ -13,7 +13,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
-from lm_trainer.health.signals import StopRequest, preempted
+from lm_trainer.health.signals import StopRequest, preempted_error
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather
 from lm_trainer.run.build.setup import TrainingSetup
@@ -63,7 +63,7 @@ class Growing(Protocol):
 class Resumable(Protocol):
     """An iterator with a state, which is saved with every checkpoint and restored on resume."""
 
-    def saved_state(self) -> Any:
+    def get_state(self) -> Any:
         """Returns the JSON-serialisable state of this process."""
 
     def restore_state(self, state: Any) -> None:
@@ -94,7 +94,7 @@ class _GrainIterator(Iterator[Batch]):
         batch = next(self._iterator)
         return batch if isinstance(batch, Batch) else Batch(**batch)
 
-    def saved_state(self) -> Any:
+    def get_state(self) -> Any:
         state = self._iterator.get_state()
         # Iterators of a `grain.DataLoader` return JSON as bytes.
         return {"json": json.loads(state)} if isinstance(state, bytes) else state
@@ -184,7 +184,7 @@ class DataWait:
         flags = [missing is not None, failure is not None, bool(self._stop.requested)]
         waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
         if waits and stops:
-            raise preempted(self._stop.requested, step)
+            raise preempted_error(self._stop.requested, step)
         if fails:
             raise failure or UserError("another process of the run cannot read its data; it says why")
         if not waits:
@@ -199,9 +199,9 @@ class BatchIterator:
         self._batches: Any = iter(batches)
         self._data_wait, self._growing = data_wait, True
 
-    def saved_state(self) -> Any:
+    def get_state(self) -> Any:
         """Returns the JSON-serialisable state of the iterator; None if it has no state."""
-        return self._batches.saved_state() if isinstance(self._batches, Resumable) else None
+        return self._batches.get_state() if isinstance(self._batches, Resumable) else None
 
     def restore_state(self, state: Any) -> None:
         """Continues from a saved state; None, from a checkpoint without a state, is ignored.

@@ -58,12 +58,12 @@ class Checkpoints:
         Raises:
             UserError: if the loader cannot continue, for example with a different number of processes.
         """
-        loader.restore_state(self._saved_loader_state(step))
-        self._loader_state = loader.saved_state
+        loader.restore_state(self._read_loader_state(step))
+        self._loader_state = loader.get_state
 
-    def _saved_loader_state(self, step: int) -> Any:
+    def _read_loader_state(self, step: int) -> Any:
         """Returns the state of this process's loader from the checkpoint of a step; None if it has none."""
-        saved = self._store.record(step).get(LOADER) if step else None
+        saved = self._store.read_record(step).get(LOADER) if step else None
         if saved is None:
             return None
         processes = jax.process_count()
@@ -75,13 +75,13 @@ class Checkpoints:
             )
         return saved[jax.process_index()] if len(saved) == processes else saved[0]
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if a permanent checkpoint is due after `step` steps: the same in all processes."""
         return self._store.is_permanent(step)
 
-    def overdue(self) -> bool:
+    def is_overdue(self) -> bool:
         """True if the time for a temporary checkpoint has come, by the clock of this process."""
-        return self._store.overdue()
+        return self._store.is_overdue()
 
     def save(self, state: TrainState, *, keep: bool = False) -> None:
         """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises like `save_state`, and for
@@ -99,7 +99,7 @@ class Checkpoints:
             # After the fingerprint, which is a line too; the lines must be on disk before the checkpoint.
             SERIES: self._metrics.sync(),
             **({PERMANENT_KEY: True} if keep else {}),
-            **self._loaders(),
+            **self._loader_states(),
         }
         save_state(self._store, state, self._program, {**self._facts, **record})
         if not self._compiled:
@@ -107,19 +107,19 @@ class Checkpoints:
             # Exclude the time of compiling the programs for checks and hashes from the step time.
             self._metrics.pause()
 
-    def _loaders(self) -> dict[str, Any]:
+    def _loader_states(self) -> dict[str, Any]:
         states = [json.loads(text) for text in gather_texts(json.dumps(self._loader_state()))]
         return {} if all(state is None for state in states) else {LOADER: states}
 
-    def poll(self) -> None:
+    def check_for_errors(self) -> None:
         """Raises `MachineError` if the save in progress has failed, or another process has taken over the run."""
-        self._store.poll()
+        self._store.check_for_errors()
 
     def start_grace_period(self) -> None:
         """Limits remaining saves to the grace period after a stop signal, if the storage has one."""
         self._store.start_grace_period()
 
-    def keep(self, state: TrainState) -> None:
+    def ensure_saved(self, state: TrainState) -> None:
         """Saves a state unless it is already saved, and waits until the save is complete."""
         # The save in progress may be of this state.
         self.wait()

@@ -10,7 +10,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.artifacts import Artifacts
 from lm_trainer.run.files.directory import RunDirectory
-from lm_trainer.run.start.agreement import check_programs
+from lm_trainer.run.start.agreement import check_program_agreement
 from lm_trainer.step.dispatch.executable import Executable, Executables
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.norms import Watcher
@@ -42,7 +42,7 @@ class Compilation:
         self._watchdog, self._progress = watchdog, progress
         self._recorded = False
 
-    def ensure(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
+    def ensure_compiled(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
         """Compiles the programs of the next step, for rows with the shape of `batch`, and of its observers.
 
         Returns:
@@ -62,13 +62,13 @@ class Compilation:
         fingerprint = executable.fingerprint()
         self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
         if self._config.bitwise:
-            for note in check_programs(fingerprint):
+            for note in check_program_agreement(fingerprint):
                 self._progress.note(note)
         if not self._recorded:
-            self._record(executable, step, fingerprint)
+            self._record_program(executable, step, fingerprint)
         return True
 
-    def _record(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
+    def _record_program(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
         # Only now, so that an attempt without any step leaves no trace in the records of the run.
         self._recorded = True
         if self._config.log_jaxprs:

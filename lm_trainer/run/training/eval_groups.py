@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 
-def groups_of(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+def group_by_tag(labels: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Returns the groups in a tree of tags, with their sets: `a/b` belongs to `a/b` and to `a`.
 
     Args:
@@ -39,13 +39,15 @@ def group_metrics(sums: Mapping[str, Mapping[str, float]], members: Sequence[str
         `macro_bpb`.
     """
     member_sums = [sums[name] for name in members]
-    metrics = _micro_and_macro(member_sums, "weight", 1.0, "loss")
+    metrics = _micro_and_macro_means(member_sums, "weight", 1.0, "loss")
     if all(s.get("bytes") for s in member_sums):
-        metrics |= _micro_and_macro(member_sums, "bytes", math.log(2), "bpb")
+        metrics |= _micro_and_macro_means(member_sums, "bytes", math.log(2), "bpb")
     return metrics
 
 
-def _micro_and_macro(sums: Sequence[Mapping[str, float]], weight: str, unit: float, name: str) -> dict[str, float]:
+def _micro_and_macro_means(
+    sums: Sequence[Mapping[str, float]], weight: str, unit: float, name: str
+) -> dict[str, float]:
     total = math.fsum(x[weight] for x in sums)
     micro = math.fsum(x["loss"] for x in sums) / unit / total if total else math.nan
     macro = math.fsum(x["loss"] / unit / x[weight] if x[weight] else math.nan for x in sums) / len(sums)

@@ -14,9 +14,9 @@ from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.training.batches import DataWait, EvalData
-from lm_trainer.run.training.eval_groups import group_metrics, groups_of
+from lm_trainer.run.training.eval_groups import group_by_tag, group_metrics
 from lm_trainer.run.training.hooks import is_due
-from lm_trainer.run.training.token_probabilities import TokenProbabilities, first_set
+from lm_trainer.run.training.token_probabilities import TokenProbabilities, find_first_text_set
 from lm_trainer.step.evaluate import means_from_sums
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.trackers import Progress
@@ -25,7 +25,7 @@ EvalSets = list[tuple[str | None, EvalData]]
 """Held-out sets with their names; None for a single set."""
 
 
-def named_sets(sets: Mapping[str, EvalData]) -> EvalSets:
+def name_eval_sets(sets: Mapping[str, EvalData]) -> EvalSets:
     """Returns the sets of `lm_trainer.data` with their names; a single set has no name."""
     return [(name if len(sets) > 1 else None, held_out) for name, held_out in sets.items()]
 
@@ -75,7 +75,7 @@ class Evaluations:
         self._tokens: TokenProbabilities | None = None
         self._open_tokens = open_tokens
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True if an evaluation is due after `step` steps."""
         return is_due(self._every, step)
 
@@ -88,31 +88,31 @@ class Evaluations:
         """
         sums: dict[str, dict[str, dict[str, float]]] = {}
         for name, data in self._sets:
-            for weights, sums_of_set in self._run(state, data, name).items():
+            for weights, sums_of_set in self._run_set(state, data, name).items():
                 sums.setdefault(weights, {})[name or ""] = sums_of_set
-        if self._tokens is None and self._open_tokens is not None and (held_out := first_set(self._sets)):
+        if self._tokens is None and self._open_tokens is not None and (held_out := find_first_text_set(self._sets)):
             self._tokens = self._open_tokens(held_out)
         if self._tokens is not None:
             self._progress.phase("computing the probabilities of tokens")
-            self._tokens.record(state.step, self._program.weights(state)[""])
+            self._tokens.record(state.step, self._program.weights_to_evaluate(state)[""])
             self._metrics.pause()
-        groups = groups_of({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
+        groups = group_by_tag({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
         for weights, sums_by_set in sums.items():
             for group, members in groups.items():
                 if evaluated := [member for member in members if member in sums_by_set]:
                     means = group_metrics(sums_by_set, evaluated)
-                    self._metrics.log_group_evaluation(state.step, _joined(weights, group), means)
+                    self._metrics.log_group_evaluation(state.step, _join_names(weights, group), means)
 
-    def _run(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
+    def _run_set(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
         # Log the step before its evaluation.
         self._metrics.flush()
         self._data_wait.wait(data, state)
         evaluate = self._program.evaluate
         self._progress.phase(f"evaluating{f' on {name}' if name else ''}")
         results = {}
-        for weights, params in self._program.weights(state).items():
+        for weights, params in self._program.weights_to_evaluate(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
-            timed_batches = self._watchdog.timed(batches, f"the evaluation after step {state.step}")
+            timed_batches = self._watchdog.time_items(batches, f"the evaluation after step {state.step}")
             sums = evaluate.compute_sums(params, timed_batches, _byte_counter(data))
             if not sums.get("weight"):
                 self._progress.note(
@@ -121,15 +121,15 @@ class Evaluations:
                 )
                 break
             results[weights] = sums
-            self._metrics.log_evaluation(state.step, _joined(weights, name), _metrics(sums))
+            self._metrics.log_evaluation(state.step, _join_names(weights, name), _compute_means(sums))
         return results
 
 
-def _joined(weights: str, name: str | None) -> str:
+def _join_names(weights: str, name: str | None) -> str:
     return "/".join(filter(None, (weights, name)))
 
 
-def _metrics(sums: dict[str, float]) -> dict[str, float]:
+def _compute_means(sums: dict[str, float]) -> dict[str, float]:
     """Returns the means over tokens and, if the bytes of text are known, `bpb`: bits of all targets per byte."""
     token_means = means_from_sums({name: x for name, x in sums.items() if name != "bytes"})
     if not sums.get("bytes"):

@@ -26,7 +26,7 @@ from lm_trainer.run.build.setup import TrainingSetup
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.training.hooks import StepInfo, is_due
 from lm_trainer.run.training.metrics import MetricLogger
-from lm_trainer.run.weights.adapters import base_name
+from lm_trainer.run.weights.adapters import base_model_name
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import to_host
 from lm_trainer.trackers import Progress
@@ -87,11 +87,11 @@ class HfExports:
         base = storage_path(self.config.hf_save_path or "")
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True if an export is due after `step` steps."""
         return is_due(self.config.hf_save_steps, step)
 
-    def save(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger) -> None:
+    def export(self, info: StepInfo, setup: TrainingSetup, metrics: MetricLogger) -> None:
         """Exports the model after a step.
 
         Raises:
@@ -100,10 +100,10 @@ class HfExports:
         # Read the metrics now, so that the model card reports the loss of this step and not of the previous one.
         metrics.flush()
         # The last set of weights is the one to export.
-        *_, weights = setup.weights(info.state).values()
+        *_, weights = setup.weights_to_evaluate(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
-        params = _readable(weights)
+        params = _gather_on_lead(weights)
         # Only now, because gathering is a collective of all processes.
         if not is_lead():
             return
@@ -123,7 +123,7 @@ class HfExports:
             text_model = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
             write_hf(out, text_model, options)
         else:
-            base, vocab_size = base_name(self.config), setup.model.shapes["embed.tokens"].shape[0]
+            base, vocab_size = base_model_name(self.config), setup.model.shapes["embed.tokens"].shape[0]
             host_params = {name: np.asarray(x) for name, x in params.items()}
             adapter_model = AdapterModel(
                 model, vocab_size, adapter, host_params, base, self.tokenizer, self.run_id, facts
@@ -158,7 +158,7 @@ class HfExports:
             )
 
 
-def _readable(weights: Params) -> Mapping[str, Any]:
+def _gather_on_lead(weights: Params) -> Mapping[str, Any]:
     """Returns weights readable by the first process."""
     # A single process leaves them on its devices, and copies them tensor by tensor later.
     return weights if jax.process_count() == 1 else to_host(weights, keep=is_lead())

@@ -37,10 +37,10 @@ class StepInfo:
     @property
     def loss(self) -> float:
         """Loss in nats per token; blocks until the step is done."""
-        return scalar(self.metrics["loss"])
+        return read_scalar(self.metrics["loss"])
 
 
-def scalar(x: jax.Array) -> float:
+def read_scalar(x: jax.Array) -> float:
     """Returns the value of a replicated scalar; blocks until it is computed."""
     # Reads this process's copy, because an array spanning several processes cannot be read directly.
     return float(np.asarray(x.addressable_data(0)))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.health.signals import preempted, stopped_after_save
+from lm_trainer.health.signals import preempted_error, stopped_after_save_error
 from lm_trainer.run.training.batches import BatchIterator
 from lm_trainer.run.training.hooks import StepInfo
 from lm_trainer.run.training.loop_parts import LoopParts
@@ -38,14 +38,14 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
             return
 
         # A failed save ends the run at the next step, because later steps would be lost.
-        run.checkpoints.poll()
+        run.checkpoints.check_for_errors()
         info = take_step(run, state, batch, loading=time.perf_counter() - started)
         state = info.state
         run.watchdog.arm(f"step {state.step}")
 
         # Agree before saving: if only one process stopped, the others would wait for it.
-        overdue = run.records and run.checkpoints.overdue()
-        requests = run.save_requests.agree(bool(run.stop.requested), overdue=overdue)
+        overdue = run.records and run.checkpoints.is_overdue()
+        requests = run.save_requests.agree_on_requests(bool(run.stop.requested), overdue=overdue)
         last = state.step == run.num_train_steps
         if requests.stop:
             run.checkpoints.start_grace_period()
@@ -53,13 +53,13 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         saved = run_due_actions(run, info, last=last, save=saves, keep=requests.save)
         ends = saved and requests.stop_after_save
         if ends:
-            run.save_requests.stopping()
+            run.save_requests.mark_stopping()
         if (requests.stop or ends) and not last:
             # The exit code of a preempted run guarantees that everything is saved.
             run.checkpoints.wait()
             if requests.stop:
-                raise preempted(run.stop.requested, state.step)
-            raise stopped_after_save(state.step)
+                raise preempted_error(run.stop.requested, state.step)
+            raise stopped_after_save_error(state.step)
         run.watchdog.disarm()
         yield info
 
@@ -74,7 +74,7 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
         loading: seconds spent waiting for the batch.
     """
     program, step = run.setup, state.step
-    if run.compilation.ensure(state, batch, run.norms):
+    if run.compilation.ensure_compiled(state, batch, run.norms):
         # Exclude compilation from the throughput.
         run.metrics.pause()
     run.bad_batches.keep(step + 1, batch)
@@ -106,22 +106,22 @@ def run_due_actions(run: LoopParts, info: StepInfo, *, last: bool, save: bool, k
     step = info.step
     if run.records:
         # Reads the metrics of the previous step, without waiting for this one.
-        run.metrics.step_done(info)
-    if last or run.evaluations.due(step):
+        run.metrics.record_step(info)
+    if last or run.evaluations.is_due(step):
         run.evaluations.run(info.state)
     for export in run.exports:
-        if last or export.due(step):
-            export.save(info, run.setup, run.metrics)
+        if last or export.is_due(step):
+            export.export(info, run.setup, run.metrics)
     if run.build_watch is not None:
         run.build_watch.check(step)
-    if run.tasks is not None and (last or run.tasks.due(step)):
+    if run.tasks is not None and (last or run.tasks.is_due(step)):
         run.tasks.run(info, run.setup, run.metrics, run.progress)
     run.hooks.run(info, force=last)
     # After the hooks, so that a failing hook leaves no checkpoint of a step it did not complete.
-    saves = run.records and (last or save or keep or run.checkpoints.due(step))
+    saves = run.records and (last or save or keep or run.checkpoints.is_due(step))
     if saves:
         run.checkpoints.save(info.state, keep=keep)
-        run.save_requests.saved(permanently=keep)
+        run.save_requests.mark_saved(permanently=keep)
     if saves and keep:
         run.progress.note(f"saving a permanent checkpoint of step {step}, as asked")
     run.profiler.on_step(step, info.metrics)
@@ -136,6 +136,6 @@ def train_to_end(run: LoopParts, state: TrainState, batches: Iterable[Batch]) ->
     if run.records:
         # Metrics are read one step late, so read the metrics of the last step now.
         run.metrics.flush()
-        run.checkpoints.keep(state)
+        run.checkpoints.ensure_saved(state)
     run.watchdog.disarm()
     return state

@@ -114,7 +114,7 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
     with ExitStack() as stack:
         # Before the trackers drop the lines of steps to be repeated.
         goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
-        saved = attempt.store.record(state.step)
+        saved = attempt.store.read_record(state.step)
         # Opened first and closed last, so that it receives the final reports of the other parts.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
         for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
@@ -123,9 +123,9 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, setup.sharding, setup.model.axes)
         bad_batches = BadBatchDump(directory.path / "non-finite")
-        meter = _meter(config, setup, options, goodput)
+        meter = _build_meter(config, setup, options, goodput)
         alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
-        watchdog.on_stall = alerts.stalled
+        watchdog.on_stall = alerts.handle_stall
         logger = MetricLogger(
             config,
             tracker,
@@ -139,12 +139,12 @@ def open_loop(attempt: Attempt, setup: TrainingSetup, state: TrainState, options
             empty_steps=saved.get(EMPTY_STEPS, 0),
         )
         metrics = stack.enter_context(closing(logger))
-        profiler = stack.enter_context(_profiler(attempt, tracker))
+        profiler = stack.enter_context(_build_profiler(attempt, tracker))
         profiler.on_step(state.step)
         checkpoints = Checkpoints(
             attempt.store, setup, metrics, options.data_fingerprint, options.facts, attempt.watchdog
         )
-        data_wait = DataWait(attempt.stop, progress, watchdog, checkpoints.keep)
+        data_wait = DataWait(attempt.stop, progress, watchdog, checkpoints.ensure_saved)
         tokens = None if options.open_tokens is None else partial(options.open_tokens, tracker)
         evaluations = Evaluations(options.eval_sets, config, setup, metrics, data_wait, watchdog, progress, tokens)
         parts = LoopParts(
@@ -185,7 +185,7 @@ def _open_trackers(attempt: Attempt, step: int, series: Any) -> Composite:
     )
 
 
-def _meter(config: TrainerConfig, setup: TrainingSetup, options: LoopOptions, goodput: Goodput) -> Meter:
+def _build_meter(config: TrainerConfig, setup: TrainingSetup, options: LoopOptions, goodput: Goodput) -> Meter:
     devices = setup.sharding.mesh.devices
     peak = datasheet_peak(devices.flat[0].device_kind, config.mp.compute)
     flops = options.flops_per_token
@@ -194,7 +194,7 @@ def _meter(config: TrainerConfig, setup: TrainingSetup, options: LoopOptions, go
     return Meter(flops_per_token=flops, peak_flops=peak_flops, recomputed=recomputed, goodput=goodput)
 
 
-def _profiler(attempt: Attempt, tracker: Composite) -> Profiler | ProfilerOff:
+def _build_profiler(attempt: Attempt, tracker: Composite) -> Profiler | ProfilerOff:
     config, directory = attempt.config, attempt.directory
     if not config.profiler or not is_lead():
         return ProfilerOff()

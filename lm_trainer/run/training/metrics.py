@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from lm_trainer.checkpoint.digest import hashes
+from lm_trainer.checkpoint.digest import compute_hashes
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.profile.meter import Meter
 from lm_trainer.run.config.trainer_config import TrainerConfig
-from lm_trainer.run.files.fingerprint import extend_chain, fingerprint
+from lm_trainer.run.files.fingerprint import compute_fingerprint, extend_chain
 from lm_trainer.run.training.bad_batches import BadBatchDump
-from lm_trainer.run.training.hooks import StepInfo, scalar
+from lm_trainer.run.training.hooks import StepInfo, read_scalar
 from lm_trainer.step.state.train_state import TrainState
 from lm_trainer.step.updates.norms import Watcher
 from lm_trainer.trackers import Progress
@@ -76,7 +76,7 @@ class MetricLogger:
         self.chain, self.empty_steps = chain, empty_steps
         self._warned_of_empty = False
 
-    def step_done(self, info: StepInfo) -> None:
+    def record_step(self, info: StepInfo) -> None:
         """Receives a step that was just dispatched, and records the previous one."""
         # One step late, so that the devices have the next step queued while the host waits for this one.
         self.flush()
@@ -87,7 +87,7 @@ class MetricLogger:
             info.tokens,
             info.total_tokens,
             info.loading,
-            self._waiting.submit(_when_done, info.metrics["loss"]),
+            self._waiting.submit(_wait_and_read_clock, info.metrics["loss"]),
         )
 
     def flush(self) -> None:
@@ -99,7 +99,7 @@ class MetricLogger:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        values = {name: scalar(x) for name, x in pending.metrics.items()}
+        values = {name: read_scalar(x) for name, x in pending.metrics.items()}
         speed = self._meter.record_step(pending.tokens, loading=pending.loading, done=pending.done.result())
         empty = not values["tokens"]
         if not empty:
@@ -109,10 +109,10 @@ class MetricLogger:
         of_step = step_metrics(values, pending.learning_rate)
         metrics = {**of_step, "throughput/total_tokens": pending.total_tokens, **speed}
         if empty:
-            metrics |= self._count_empty(pending.step)
+            metrics |= self._count_empty_step(pending.step)
         # The last step and non-finite and empty steps are always logged, regardless of `steps_per_log`.
         last = pending.step == self._config.num_train_steps
-        if last or pending.step % self._config.steps_per_log == 0 or empty or not _finite(values):
+        if last or pending.step % self._config.steps_per_log == 0 or empty or not _all_finite(values):
             self._trackers.log(metrics | self._measure_memory(), step=pending.step)
         self._progress.log(pending.step, metrics)
         self._record_watched(pending.step)
@@ -122,9 +122,9 @@ class MetricLogger:
             # Also for the step that ends the run, after its message. The loss of an empty step is 0 by definition:
             # meaningless for alerts, and it would distort the baseline for later losses.
             if not empty:
-                self._alerts.step(pending.step, of_step, speed)
+                self._alerts.check_step(pending.step, of_step, speed)
 
-    def _count_empty(self, step: int) -> dict[str, float]:
+    def _count_empty_step(self, step: int) -> dict[str, float]:
         self.empty_steps += 1
         if not self._warned_of_empty:
             self._warned_of_empty = True
@@ -156,7 +156,7 @@ class MetricLogger:
         prefix = f"step {step}: eval{f'/{name}' if name else ''}: "
         self._progress.note(prefix + ", ".join(f"{key} {value:.4f}" for key, value in means.items()))
 
-    def task_results(self, step: int, results: Mapping[str, float]) -> None:
+    def log_task_results(self, step: int, results: Mapping[str, float]) -> None:
         """Records the results of harness tasks after `step` steps, by metric name."""
         self._trackers.log(results, step=step)
         self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in results.items()))
@@ -169,8 +169,8 @@ class MetricLogger:
 
     def record_fingerprint(self, state: TrainState) -> dict[str, Any]:
         """Logs the fingerprint of a state with recorded metrics; returns the values to save in its checkpoint."""
-        param_hashes = hashes(state.params)
-        digest = fingerprint(self.chain, param_hashes)
+        param_hashes = compute_hashes(state.params)
+        digest = compute_fingerprint(self.chain, param_hashes)
         self._trackers.log_record({"fingerprint": digest}, step=state.step)
         return {"fingerprint": digest, "chain": self.chain, "hashes": param_hashes}
 
@@ -208,7 +208,7 @@ class MetricLogger:
         )
 
 
-def _when_done(x: jax.Array) -> float:
+def _wait_and_read_clock(x: jax.Array) -> float:
     x.block_until_ready()
     return time.perf_counter()
 
@@ -239,5 +239,5 @@ def _metric_name(name: str) -> str:
     return name if name.startswith("optim/") else f"train/{name}"
 
 
-def _finite(values: dict[str, float]) -> bool:
+def _all_finite(values: dict[str, float]) -> bool:
     return all(math.isfinite(v) for v in values.values())

@@ -8,7 +8,7 @@ from lm_trainer.harness.config import disable_progress_bars
 from lm_trainer.harness.report import task_metrics, write_samples
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.training.hooks import StepInfo, is_due
-from lm_trainer.run.weights.local_params import local_params
+from lm_trainer.run.weights.local_params import gather_full_params
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ class TaskEvaluation:
         self._config, self._tokenizer, self._run_dir, self._settings = config, tokenizer, run_dir, settings
         self._tasks = Tasks(config.eval_harness)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Returns True if the tasks are due after `step` steps."""
         return is_due(self._config.eval_harness_steps, step)
 
@@ -55,8 +55,8 @@ class TaskEvaluation:
         metrics.flush()
         progress.phase("asking the tasks of eval_harness")
         # The last set of weights is the one to export.
-        weights = [*setup.weights(info.state).values()][-1]
-        params = local_params(setup, weights)
+        weights = [*setup.weights_to_evaluate(info.state).values()][-1]
+        params = gather_full_params(setup, weights)
         model = HarnessModel(
             setup.model.merge(params),
             self._tokenizer,
@@ -65,6 +65,6 @@ class TaskEvaluation:
             max_length=harness.max_eval_length,
         )
         results = self._tasks.evaluate_model(model)
-        metrics.task_results(info.step, task_metrics(results))
+        metrics.log_task_results(info.step, task_metrics(results))
         if harness.log_samples and is_lead():
             write_samples(self._run_dir / "eval-harness" / f"step-{info.step}", results)

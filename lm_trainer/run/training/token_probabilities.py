@@ -19,14 +19,14 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.build.model import TokenNll
-from lm_trainer.run.build.setup import TrainingSetup, loss_in_stages
+from lm_trainer.run.build.setup import TrainingSetup, split_loss_into_stages
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.step.dispatch.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.dispatch.model_parallel_limits import ROW_AXES
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.trackers.base import Composite
-from lm_trainer.trackers.token_page import PAGE, Scored, TokenFile, token_page
+from lm_trainer.trackers.token_page import PAGE, TokenFile, TokenScores, render_token_page
 
 MAX_TOKENS, TOP = 256, 3
 """Maximum tokens per document, and number of most likely tokens to record at each position."""
@@ -48,8 +48,8 @@ class TokenProbabilities:
     def __init__(self, config: RunConfig, setup: TrainingSetup, held_out: EvalSet, directory: Path, tracker: Composite):
         trainer, mesh = config.trainer, setup.sharding.mesh
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
-        staged = loss_in_stages(loss, setup.model, mesh) if setup.gathers_layers else None
-        self._documents = _documents(held_out, trainer.token_probabilities)
+        staged = split_loss_into_stages(loss, setup.model, mesh) if setup.gathers_layers else None
+        self._documents = _read_first_documents(held_out, trainer.token_probabilities)
         # The smallest number of rows the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
         count = shards * math.ceil(len(self._documents) / (rows * shards))
@@ -58,7 +58,7 @@ class TokenProbabilities:
         # The first process only writes its local rows.
         self._local = [row for row in self._evaluate.local_rows if row < len(self._documents)]
         length = min(config.model.seq_len, MAX_TOKENS)
-        self._batch = _rows(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
+        self._batch = _build_batch(self._documents, self._evaluate.local_rows, length, held_out.eos_id)
         self._directory, self._tracker = directory, tracker
         self._file: TokenFile | None = None
         if is_lead() and self._local:
@@ -75,13 +75,13 @@ class TokenProbabilities:
         scored = []
         for row, ids in zip(self._local, self._file.history.documents, strict=True):
             values = {name: x[indices[row], : len(ids) - 1] for name, x in probabilities.items()}
-            scored.append(Scored.of(values["nll"], values["rank"], values["top_ids"], values["top_nll"]))
+            scored.append(TokenScores.from_outputs(values["nll"], values["rank"], values["top_ids"], values["top_nll"]))
         self._file.add(step, scored)
-        write_atomically(self._directory / PAGE, token_page({self._directory.name: self._file.history}))
+        write_atomically(self._directory / PAGE, render_token_page({self._directory.name: self._file.history}))
         self._tracker.log_artifact("token-probabilities", self._directory / PAGE, type="html")
 
 
-def _documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
+def _read_first_documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
     """Returns the first documents of a set that are not too short, as int32 arrays; at least one."""
     start = np.array([held_out.first_token])
     tokens = held_out.stream.read(start, min(_SEARCHED_TOKENS, held_out.num_tokens))[0]
@@ -91,7 +91,7 @@ def _documents(held_out: EvalSet, count: int) -> list[np.ndarray]:
     return (long_enough or [tokens])[:count]
 
 
-def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
+def _build_batch(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos_id: int) -> Batch:
     """Builds this process's rows of the batch: documents, followed by padding."""
     tokens_BT = np.full((len(rows), length + 1), eos_id, np.int32)
     available_B = np.zeros(len(rows), np.int64)
@@ -102,7 +102,7 @@ def _rows(documents: Sequence[np.ndarray], rows: Sequence[int], length: int, eos
     return make_batch(tokens_BT, available_B, eos_id)
 
 
-def first_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
+def find_first_text_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
     """Returns the first tokenised held-out set of text."""
     for _, held_out in sets:
         completed = getattr(held_out, "wait_until_complete", lambda held_out=held_out: held_out)()

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from lm_trainer.checkpoint.digest import digests
-from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
+from lm_trainer.checkpoint.digest import compute_checksums
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, list_steps, read_record
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
@@ -26,12 +26,12 @@ from lm_trainer.nn.lora import is_adapter_param, merge_lora
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.pretrained import HfCheckpoint, source_name
+from lm_trainer.run.weights.pretrained import HfCheckpoint, hf_source_name
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 FROZEN = "frozen"
-"""Key of `frozen_digest` in the record of a checkpoint."""
+"""Key of `hash_frozen_params` in the record of a checkpoint."""
 _BASE_STEP = "base_step"
 _IRRELEVANT_FIELDS = frozenset(
     {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
@@ -41,7 +41,7 @@ _IRRELEVANT_FIELDS = frozenset(
 
 
 @dataclass(frozen=True)
-class Base:
+class BaseCheckpoint:
     """The checkpoint of another run with the frozen base weights of an adapter."""
 
     directory: StoragePath
@@ -53,7 +53,7 @@ class Base:
         """Facts for the record of every checkpoint, which pin the step of the base even if its run continues."""
         return {_BASE_STEP: self.step}
 
-    def attach(self, model: ModelDef) -> ModelDef:
+    def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of this checkpoint as initial values."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
@@ -67,7 +67,7 @@ class Base:
         return dataclasses.replace(model, load=load)
 
 
-def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
+def find_base_checkpoint(config: RunConfig, store: CheckpointStore) -> BaseCheckpoint | None:
     """Returns the base of a run with an adapter if it is a checkpoint of another run; None otherwise.
 
     The step is the one recorded in the run's newest checkpoint, else the one in the configuration, else the newest.
@@ -80,12 +80,12 @@ def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
     directory, step = find_checkpoints(config.trainer.initialize_from)
     _check_same_function(directory, read_config(directory), config)
     # If the base run continues training, its newest checkpoint would change between attempts.
-    if (pinned := _recorded_step(store)) is not None:
-        return Base(directory, pinned)
-    return Base(directory, max(committed_steps(directory), default=None) if step is None else step)
+    if (pinned := _read_base_step(store)) is not None:
+        return BaseCheckpoint(directory, pinned)
+    return BaseCheckpoint(directory, max(list_steps(directory), default=None) if step is None else step)
 
 
-def _recorded_step(store: CheckpointStore) -> int | None:
+def _read_base_step(store: CheckpointStore) -> int | None:
     for step in reversed(store.steps()):
         with contextlib.suppress(CheckpointError):
             return read_record(store.directory, step).get(_BASE_STEP)
@@ -94,7 +94,7 @@ def _recorded_step(store: CheckpointStore) -> int | None:
 
 def _check_same_function(base: StoragePath, recorded: RunConfig, configured: RunConfig) -> None:
     """Refuses a base that computes a different function, even if its parameters have the right shapes."""
-    actual, expected = (_relevant_fields(config.model.spec(1)) for config in (recorded, configured))
+    actual, expected = (_result_affecting_fields(config.model.spec(1)) for config in (recorded, configured))
     lines = [
         f"{key}: {actual.get(key)} there, {expected.get(key)} here"
         for key in dict.fromkeys([*actual, *expected])
@@ -107,7 +107,7 @@ def _check_same_function(base: StoragePath, recorded: RunConfig, configured: Run
         )
 
 
-def _relevant_fields(spec: Any, path: str = "") -> dict[str, Any]:
+def _result_affecting_fields(spec: Any, path: str = "") -> dict[str, Any]:
     """Returns the fields of a spec affecting the results of a trained model, by dotted name."""
     if dataclasses.is_dataclass(spec):
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
@@ -118,7 +118,7 @@ def _relevant_fields(spec: Any, path: str = "") -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, part in parts.items():
         if name not in _IRRELEVANT_FIELDS:
-            fields |= _relevant_fields(part, f"{path}.{name}" if path else str(name))
+            fields |= _result_affecting_fields(part, f"{path}.{name}" if path else str(name))
     return fields
 
 
@@ -135,20 +135,20 @@ def _check_same_model(directory: StoragePath, actual: Mapping[str, Any], expecte
         raise UserError(f"trainer.initialize_from: {directory} is another model:\n  " + "\n  ".join(lines[:8]))
 
 
-def frozen_digest(frozen: Mapping[str, Any]) -> str:
+def hash_frozen_params(frozen: Mapping[str, Any]) -> str:
     """Returns 16 hex digits identifying a set of frozen parameters, independent of the sharding."""
     # A hash of the digests, which are computed on the shards without gathering the arrays.
-    text = json.dumps(digests(frozen), sort_keys=True)
+    text = json.dumps(compute_checksums(frozen), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def check_frozen(restored: Restored, frozen: Params) -> None:
+def check_frozen_params(restored: Restored, frozen: Params) -> None:
     """Refuses to continue from a checkpoint trained with other frozen parameters.
 
     Raises:
         UserError: if they differ.
     """
-    saved, current = restored.record.get(FROZEN), frozen_digest(frozen)
+    saved, current = restored.record.get(FROZEN), hash_frozen_params(frozen)
     if saved != current:
         raise UserError(
             f"the checkpoint of step {restored.step} was trained beside other frozen weights (digest {saved}, now "
@@ -159,16 +159,16 @@ def check_frozen(restored: Restored, frozen: Params) -> None:
 def training_flops(count: FlopsCount, model: ModelDef) -> int:
     """Returns the FLOPs of a training step per token, for training all parameters or only adapters."""
     adapted = any(map(is_adapter_param, model.trainable))
-    return count.training_with_adapters(2 * _size(model, trained=True)) if adapted else count.training
+    return count.training_with_adapters(2 * _num_params(model, trained=True)) if adapted else count.training
 
 
-def describe_size(model: ModelDef) -> str:
+def describe_num_params(model: ModelDef) -> str:
     """Describes the number of parameters: `1,234 parameters`, or the numbers of trained and frozen ones."""
-    trained, frozen = _size(model, trained=True), _size(model, trained=False)
+    trained, frozen = _num_params(model, trained=True), _num_params(model, trained=False)
     return f"{trained:,} trained and {frozen:,} frozen parameters" if frozen else f"{trained:,} parameters"
 
 
-def _size(model: ModelDef, *, trained: bool) -> int:
+def _num_params(model: ModelDef, *, trained: bool) -> int:
     return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
 
 
@@ -190,23 +190,23 @@ def load_merged_model(
         return loaded
     dtype = loaded.config.trainer.mp.param_dtype
     # Cast to the run's parameter dtype, in which the digest of the frozen weights was computed.
-    base = {name: np.asarray(x).astype(dtype) for name, x in _base_params(run, loaded).items()}
-    if frozen_digest(base) != loaded.record.get(FROZEN):
+    base = {name: np.asarray(x).astype(dtype) for name, x in _load_base_params(run, loaded).items()}
+    if hash_frozen_params(base) != loaded.record.get(FROZEN):
         raise UserError(
-            f"{run} is an adapter for other weights than those that are now in {base_name(loaded.config)}; put back "
-            f"the model that it was trained on"
+            f"{run} is an adapter for other weights than those that are now in {base_model_name(loaded.config)}; put "
+            f"back the model that it was trained on"
         )
     # Merged in the dtype of the base during training, so that the logits equal the run's.
     merged = merge_lora({**base, **named_leaves(loaded.params)}, lora)
     return dataclasses.replace(loaded, params=nest_named_leaves(merged))
 
 
-def base_name(config: RunConfig) -> str:
+def base_model_name(config: RunConfig) -> str:
     """Returns the name of the base model of a run with an adapter, as in its configuration."""
-    return expand_home(config.trainer.initialize_from or source_name(config))
+    return expand_home(config.trainer.initialize_from or hf_source_name(config))
 
 
-def _base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:
+def _load_base_params(run: str | StoragePath, loaded: LoadedModel) -> dict[str, Any]:
     config = loaded.config
     try:
         if config.trainer.initialize_from is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_step
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, list_steps, read_step
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
@@ -19,7 +19,7 @@ from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.adapters import load_merged_model
 from lm_trainer.run.weights.saved_model import AVERAGED, read_vocabulary
-from lm_trainer.run.weights.saved_state import OPT_STATE, Fingerprint, expected_arrays, resumed_state
+from lm_trainer.run.weights.saved_state import OPT_STATE, Fingerprint, abstract_checkpoint, restore_state
 from lm_trainer.step.state.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _OTHER_RUN_REMEDY = (
 
 
 @dataclass(frozen=True)
-class Request:
+class StartRequest:
     """Inputs for choosing the initial state of a run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Start(NamedTuple):
     """JSON record of the resumed checkpoint, of this or another run; empty if the steps begin at 0."""
 
 
-def find_start(request: Request) -> Start:
+def load_initial_state(request: StartRequest) -> Start:
     """Returns the state to train from: the first one available among `ORIGINS`.
 
     Raises:
@@ -88,11 +88,11 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def resume_own_checkpoint(request: Request) -> Start | None:
+def resume_own_checkpoint(request: StartRequest) -> Start | None:
     """Loads the newest intact checkpoint of the run itself."""
     trainer, store = request.trainer, request.store
     if trainer.load_checkpoint is not False:
-        restored = store.restore(expected_arrays(request.setup), partial=trainer.allow_partial_checkpoint)
+        restored = store.restore(abstract_checkpoint(request.setup), partial=trainer.allow_partial_checkpoint)
         return None if restored is None else _resume(request, restored, _OWN_REMEDY)
     if store.steps():
         raise UserError(
@@ -102,20 +102,22 @@ def resume_own_checkpoint(request: Request) -> Start | None:
     return None
 
 
-def load_checkpoint_path(request: Request) -> Start | None:
+def load_checkpoint_path(request: StartRequest) -> Start | None:
     """Loads a checkpoint of another run with its optimizer state and step: `trainer.load_checkpoint_path`."""
     trainer = request.trainer
     if trainer.load_checkpoint is False:
         return None
     if trainer.load_checkpoint_path is not None:
-        checkpoint = _other_checkpoint(trainer.load_checkpoint_path, request.setup, trainer.allow_partial_checkpoint)
+        checkpoint = _read_other_checkpoint(
+            trainer.load_checkpoint_path, request.setup, trainer.allow_partial_checkpoint
+        )
         return _resume(request, checkpoint, _OTHER_RUN_REMEDY)
     if trainer.load_checkpoint:
         raise UserError(f"trainer.load_checkpoint is true, but there is no checkpoint in {request.store.directory}")
     return None
 
 
-def initialize_from(request: Request) -> Start | None:
+def initialize_from(request: StartRequest) -> Start | None:
     """Loads only the weights of another run: `trainer.initialize_from`."""
     path = request.trainer.initialize_from
     if path is None:
@@ -129,9 +131,9 @@ def initialize_from(request: Request) -> Start | None:
         fresh = {**state.frozen, **state.params}
         weights |= {name: np.asarray(fresh[name]) for name in missing}
     differences = [
-        f"{name}: {_shape(weights.get(name))} there, {_shape(shapes.get(name))} here"
+        f"{name}: {_shape_of_array(weights.get(name))} there, {_shape_of_array(shapes.get(name))} here"
         for name in sorted({*weights, *shapes})
-        if _shape(weights.get(name)) != _shape(shapes.get(name))
+        if _shape_of_array(weights.get(name)) != _shape_of_array(shapes.get(name))
     ]
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
@@ -139,34 +141,36 @@ def initialize_from(request: Request) -> Start | None:
     return Start(setup.from_weights({name: x.astype(shapes[name].dtype) for name, x in weights.items()}))
 
 
-def model_weights_or_fresh(request: Request) -> Start | None:
+def initialize_model(request: StartRequest) -> Start | None:
     """Uses the model's initial weights (`initialize_from_hf`, an adapter's base, a user's model), or fresh ones."""
     return Start(request.init())
 
 
-ORIGINS: tuple[Callable[[Request], Start | None], ...] = (
+ORIGINS: tuple[Callable[[StartRequest], Start | None], ...] = (
     resume_own_checkpoint,
     load_checkpoint_path,
     initialize_from,
-    model_weights_or_fresh,
+    initialize_model,
 )
 """Origins of weights in order of priority; the first available one is used. A run with checkpoints always resumes from
 them, so the configured start only matters before its first checkpoint."""
 
 
-def _resume(request: Request, restored: Restored, remedy: str) -> Start:
-    _check_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
-    _log_missing(f"the checkpoint of step {restored.step}", set(expected_arrays(request.setup)) - set(restored.arrays))
-    return Start(resumed_state(restored, request.setup, request.init), restored.record)
+def _resume(request: StartRequest, restored: Restored, remedy: str) -> Start:
+    _check_same_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
+    _log_missing(
+        f"the checkpoint of step {restored.step}", set(abstract_checkpoint(request.setup)) - set(restored.arrays)
+    )
+    return Start(restore_state(restored, request.setup, request.init), restored.record)
 
 
-def _other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restored:
+def _read_other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restored:
     directory, requested = find_checkpoints(path)
     problems = []
     # A requested step is used or refused; without one, an older step may be used.
-    for step in [requested] if requested is not None else reversed(committed_steps(directory)):
+    for step in [requested] if requested is not None else reversed(list_steps(directory)):
         try:
-            return read_step(directory, step, expected_arrays(setup), partial=partial)
+            return read_step(directory, step, abstract_checkpoint(setup), partial=partial)
         except CheckpointError as error:
             problems.append(f"step {step}: {error}")
             logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, step, error)
@@ -175,7 +179,7 @@ def _other_checkpoint(path: str, setup: TrainingSetup, partial: bool) -> Restore
     )
 
 
-def _check_data(restored: Restored, current: Fingerprint, allow_other: bool, remedy: str = _OWN_REMEDY) -> None:
+def _check_same_data(restored: Restored, current: Fingerprint, allow_other: bool, remedy: str = _OWN_REMEDY) -> None:
     saved = restored.record.get("data_fingerprint")
     if saved == current:
         return
@@ -208,5 +212,5 @@ def _log_missing(source: str, missing: Collection[str]) -> None:
         logger.warning("%s lacks %s%s; this starts afresh", source, ", ".join(names[:8]), more)
 
 
-def _shape(x: Any) -> Any:
+def _shape_of_array(x: Any) -> Any:
     return None if x is None else tuple(x.shape)

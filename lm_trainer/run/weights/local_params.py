@@ -10,7 +10,7 @@ from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import to_host
 
 
-def local_params(setup: TrainingSetup, params: Params) -> Params:
+def gather_full_params(setup: TrainingSetup, params: Params) -> Params:
     """Gathers the full parameters in each process; all processes of a run must call it.
 
     Args:

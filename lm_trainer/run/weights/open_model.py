@@ -19,7 +19,7 @@ from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
 from lm_trainer.export.output import is_export, list_exported_files
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.weights.adapters import base_name, load_merged_model
+from lm_trainer.run.weights.adapters import base_model_name, load_merged_model
 from lm_trainer.run.weights.saved_model import LoadedModel, load_model, read_config
 
 
@@ -34,15 +34,15 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     Raises:
         UserError: if the model does not exist or is damaged.
     """
-    path = local_hf_directory(source)
+    path = find_hf_directory(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
         return read_hf(path)
-    return _text_model(load_merged_model(source, step, devices=devices))
+    return _build_text_model(load_merged_model(source, step, devices=devices))
 
 
-def local_hf_directory(source: str) -> Path | None:
+def find_hf_directory(source: str) -> Path | None:
     """Returns a directory in Hugging Face format, or the local copy of one in a bucket; None if `source` is a run."""
     if not is_bucket(source):
         path = local_path(source)
@@ -71,47 +71,47 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
     Raises:
         UserError: as in `open_model`, and if `merge` is set for a model without an adapter.
     """
-    if not merge and local_hf_directory(source) is None:
+    if not merge and find_hf_directory(source) is None:
         loaded = load_model(source, step)
         if loaded.config.adapter is None:
-            return _text_model(loaded)
+            return _build_text_model(loaded)
         return AdapterModel(
             loaded.config.model,
             loaded.vocab_size,
             loaded.config.adapter,
             named_leaves(loaded.params),
-            base_name(loaded.config),
+            base_model_name(loaded.config),
             loaded.tokenizer,
             loaded.name,
-            _facts(loaded),
+            _training_facts(loaded),
         )
-    if merge and (local_hf_directory(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
+    if merge and (find_hf_directory(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
         raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
     return open_model(source, step=step)
 
 
-def _text_model(loaded: LoadedModel) -> TextModel:
-    config, facts = loaded.config.model, _facts(loaded)
+def _build_text_model(loaded: LoadedModel) -> TextModel:
+    config, facts = loaded.config.model, _training_facts(loaded)
     return TextModel(config, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, facts, loaded.settings)
 
 
-def _facts(loaded: LoadedModel) -> TrainingFacts:
+def _training_facts(loaded: LoadedModel) -> TrainingFacts:
     if loaded.step == 0:
         return TrainingFacts()
     return TrainingFacts(
         step=loaded.step,
         tokens=loaded.config.trainer.batch_schedule.rows_before(loaded.step) * loaded.config.model.seq_len,
-        train_loss=_finite(loaded.record.get("train_loss")),
-        validation_losses=_losses(loaded.record.get("eval_losses")),
+        train_loss=_finite_or_none(loaded.record.get("train_loss")),
+        validation_losses=_parse_losses(loaded.record.get("eval_losses")),
     )
 
 
-def _losses(value: Any) -> dict[str, float]:
+def _parse_losses(value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping):
         return {}
-    losses = {str(name): _finite(loss) for name, loss in value.items()}
+    losses = {str(name): _finite_or_none(loss) for name, loss in value.items()}
     return {name: loss for name, loss in losses.items() if loss is not None}
 
 
-def _finite(value: Any) -> float | None:
+def _finite_or_none(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

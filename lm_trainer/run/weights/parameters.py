@@ -11,7 +11,7 @@ from lm_trainer.run.weights.pretrained import resolve_model
 _ANY_VOCABULARY = 256
 
 
-def weight_decay(loaded: LoadedConfig[RunConfig]) -> dict[str, bool]:
+def weight_decay_mask(loaded: LoadedConfig[RunConfig]) -> dict[str, bool]:
     """Returns parameter name -> True if weight decay applies to it.
 
     Raises:

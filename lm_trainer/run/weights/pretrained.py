@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Sharding
 from pydantic import ValidationError
 
-from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.checkpoint.store import list_steps
 from lm_trainer.core.bucket import Bucket, StoragePath
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expand_home
@@ -30,10 +30,10 @@ from lm_trainer.models.hf_stream import SourceSlice, read_block
 from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.files.directory import checkpoint_directory, run_id
+from lm_trainer.run.files.directory import checkpoint_directory, choose_run_id
 from lm_trainer.run.files.find_run import find_checkpoints
 from lm_trainer.run.weights.hf_transfer import fetch_directory
-from lm_trainer.run.weights.saved_model import read_config, read_settings, read_vocabulary
+from lm_trainer.run.weights.saved_model import read_config, read_published_settings, read_vocabulary
 from lm_trainer.step.state.model_def import ModelDef, Params
 
 
@@ -56,12 +56,12 @@ class HfStart:
             self.source.check_tokenizer(tokenizer)
         return self.vocab_size
 
-    def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
+    def export_settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
         """Returns the settings of the checkpoint, for exports of the run; None if an earlier attempt saved them."""
         source = self.source
         return None if source is None else source.settings.adapt_to_tokenizer(tokenizer, source.directory)
 
-    def attach(self, model: ModelDef) -> ModelDef:
+    def with_initial_weights(self, model: ModelDef) -> ModelDef:
         """Returns the model with the weights of the checkpoint as initial values."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
@@ -71,7 +71,7 @@ class HfStart:
         return dataclasses.replace(model, load=load)
 
 
-def find_start(config: RunConfig, run: str) -> HfStart | None:
+def find_hf_start(config: RunConfig, run: str) -> HfStart | None:
     """Finds a run's initial Hugging Face checkpoint, and resolves the model section; None if the run has none.
 
     All mismatches are reported here, before text is tokenised and anything large is read.
@@ -82,22 +82,25 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     """
     if not config.initialize_from_hf:
         return None
-    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run)):
+    if resumed := _find_resumed_start(config, checkpoint_directory(config.trainer, run)):
         return resumed
     source = HfCheckpoint.open(config)
-    section, notes = _model_section(config, source.directory, source.config, source.vocab_size)
+    section, notes = _resolve_model_section(config, source.directory, source.config, source.vocab_size)
     # Reads only headers, to report missing tensors before text is tokenised.
-    source.plan(section)
+    source.plan_read(section)
     difference_notes = (note,) if (note := section.describe_difference_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
     return HfStart(
-        _with_model(config, section), source.vocab_size, source, (source.describe(section), *notes, *difference_notes)
+        _replace_model_section(config, section),
+        source.vocab_size,
+        source,
+        (source.describe(section), *notes, *difference_notes),
     )
 
 
-def published_settings(
+def published_model_settings(
     config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, checkpoints: StoragePath
 ) -> HfSettings | None:
     """Returns the settings of the published model a run started from; None if it started from none.
@@ -109,14 +112,14 @@ def published_settings(
         checkpoints: checkpoint directory of the run, which contains the settings after its first attempt.
     """
     # A resumed run does not need its original start.
-    if committed_steps(checkpoints):
-        return read_settings(checkpoints)
+    if list_steps(checkpoints):
+        return read_published_settings(checkpoints)
     if start is not None:
-        return start.settings(tokenizer)
+        return start.export_settings(tokenizer)
     trainer = config.trainer
     resumed = None if trainer.load_checkpoint is False else trainer.load_checkpoint_path
     other = resumed or trainer.initialize_from
-    return None if other is None else read_settings(find_checkpoints(other)[0])
+    return None if other is None else read_published_settings(find_checkpoints(other)[0])
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
@@ -127,23 +130,23 @@ def resolve_model(config: RunConfig, name: str) -> RunConfig:
         name: default name of the run, if neither the configuration nor the environment sets one.
 
     Raises:
-        UserError: as in `find_start`.
+        UserError: as in `find_hf_start`.
         MachineError: if the hub is unreachable.
     """
     if not config.use_hf_model_config:
         return config
-    if resumed := _resumed_start(config, checkpoint_directory(config.trainer, run_id(config, name))):
+    if resumed := _find_resumed_start(config, checkpoint_directory(config.trainer, choose_run_id(config, name))):
         return resumed.config
-    directory = _locate(config, weights=False)
-    return _with_model(config, _model_section(config, directory, *read_hf_config(directory))[0])
+    directory = _locate_checkpoint(config, weights=False)
+    return _replace_model_section(config, _resolve_model_section(config, directory, *read_hf_config(directory))[0])
 
 
-def stored_vocabulary(config: RunConfig) -> int:
+def read_checkpoint_vocab_size(config: RunConfig) -> int:
     """Returns the rows of the embedding in the checkpoint `initialize_from_hf`; raises like `resolve_model`."""
-    return read_hf_config(_locate(config, weights=False))[1]
+    return read_hf_config(_locate_checkpoint(config, weights=False))[1]
 
 
-def _model_section(
+def _resolve_model_section(
     config: RunConfig, directory: Path, hf_config: DecoderConfig, vocab_size: int
 ) -> tuple[DecoderConfig, list[str]]:
     """Returns the resolved model section, and notes about it."""
@@ -154,21 +157,21 @@ def _model_section(
         return config.model, compare_with_hf_config(config.model, set_keys, hf_config, vocab_size)
 
 
-def _resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
+def _find_resumed_start(config: RunConfig, checkpoints: StoragePath) -> HfStart | None:
     """Returns the start of a run that already has a checkpoint, with its recorded model."""
     if config.trainer.load_checkpoint is False:
         return None
     if isinstance(checkpoints, Bucket):
         checkpoints.check_writable("trainer.checkpointer.base_path")
-    if not committed_steps(checkpoints):
+    if not list_steps(checkpoints):
         return None
     if config.use_hf_model_config:
-        config = _with_model(config, read_config(checkpoints).model)
-    note = f"the run has a checkpoint of its own and does not begin at {source_name(config)} again"
+        config = _replace_model_section(config, read_config(checkpoints).model)
+    note = f"the run has a checkpoint of its own and does not begin at {hf_source_name(config)} again"
     return HfStart(config, read_vocabulary(checkpoints)[0], None, (note,))
 
 
-def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:
+def _replace_model_section(config: RunConfig, section: DecoderConfig) -> RunConfig:
     """Returns the configuration with another model section, revalidated."""
     # Only explicitly set keys, so that defaults remain marked as defaults.
     try:
@@ -194,10 +197,10 @@ class HfCheckpoint:
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
-        """Opens the checkpoint `initialize_from_hf`; raises like `find_start`."""
-        directory = _locate(config)
+        """Opens the checkpoint `initialize_from_hf`; raises like `find_hf_start`."""
+        directory = _locate_checkpoint(config)
         model, vocab_size, settings = read_hf_settings(directory)
-        return cls(source_name(config), directory, model, vocab_size, Weights(directory), settings)
+        return cls(hf_source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
     def describe(self, model: DecoderConfig) -> str:
         """Describes the checkpoint in one line, and the context length of exports if `model` is shorter."""
@@ -224,7 +227,7 @@ class HfCheckpoint:
         if difference := find_difference(tokenizer, self.directory):
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 
-    def plan(self, model: DecoderConfig) -> hf.ReadPlan:
+    def plan_read(self, model: DecoderConfig) -> hf.ReadPlan:
         """Locates every parameter of the model in the files.
 
         Raises:
@@ -245,10 +248,10 @@ class HfCheckpoint:
         The host holds only a part of one tensor at a time.
 
         Raises:
-            UserError: as in `plan`, and for differing copies of a tied tensor.
+            UserError: as in `plan_read`, and for differing copies of a tied tensor.
             MachineError: if a file can no longer be read.
         """
-        stored = self.plan(model)
+        stored = self.plan_read(model)
         # Files of tied models may contain a tensor twice; if the copies differ, the model is ambiguous.
         for copy, first in stored.repeated.items():
             if not self.weights.are_equal(copy, first):
@@ -263,21 +266,21 @@ class HfCheckpoint:
             like.shape,
             like.dtype,
             sharding,
-            lambda block: read_block(pieces, block, self._read, max_elements=max_elements),
+            lambda block: read_block(pieces, block, self._read_region, max_elements=max_elements),
         )
 
-    def _read(self, name: str, region: Region) -> np.ndarray:
+    def _read_region(self, name: str, region: Region) -> np.ndarray:
         return self.weights.stored[name].read(region)
 
 
-def _locate(config: RunConfig, *, weights: bool = True) -> Path:
-    name = expand_home(source_name(config))
+def _locate_checkpoint(config: RunConfig, *, weights: bool = True) -> Path:
+    name = expand_home(hf_source_name(config))
     # A directory name may contain an @.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     return fetch_directory(path, revision=revision or None, weights=weights)
 
 
-def source_name(config: RunConfig) -> str:
+def hf_source_name(config: RunConfig) -> str:
     """Returns the directory or hub name of the checkpoint `initialize_from_hf`."""
     if isinstance(config.initialize_from_hf, str):
         return config.initialize_from_hf

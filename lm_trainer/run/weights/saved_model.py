@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, list_steps, read_record, read_step
 from lm_trainer.core.bucket import StoragePath
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import MachineError, UserError
@@ -27,7 +27,7 @@ from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.run.files.find_run import find_checkpoints
-from lm_trainer.run.files.records import identity_from_copy
+from lm_trainer.run.files.records import read_identity_from_copy
 from lm_trainer.step.state.inference_sharding import inference_shardings
 from lm_trainer.step.state.model_def import ModelDef
 
@@ -88,7 +88,7 @@ def load_model(
     directory, named_step = find_checkpoints(run)
     config = read_config(directory)
     _compare_config(directory, config)
-    steps = committed_steps(directory)
+    steps = list_steps(directory)
     requested = step if step is not None else named_step
     if not steps or (requested is not None and requested not in steps):
         description = f"checkpoint of step {requested}" if requested is not None else "checkpoint"
@@ -110,7 +110,7 @@ def read_vocabulary(run: str | StoragePath) -> tuple[int, Tokenizer]:
         UserError: as in `load_model`.
     """
     directory, step = find_checkpoints(run)
-    for candidate in [step] if step is not None else reversed(committed_steps(directory)):
+    for candidate in [step] if step is not None else reversed(list_steps(directory)):
         with contextlib.suppress(CheckpointError):
             record = read_record(directory, candidate)
             return record["vocab_size"], load_tokenizer(local_copy(directory, TOKENIZER) / TOKENIZER)
@@ -128,11 +128,11 @@ def _load_step(
         # Sharded, because a model trained on many devices may not fit on one.
         shapes, shardings = model.shapes, inference_shardings(model, devices)
     else:
-        shapes = _saved_arrays(record, prefix)
+        shapes = _recorded_shapes(record, prefix)
         shardings = dict.fromkeys(shapes, SingleDeviceSharding(devices[0]))
     like = {
         prefix + name: jax.ShapeDtypeStruct(
-            x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=shardings[name]
+            x.shape, _recorded_dtype(record, prefix + name, x.dtype), sharding=shardings[name]
         )
         for name, x in shapes.items()
     }
@@ -144,7 +144,7 @@ def _load_step(
     _compare_tokenizer(directory, copy, record)
     tokenizer = load_tokenizer(copy)
     name = config.trainer.id or directory.name
-    settings = read_settings(directory)
+    settings = read_published_settings(directory)
     return LoadedModel(config, nest_named_leaves(params), step, vocab_size, tokenizer, name, restored.record, settings)
 
 
@@ -152,7 +152,7 @@ def _compare_config(directory: StoragePath, config: RunConfig) -> None:
     """Warns if config.yaml differs from the configuration in the record of the run next to it."""
     from lm_trainer.run.config.run_config import numeric_differences, numeric_identity
 
-    identity = identity_from_copy(directory)
+    identity = read_identity_from_copy(directory)
     if identity and (differences := numeric_differences(identity, numeric_identity(config), config)):
         logger.warning(
             "%s is not the configuration of the run, and was damaged or changed: %s",
@@ -178,7 +178,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def read_settings(directory: StoragePath) -> HfSettings | None:
+def read_published_settings(directory: StoragePath) -> HfSettings | None:
     """Reads the settings of the published model a run started from, saved next to its checkpoints; None if missing.
 
     Raises:
@@ -188,7 +188,7 @@ def read_settings(directory: StoragePath) -> HfSettings | None:
     return HfSettings.read(copy) if copy.is_dir() else None
 
 
-def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
+def _recorded_shapes(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of the arrays of a checkpoint with a name prefix, by the name without the prefix."""
     parts = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
     return {
@@ -199,7 +199,7 @@ def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.Shape
     }
 
 
-def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
+def _recorded_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
     text = record["shapes"].get(name)
     return default if text is None else jax.numpy.dtype(text.split("[")[0])
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from lm_trainer.checkpoint.digest import not_finite
+from lm_trainer.checkpoint.digest import find_non_finite
 from lm_trainer.checkpoint.store import CheckpointStore, Restored
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.run.build.setup import TrainingSetup
-from lm_trainer.run.weights.adapters import FROZEN, check_frozen, frozen_digest
+from lm_trainer.run.weights.adapters import FROZEN, check_frozen_params, hash_frozen_params
 from lm_trainer.run.weights.saved_model import AVERAGED, PARAMS
 from lm_trainer.step.state.model_def import Params
 from lm_trainer.step.state.train_state import TrainState, copy_params
@@ -31,39 +31,39 @@ def save_state(store: CheckpointStore, state: TrainState, setup: TrainingSetup, 
         NonFiniteError: if a parameter has a non-finite value, from which training could not continue.
         MachineError: if this or the previous save failed.
     """
-    if bad := not_finite(state.params):
+    if bad := find_non_finite(state.params):
         raise NonFiniteError(
             f"after step {state.step} {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} "
             f"{'are' if len(bad) > 1 else 'is'} not finite, so no checkpoint was written of it (there are: "
             f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
         )
-    arrays = saved_arrays(state, setup)
+    arrays = arrays_to_save(state, setup)
     # Other frozen parameters are not saved; a resume verifies them by their digest.
     if setup.freezes:
-        record = {**record, FROZEN: frozen_digest(state.frozen)}
+        record = {**record, FROZEN: hash_frozen_params(state.frozen)}
     store.save(state.step, arrays, record)
 
 
-def saved_arrays(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
+def arrays_to_save(state: TrainState, setup: TrainingSetup) -> dict[str, Any]:
     """Returns the arrays of a state to save, by their names in the checkpoint."""
-    *_, export = setup.weights(state).values()
+    *_, export = setup.weights_to_evaluate(state).values()
     params = {**state.params, **{name: state.frozen[name] for name in setup.model.constants}}
     averaged = {name: export[name] for name in params} if _exports_other_weights(setup) else None
-    return _named(params, state.opt_state, averaged)
+    return _name_arrays(params, state.opt_state, averaged)
 
 
-def expected_arrays(setup: TrainingSetup) -> dict[str, Any]:
+def abstract_checkpoint(setup: TrainingSetup) -> dict[str, Any]:
     """Returns shape, dtype and sharding of every array in a checkpoint of this run, by its name in the checkpoint."""
-    params, opt_state = _abstract(setup)
+    params, opt_state = _abstract_state(setup)
     storage, shapes = setup.sharding.storage, setup.model.shapes
     params |= {
         name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=storage[name])
         for name in setup.model.constants
     }
-    return _named(params, opt_state, params if _exports_other_weights(setup) else None)
+    return _name_arrays(params, opt_state, params if _exports_other_weights(setup) else None)
 
 
-def resumed_state(restored: Restored, setup: TrainingSetup, init: Callable[[], TrainState]) -> TrainState:
+def restore_state(restored: Restored, setup: TrainingSetup, init: Callable[[], TrainState]) -> TrainState:
     """Restores the state from a checkpoint; missing arrays and frozen parameters are taken from a fresh state.
 
     Raises:
@@ -74,16 +74,16 @@ def resumed_state(restored: Restored, setup: TrainingSetup, init: Callable[[], T
     frozen: Any = {name: arrays[PARAMS + name] for name in model.constants if PARAMS + name in arrays}
     has_other_frozen = bool(model.shapes.keys() - model.trainable - model.constants)
     # A fresh state takes as much memory as this one, so create it only if needed.
-    if has_other_frozen or set(expected_arrays(setup)) - set(arrays):
+    if has_other_frozen or set(abstract_checkpoint(setup)) - set(arrays):
         fresh = init()
         frozen = {**fresh.frozen, **frozen}
         if has_other_frozen:
-            check_frozen(restored, frozen)
-        arrays = {**_named(fresh.params, fresh.opt_state, None), **arrays}
-    params, opt_state = _abstract(setup)
+            check_frozen_params(restored, frozen)
+        arrays = {**_name_arrays(fresh.params, fresh.opt_state, None), **arrays}
+    params, opt_state = _abstract_state(setup)
     named = {name: arrays[OPT_STATE + name] for name in named_leaves(opt_state)}
     trained = {name: arrays[PARAMS + name] for name in params}
-    averaged = _averages(arrays, trained) if setup.averages else None
+    averaged = _restore_averages(arrays, trained) if setup.averages else None
     return TrainState(restored.step, trained, from_named_leaves(opt_state, named), averaged, frozen)
 
 
@@ -92,7 +92,7 @@ def _exports_other_weights(setup: TrainingSetup) -> bool:
     return setup.averages or setup.has_eval_params
 
 
-def _named(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
+def _name_arrays(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
     return {
         **{PARAMS + name: x for name, x in params.items()},
         **{AVERAGED + name: x for name, x in (averaged or {}).items()},
@@ -100,19 +100,19 @@ def _named(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
     }
 
 
-def _abstract(setup: TrainingSetup) -> tuple[dict[str, Any], Any]:
+def _abstract_state(setup: TrainingSetup) -> tuple[dict[str, Any], Any]:
     """Returns shapes, dtypes and shardings of the trained parameters and the optimizer state."""
 
-    def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    def to_shape_dtype(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     shardings = setup.sharding.trained
-    params = {name: abstract(setup.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
-    opt_state = jax.tree.map(abstract, jax.eval_shape(setup.tx.init, params), shardings.opt_state)
+    params = {name: to_shape_dtype(setup.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
+    opt_state = jax.tree.map(to_shape_dtype, jax.eval_shape(setup.tx.init, params), shardings.opt_state)
     return params, opt_state
 
 
-def _averages(arrays: dict[str, Any], trained: Params) -> Params:
+def _restore_averages(arrays: dict[str, Any], trained: Params) -> Params:
     """Returns the averaged weights of a checkpoint; missing ones start at the current weights."""
     missing = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
     # Copies, because the step donates both parameters and averages, and an array cannot be donated twice.

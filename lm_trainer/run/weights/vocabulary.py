@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from lm_trainer.data.tokenizer import Pretrained
 from lm_trainer.data.tokenizer.hf import load_local
 from lm_trainer.run.config.run_config import RunConfig
-from lm_trainer.run.weights.pretrained import stored_vocabulary
+from lm_trainer.run.weights.pretrained import read_checkpoint_vocab_size
 from lm_trainer.run.weights.saved_model import read_vocabulary
 
 GPT2_VOCABULARY = 50_257
@@ -32,7 +32,7 @@ def find_vocabulary(config: RunConfig) -> Vocabulary:
         MachineError: if the checkpoint is on the hub and the hub is unreachable.
     """
     if config.initialize_from_hf:
-        return Vocabulary(stored_vocabulary(config))
+        return Vocabulary(read_checkpoint_vocab_size(config))
     if config.trainer.initialize_from is not None:
         return Vocabulary(read_vocabulary(config.trainer.initialize_from)[0])
     tokenizer: Any = config.data.tokenizer_config
