@@ -47,6 +47,7 @@ RUN: dict[str, Any] = {
         # On a CPU, XLA splits sums by its number of threads: every division uses the same number.
         "cpu_threads": DEVICES,
         "train_batch_size": 16,
+        "elastic_shards": 8,
         "num_train_steps": STEPS,
         "steps_per_eval": 25,
         "max_eval_batches": 2,

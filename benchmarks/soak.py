@@ -59,6 +59,7 @@ def tiny_config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
         "trainer": {
             "id": "run",
             "train_batch_size": 8,
+            "elastic_shards": 8,
             "per_device_parallelism": rows,
             "num_train_steps": steps,
             "steps_per_eval": 50,

@@ -62,6 +62,7 @@ def make_configuration(directory: Path, base: str) -> dict[str, Any]:
         "trainer": {
             "id": "run",
             "train_batch_size": 8,
+            "elastic_shards": 8,
             "per_device_parallelism": 1,
             "num_train_steps": STEPS,
             "sample_tokens": 0,

@@ -5,11 +5,14 @@ Shape letters: B rows, S positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+from lm_trainer.run.config.default_shards import default_microbatches
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 NORM_EPSILON = 1e-5
@@ -18,7 +21,6 @@ BATCHES = 4
 """Number of batches; step i uses batch i modulo this."""
 
 _EMBEDDINGS = ("wte.weight", "wpe.weight", "embed_tokens.weight")
-_SHARDS = 8
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Shape:
 
     @property
     def elastic_shards(self) -> int:
-        """Number of `lmt`'s microbatches: the default, or one per row if the rows are fewer."""
-        return min(_SHARDS, self.rows)
+        """Number of `lmt`'s microbatches by default."""
+        return math.gcd(default_microbatches(self.tokens), self.rows)
 
     @property
     def init_std(self) -> float:

@@ -26,12 +26,12 @@ parquet = pytest.importorskip("pyarrow.parquet")
 COUNT_THREADS = """
 import os, sys
 import pyarrow.parquet
-from lm_trainer.data.sources import shards_of_urls
+from lm_trainer.data.sources import list_shards
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-(shard,) = shards_of_urls("train", [sys.argv[1]], "text")
+(shard,) = list_shards("train", [sys.argv[1]], "text")
 pyarrow.array(["x"])
 before = threads()
 print(sum(1 for _ in shard.rows()), before, threads())

@@ -27,8 +27,8 @@ data:
     prose: {{train_urls: [{root}/train.txt], validation_urls: [{root}/prose.jsonl], tags: [web]}}
   train_weights: {{code: 1, prose: 1}}
 optimizer: {{learning_rate: 3e-3, warmup: 0}}
-trainer: {{id: run, num_train_steps: 6, steps_per_eval: 3, train_batch_size: 8, sample_tokens: 0, tracker: [],
-          max_devices: 1, model_averaging: {{type: ema, beta: 0.9}}}}
+trainer: {{id: run, num_train_steps: 6, steps_per_eval: 3, train_batch_size: 8, elastic_shards: 8, sample_tokens: 0,
+          tracker: [], max_devices: 1, model_averaging: {{type: ema, beta: 0.9}}}}
 """
 
 

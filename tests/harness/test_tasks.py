@@ -123,7 +123,8 @@ def test_command_and_training_give_the_same_figures(lmt: Lmt, tasks: Path, tmp_p
 model: {{type: llama, hidden_dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_dim: 64, seq_len: 128}}
 data: {{tokenizer: bytes, train_urls: [text.txt]}}
 optimizer: {{learning_rate: 1e-2, warmup: 0}}
-trainer: {{id: run, num_train_steps: 4, train_batch_size: 8, max_devices: 1, sample_tokens: 0, tracker: []}}
+trainer: {{id: run, num_train_steps: 4, train_batch_size: 8, elastic_shards: 8, max_devices: 1, sample_tokens: 0,
+          tracker: []}}
 eval_harness:
   task_spec: [toy_choice, {{task: toy_text, task_alias: prose}}, toy_written]
   include_path: {tasks}

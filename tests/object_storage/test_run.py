@@ -89,6 +89,7 @@ def runs(behind: Bucket, proxy: Proxy, start_lmt: StartLmt, tmp_path: Path) -> R
         "trainer": {
             "id": "run",
             "train_batch_size": 8,
+            "elastic_shards": 8,
             "max_devices": 1,
             "num_train_steps": STEPS,
             "sample_tokens": 0,

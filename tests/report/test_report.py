@@ -23,7 +23,8 @@ CONFIG = """
 model: {type: gpt2, hidden_dim: 16, num_layers: 1, num_heads: 2, seq_len: 32}
 data: {tokenizer: bytes, train_urls: [train.txt], validation_urls: [held.jsonl]}
 optimizer: {learning_rate: 3e-3, warmup: 0}
-trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, sample_tokens: 4, tracker: [], max_devices: 1}
+trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, elastic_shards: 8, sample_tokens: 4,
+          tracker: [], max_devices: 1}
 """
 
 

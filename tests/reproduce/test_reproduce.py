@@ -27,6 +27,7 @@ TINY: Plain = {
     "trainer": {
         "id": "run",
         "train_batch_size": 8,
+        "elastic_shards": 8,
         "num_train_steps": STEPS,
         "max_devices": 1,
         "sample_tokens": 0,

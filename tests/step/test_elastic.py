@@ -115,7 +115,7 @@ def test_the_comparison_notices_another_order_of_sums(make_config: MakeConfig, i
 @pytest.mark.slow
 def test_initial_weights_of_odd_widths_are_those_of_one_device() -> None:
     model = {"type": "gpt2", "hidden_dim": 24, "num_layers": 3, "num_heads": 2, "seq_len": 24}
-    trainer = {"train_batch_size": 8}
+    trainer = {"train_batch_size": 8, "elastic_shards": 8}
     config = RunConfig.model_validate({"model": model, "trainer": trainer, "optimizer": {"type": "adam"}})
     one, *sharded = (to_host(build_setup(config, 61, jax.devices()[:n]).init().params) for n in (1, 2, 8))
     for other in sharded:

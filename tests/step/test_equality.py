@@ -55,7 +55,7 @@ def test_random_language_models(number: int) -> None:
 def test_products_in_blocks_that_share_a_scale(determinism: str) -> None:
     model = {"type": "llama", "seq_len": 24, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 1,
              "num_kv_heads": 1}  # fmt: skip
-    trainer = {"seed": 0, "num_train_steps": 4, "mp": "p=f32,c=bfloat16", "train_batch_size": 8,
+    trainer = {"seed": 0, "num_train_steps": 4, "mp": "p=f32,c=bfloat16", "train_batch_size": 8, "elastic_shards": 8,
                "per_device_parallelism": 2, "determinism": determinism, "quantization": {"type": "mxfp8"}}  # fmt: skip
     run = RandomRun(trainer, {"type": "adam", "learning_rate": 1e-2, "warmup": 0}, devices=4, mesh={}, model=model)
     mismatch = difference(run)

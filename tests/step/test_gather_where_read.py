@@ -37,7 +37,7 @@ def config(layers: int, trainer: dict[str, Any], model: dict[str, Any]) -> RunCo
         {
             "model": {"type": "llama", **sizes, "scan_layers": True, **model},
             "data": {"tokenizer": "bytes"},
-            "trainer": {"train_batch_size": ROWS, "determinism": "fast", **trainer},
+            "trainer": {"train_batch_size": ROWS, "elastic_shards": ROWS, "determinism": "fast", **trainer},
             "optimizer": {"type": "adam", "learning_rate": 1e-2, "warmup": 0},
         }
     )

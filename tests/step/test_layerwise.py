@@ -39,7 +39,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embed_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def config_of(model: dict[str, Any], optimizer: str = "adam", **trainer: Any) -> RunConfig:
-    settings = {"train_batch_size": 8, "num_train_steps": 4, "gather": "layer", **trainer}
+    settings = {"train_batch_size": 8, "elastic_shards": 8, "num_train_steps": 4, "gather": "layer", **trainer}
     return RunConfig.model_validate({"model": model, "trainer": settings, "optimizer": {"type": optimizer}})
 
 
@@ -189,8 +189,11 @@ def estimate(config: RunConfig) -> dict[str, np.ndarray]:
 )
 def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, Any]) -> None:
     """The signs and targets that are drawn are the same: with others nothing would agree."""
-    config = config_of(model, optimizer, train_batch_size=2)
-    layerwise, expected = estimate(config), estimate(config_of(model, optimizer, train_batch_size=2, gather="model"))
+    config = config_of(model, optimizer, train_batch_size=2, elastic_shards=2)
+    layerwise, expected = (
+        estimate(config),
+        estimate(config_of(model, optimizer, train_batch_size=2, elastic_shards=2, gather="model")),
+    )
     assert max(np.abs(x).max() for x in expected.values()) > 0
     assert_close(({}, layerwise), ({}, expected))
 

@@ -254,7 +254,7 @@ def test_what_is_promised_instead(trainer: dict[str, Any], pattern: str | None) 
     ],
 )
 def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[str, Any], patterns: list[str]) -> None:
-    settings = {"train_batch_size": 8, **trainer}
+    settings = {"train_batch_size": 8, "elastic_shards": 8, **trainer}
     config = RunConfig.model_validate({"model": GPT2, "trainer": settings}).trainer
     warnings = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:devices])))
     assert len(warnings) == len(patterns)

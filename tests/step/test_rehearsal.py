@@ -45,7 +45,7 @@ STEPS: list[tuple[int, str, dict[str, Any], list[str]]] = [
 
 
 def config_for(optimizer: str, trainer: dict[str, Any]) -> Any:
-    settings = {"model": {**MODEL, **HEADS}, "trainer": {"train_batch_size": 8, **trainer}}
+    settings = {"model": {**MODEL, **HEADS}, "trainer": {"train_batch_size": 8, "elastic_shards": 8, **trainer}}
     return config_of({**settings, "optimizer": {"type": optimizer, "learning_rate": 1e-3}})
 
 

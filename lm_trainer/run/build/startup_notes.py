@@ -63,12 +63,12 @@ def _uneven_share_notes(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     shares = max(
         (plan.divide_microbatches(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda s: s.count
     )
-    most = shares.max_terms
-    slots = most * shares.shards
+    max_count = shares.max_terms
+    slots = max_count * shares.shards
     if slots > shares.count:
         yield (
             f"{shares.shards} devices along the data axes share {shares.count} microbatches unevenly: some compute "
-            f"{most}, others {most - 1}, so that {1 - shares.count / slots:.0%} of their time is idle"
+            f"{max_count}, others {max_count - 1}, so that {1 - shares.count / slots:.0%} of their time is idle"
         )
     copies = mesh.shape["replica"] // trainer.replica_ici_axis_size
     if copies > 1:
