@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.rehearsal import on_one_shard
 from lm_trainer.plan.attention_workspace import NO_WORKSPACE, AttentionWorkspace
+from lm_trainer.profile.attention_kernels import KERNEL_BLOCKS, computed_share
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
 from lm_trainer.run.config.gather import with_resolved_gather
@@ -122,6 +124,24 @@ class StepMemory:
             count = sum(other[0] == key[0] for other in names.values())
             names[f"{key[0]} {count + 1}" if count else key[0]] = key
         return names
+
+    def attention_product_flops(self) -> list[float]:
+        """FLOPs of one product of queries and keys in a microbatch on a device, for each kind of layer.
+
+        Only pairs in blocks that an attention kernel computes count.
+        """
+        spec, length = self.config.model.spec(self._vocab_size), self.config.model.seq_len
+        axes = dict(self.setup.sharding.mesh.shape)
+        rows = 1 if axes["pipeline"] > 1 else self.rows
+        head_shards = math.prod(axes[axis] for axis in self.config.trainer.step_plan.compute_rules.get("heads", ()))
+        block = KERNEL_BLOCKS.get(self._platform, length)
+        flops = []
+        for layer in spec.blocks[: spec.period]:
+            attention = layer.attention
+            share = 1.0 if spec.encoder is not None else computed_share(attention, length, min(block, length))
+            width = attention.num_heads * attention.head_dim // head_shards
+            flops.append(2.0 * rows * length * length * width * share / axes["context"])
+        return flops
 
     def with_gather(self, microbatches_per_gather: int) -> StepMemory:
         """The memory of the same step with another `trainer.microbatches_per_gather`."""

@@ -8,11 +8,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lm_trainer.profile.collectives import bytes_sent
+from lm_trainer.profile.attention_kernels import count_products
+from lm_trainer.profile.collectives import list_transfers
 from lm_trainer.profile.devices import Bandwidths
+from lm_trainer.profile.hlo import parse_program
+from lm_trainer.profile.network import Network
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT, Operation, list_operations
 
 _KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{re.escape(BLOCK_SCALED_PRODUCT)})"')
+
+_LAYER = re.compile(r"layer (\d+)")
+
+
+@dataclass(frozen=True)
+class TargetFigures:
+    """Figures of the devices and the model that the text of a program does not show."""
+
+    network: Network
+    """Links between the devices."""
+    attention_flops: Sequence[float] = (0.0,)
+    """FLOPs of one product of queries and keys in a microbatch on one device, for each kind of layer."""
+
+    def flops_of_attention_product(self, program: str) -> float:
+        """Returns the FLOPs of one product of queries and keys in a program: of its kind of layer, or the mean."""
+        if (match := _LAYER.search(program)) and int(match[1]) < len(self.attention_flops):
+            return self.attention_flops[int(match[1])]
+        return sum(self.attention_flops) / len(self.attention_flops)
 
 
 @dataclass(frozen=True)
@@ -26,18 +47,36 @@ class ProgramWork:
     sent: Mapping[str, float]
     """Collective -> bytes the device sends."""
     kernels: Mapping[str, int]
-    """Custom kernel, such as attention -> number of occurrences in the program. FLOPs are counted only for kernels of
-    matrix products."""
+    """Custom kernel, such as attention -> number of occurrences in the program."""
+    sent_to_nodes: float = 0.0
+    """Bytes the device sends to other nodes, included in `sent`."""
+    network_seconds: float = 0.0
+    """Lower bound of the time of all transfers, one after another."""
+    kernel_flops: float = 0.0
+    """FLOPs of attention kernels."""
 
     @classmethod
-    def from_hlo(cls, name: str, runs: int, hlo: str) -> ProgramWork:
-        """Analyses the text of a compiled program."""
-        return cls(name, runs, tuple(list_operations(hlo, ())), bytes_sent(hlo), Counter(_KERNEL.findall(hlo)))
+    def from_hlo(cls, name: str, runs: int, hlo: str, target: TargetFigures | None = None) -> ProgramWork:
+        """Analyses the text of a compiled program; without a target, transfers and attention kernels take no time."""
+        transfers, target = list_transfers(hlo), target or TargetFigures(Network(None))
+        sent: Counter[str] = Counter()
+        for transfer in transfers:
+            sent[transfer.kind] += transfer.bytes_sent  # pyright: ignore[reportArgumentType] - bytes may be a fraction
+        return cls(
+            name=name,
+            runs=runs,
+            operations=tuple(list_operations(hlo, ())),
+            sent=sent,
+            sent_to_nodes=sum(map(target.network.bytes_between_nodes, transfers)),
+            network_seconds=sum(map(target.network.seconds, transfers)),
+            kernels=Counter(_KERNEL.findall(hlo)),
+            kernel_flops=count_products(parse_program(hlo)) * target.flops_of_attention_product(name),
+        )
 
     @property
     def flops(self) -> float:
-        """FLOPs of matrix products."""
-        return sum(op.flops for op in self.operations)
+        """FLOPs of matrix products and attention kernels."""
+        return sum(op.flops for op in self.operations) + self.kernel_flops
 
     @property
     def num_bytes(self) -> float:
@@ -117,6 +156,8 @@ class CompiledStep:
                 "flops": work.flops,
                 "bytes_moved": work.num_bytes,
                 "bytes_sent": dict(work.sent),
+                "bytes_sent_to_nodes": work.sent_to_nodes,
+                "kernel_flops": work.kernel_flops,
                 "kernels": dict(work.kernels),
             }
             for work in self.programs
@@ -142,13 +183,14 @@ def step_time(programs: Sequence[ProgramWork], flops: float, peak: float, bandwi
 
     def program_time(work: ProgramWork) -> ProgramTime:
         limits = [(op.flops / peak, op.num_bytes / bandwidths.memory) for op in work.operations]
+        kernels = work.kernel_flops / peak
         return ProgramTime(
             work.name,
             work.runs,
-            compute=sum(compute for compute, _ in limits),
+            compute=sum(compute for compute, _ in limits) + kernels,
             memory=sum(memory for _, memory in limits),
-            network=0.0 if bandwidths.network is None else sum(work.sent.values()) / bandwidths.network,
-            one_by_one=sum(map(max, limits)),
+            network=work.network_seconds,
+            one_by_one=sum(map(max, limits)) + kernels,
         )
 
     return StepTime(tuple(map(program_time, programs)), flops, peak)

@@ -20,10 +20,11 @@ from lm_trainer.plan.cost import MFU, RunTime, RunWork, training_peak, training_
 from lm_trainer.plan.devices import Budget, DeviceGroup, memory_budget
 from lm_trainer.plan.fit import MicrobatchFit, find_fitting_microbatch
 from lm_trainer.plan.memory import Correction, MemoryPlan, StepMemory
-from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
+from lm_trainer.plan.programs import CompiledStep, ProgramWork, TargetFigures, step_time
 from lm_trainer.plan.refusal import explain_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_score_fraction
+from lm_trainer.profile.network import Network
 from lm_trainer.run.config.run_config import RunConfig
 from lm_trainer.run.config.trainer_config import TrainerConfig
 from lm_trainer.run.weights.adapters import training_flops
@@ -190,13 +191,14 @@ def plan_run(
         kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         attention_workspace=workspace.bytes(rows),
         ring=_plan_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
-        compiled=_compile_step(memory, work, group, trainer) if own_compiler else None,
+        compiled=_compile_step(memory, work, group, devices) if own_compiler else None,
     )
 
 
-def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, trainer: TrainerConfig) -> CompiledStep:
-    runs = memory.run_counts()
-    programs = tuple(ProgramWork.from_hlo(name, runs[name], text) for name, text in memory.hlo_texts().items())
+def _compile_step(memory: StepMemory, work: RunWork, group: DeviceGroup, devices: Sequence[Any]) -> CompiledStep:
+    runs, trainer = memory.run_counts(), memory.config.trainer
+    target = TargetFigures(Network.of(group.kind, devices), memory.attention_product_flops())
+    programs = tuple(ProgramWork.from_hlo(name, runs[name], text, target) for name, text in memory.hlo_texts().items())
     peak, bandwidths = training_peak(group.kind, trainer), device_bandwidths(group.kind)
     if peak is None or bandwidths is None:
         return CompiledStep(programs, None)

@@ -97,6 +97,8 @@ def _program_rows(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
             f"{format_bytes(round(work.num_bytes))} read and written",
         ]
         parts += [f"{name} of {format_bytes(round(size))}" for name, size in work.sent.items() if size]
+        if work.sent_to_nodes:
+            parts.append(f"{format_bytes(round(work.sent_to_nodes))} of it to other nodes")
         parts += [f"{count} x {name}" for name, count in work.kernels.items()]
         yield f"  {work.name}", f"{work.runs} x " + ", ".join(filter(None, parts))
     if (time := compiled.time) is not None:
@@ -111,8 +113,9 @@ def _program_notes(plan: RunPlan, compiled: CompiledStep) -> Iterator[str]:
     if compiled.time is not None:
         yield (
             "note: The time by the programs is that of their products, their memory traffic and what they send, by the "
-            "datasheet: from all of it at once to one after another, and either at its limit. Kernels count with the "
-            "FLOPs of the model alone, and an all-to-all in a torus takes longer than its bytes."
+            "datasheet: from all of it at once to one after another, and either at its limit. Attention kernels count "
+            "with the blocks that they compute; transfers with the links that they take inside a node, between nodes "
+            "or through a slice. Real kernels and links reach less than their datasheet."
         )
     if (advice := all_gather_advice(plan.devices, plan.mesh, compiled.programs)) is not None:
         yield f"note: {advice}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from lm_trainer.profile.hlo import (
     ARRAY,
@@ -18,6 +19,7 @@ from lm_trainer.profile.replica_groups import replica_groups
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _KIND = re.compile(rf"({'|'.join(_KINDS)})(-start)?")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 _SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-gather": lambda size, n: size * (n - 1) / n,
     "all-reduce": lambda size, n: 2 * size * (n - 1) / n,
@@ -28,6 +30,67 @@ _SENT: Mapping[str, Callable[[float, int], float]] = {
 """Bytes sent by one device in a ring algorithm, from the bytes of its result and the number of devices."""
 
 
+class Transfer(NamedTuple):
+    """One collective of a program, over all of its runs in one run of the program."""
+
+    kind: str
+    """`all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
+    num_bytes: float
+    """Bytes of the results on one device."""
+    groups: list[list[int]]
+    """Groups of devices that exchange data, as indices into the devices of the program; pairs of a source and a target
+    for `collective-permute`."""
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes each device sends in a ring algorithm."""
+        return _SENT[self.kind](self.num_bytes, len(self.groups[0]))
+
+    def bytes_between(self, node: int) -> float:
+        """Returns the bytes each device sends to other nodes of `node` devices; 0 if every group is inside a node.
+
+        Devices of a node share what enters and leaves it: all of them send an equal part of what a node sends.
+        """
+        per_node = self._devices_per_node(node)
+        group = len(self.groups[0])
+        if per_node == group:
+            return 0.0
+        if self.kind in ("all-to-all", "collective-permute"):
+            others = group - per_node
+            return self.num_bytes * (others / group if self.kind == "all-to-all" else 1)
+        # A ring of nodes, in which every device passes on its share of what its node has.
+        return _SENT[self.kind](self.num_bytes, group) * (1 - per_node / group) / (1 - 1 / group) / per_node
+
+    def bytes_sent_inside(self, node: int) -> float:
+        """Returns the bytes each device sends to devices of its node, if a group spans several nodes."""
+        per_node, group = self._devices_per_node(node), len(self.groups[0])
+        if self.kind == "collective-permute":
+            return 0.0
+        if self.kind == "all-to-all":
+            return self.num_bytes * (per_node - 1) / group
+        return _SENT[self.kind](self.num_bytes, group) * (1 - 1 / per_node) / (1 - 1 / group)
+
+    def _devices_per_node(self, node: int) -> int:
+        """Number of devices of the most spread group that are in one node."""
+        return min(
+            max(sum(other // node == device // node for other in group) for device in group) for group in self.groups
+        )
+
+
+def list_transfers(hlo: str) -> list[Transfer]:
+    """The collectives of an optimised program.
+
+    Raises:
+        ValueError: if a collective's devices cannot be parsed from its line.
+    """
+    transfers = []
+    for op, times in _find_collectives(parse_program(hlo)):
+        kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        groups = _pairs(op.attributes) if kind == "collective-permute" else replica_groups(op.attributes)
+        transfers.append(Transfer(kind, times * _collective_bytes(op.shape, kind, start), groups))
+    return transfers
+
+
 def bytes_sent(hlo: str) -> dict[str, float]:
     """Collective -> bytes each device sends in one run of an optimised program.
 
@@ -35,11 +98,16 @@ def bytes_sent(hlo: str) -> dict[str, float]:
         ValueError: if a collective's devices cannot be parsed from its line.
     """
     sent: dict[str, float] = {}
-    for op, times in _find_collectives(parse_program(hlo)):
-        kind, start = _KIND.fullmatch(op.opcode).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        devices = 2 if kind == "collective-permute" else len(replica_groups(op.attributes)[0])
-        sent[kind] = sent.get(kind, 0.0) + times * _SENT[kind](_collective_bytes(op.shape, kind, start), devices)
+    for transfer in list_transfers(hlo):
+        sent[transfer.kind] = sent.get(transfer.kind, 0.0) + transfer.bytes_sent
     return sent
+
+
+def _pairs(attributes: str) -> list[list[int]]:
+    """The pairs of a source and a target of a permutation."""
+    text = _PAIRS.search(attributes)
+    pairs = [] if text is None else re.findall(r"\{(\d+),(\d+)\}", text[1])
+    return [[int(source), int(target)] for source, target in pairs] or [[0, 1]]
 
 
 def _find_collectives(program: Program) -> Iterator[tuple[Instruction, float]]:

@@ -13,6 +13,7 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder, TransformerSize, WSDSChinchillaRunConfigurator
 from lm_trainer.ladder.plan import plan_rung
+from lm_trainer.ladder.rungs import run_config
 from lm_trainer.profile.flops import parameter_count
 from tests.conftest import ROOT
 
@@ -129,8 +130,10 @@ def test_any_optimizer(name: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("ladder_*.yaml")), ids=lambda path: path.stem)
 def test_every_ladder_is_valid(path: Path) -> None:
     config = load(path, [], ModelLadder).config
-    steps = [plan_rung(config, size, vocab_size=VOCABULARY).steps for size in config.sizes]
-    assert len(steps) >= 4
+    runs = [run_config(config, size, vocab_size=VOCABULARY) for size in config.sizes]
+    assert len({run.trainer.num_train_steps for run in runs}) >= 4
+    # A plan rehearses a step, which takes seconds for each size.
+    assert plan_rung(config, config.sizes[0], vocab_size=VOCABULARY).steps == runs[0].trainer.num_train_steps
 
 
 def test_every_field_of_the_recipe_matters() -> None:

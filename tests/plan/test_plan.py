@@ -367,7 +367,7 @@ def test_the_devices_own_compiler_says_what_programs_do(lmt: Lmt, config: Path, 
 
 def test_the_time_of_a_step_lies_between_all_at_once_and_one_after_another():
     ops = (Operation("a", "", flops=4e12, num_bytes=1e9), Operation("b", "", flops=0.0, num_bytes=3e9))
-    work = ProgramWork("layer", 2, ops, {"all-gather": 1e9}, {})
+    work = ProgramWork("layer", 2, ops, {"all-gather": 1e9}, {}, network_seconds=2.0)
     times = step_time([work], flops=6e12, peak=2e12, bandwidths=Bandwidths(1e9, 0.5e9, "none"))
     # In a run: products 2 s, memory 1 + 3 s, network 2 s.
     assert (times.lower_bound, times.upper_bound, times.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")

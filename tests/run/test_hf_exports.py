@@ -49,7 +49,7 @@ def export_after(step: int, exported: HfExports) -> None:
     """Exports as the loop does after a step."""
     program: Any = SimpleNamespace(
         weights_to_evaluate=lambda state: {"": {}, "ema": state},
-        model=SimpleNamespace(nested=nest_named_leaves),
+        model=SimpleNamespace(nest=nest_named_leaves),
     )
     metrics: Any = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})
     info: Any = SimpleNamespace(step=step, state=PARAMS, total_tokens=640)

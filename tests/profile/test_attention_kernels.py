@@ -1,0 +1,67 @@
+"""FLOPs of attention kernels, counted from the text of a program and by pairs of blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.plan.programs import ProgramWork, TargetFigures
+from lm_trainer.profile.attention_kernels import computed_share, count_products
+from lm_trainer.profile.hlo import parse_program
+from lm_trainer.profile.network import Network
+
+
+def program(*kernels: tuple[str, str]) -> str:
+    lines = [f'  %{name} = f32[4]{{0}} custom-call(%x), custom_call_target="{target}"' for name, target in kernels]
+    return "\n".join(["HloModule m", "", "ENTRY %e (x: f32[4]) -> f32[4] {", "  %x = f32[4]{0} parameter(0)", *lines,
+                      "  ROOT %r = f32[4]{0} negate(%x)", "}", ""])  # fmt: skip
+
+
+FORWARD = ("splash_mha_fwd_segmented_residuals.1", "tpu_custom_call")
+KEYS = ("splash_mha_dkv_segmented_no_residuals.1", "tpu_custom_call")
+QUERIES = ("splash_mha_dq_segmented_no_residuals.3", "tpu_custom_call")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "products"),
+    [
+        ([FORWARD], 2),
+        ([FORWARD, KEYS], 2 + 5),
+        ([FORWARD, KEYS, QUERIES], 2 + 4 + 3),
+        ([("custom-call.1", "__cudnn$fmhaScaleBiasSoftmax")], 2),
+        ([("custom-call.2", "__cudnn$fmhaScaleBiasSoftmaxBackward")], 5),
+        ([("gmm.1", "tpu_custom_call")], 0),
+    ],
+    ids=str,
+)
+def test_products_of_a_kernel(kernels: list[tuple[str, str]], products: int) -> None:
+    assert count_products(parse_program(program(*kernels))) == products
+
+
+@pytest.mark.parametrize("length", [512, 1024, 2048])
+@pytest.mark.parametrize("window", [None, 1, 2, 128, 129, 300, 4096])
+@pytest.mark.parametrize("block", [128, 512])
+def test_blocks_with_a_visible_pair_are_computed(length: int, window: int | None, block: int) -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, window=window)
+    count = length // block
+    visible = sum(
+        any(
+            key <= query and (window is None or query - key < window)
+            for query in (row * block, row * block + block - 1)
+            for key in (column * block, column * block + block - 1)
+        )
+        for row in range(count)
+        for column in range(count)
+    )
+    assert computed_share(spec, length, block) == pytest.approx(visible / count**2)
+
+
+def test_layers_of_a_kind_count_with_their_own_share() -> None:
+    target = TargetFigures(Network(None), attention_flops=[100.0, 50.0])
+
+    def flops(name: str) -> float:
+        return ProgramWork.from_hlo(name, 1, program(FORWARD), target).kernel_flops
+
+    assert (flops("layer 0"), flops("layer 1 gradient"), flops("microbatch")) == (200.0, 100.0, 150.0)
+    assert ProgramWork.from_hlo("layer 0", 1, program(FORWARD), target).flops == 200.0
+    assert ProgramWork.from_hlo("layer 0", 1, program(FORWARD)).flops == 0.0
