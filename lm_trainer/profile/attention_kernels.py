@@ -12,7 +12,7 @@ from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.profile.hlo import Program, walk_fusion, walk_instructions
 
 KERNEL_BLOCKS: Mapping[str, int] = {"tpu": 512, "gpu": 128}
-"""Platform -> positions in a block of queries or keys: those of splash attention here, and of cuDNN's kernels."""
+"""Platform -> number of positions in a block of queries or keys: of splash attention, and of cuDNN's kernels."""
 _SPLASH = re.compile(r"splash_\w*_(fwd|dkv|dq)(?:_|\.|$)")
 _CUDNN = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"')
 _FORWARD, _BACKWARD = "forward", "backward"
