@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lm_trainer.launch.supervise import find_free_address
 from lm_trainer.profile.program_graph import output_hashes
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.build.setup import TrainingSetup, build_setup
@@ -20,6 +23,7 @@ from lm_trainer.step.dispatch.device_groups import DeviceGroups
 from lm_trainer.step.dispatch.mesh_group import MeshWide, dispatching_for
 from lm_trainer.step.dispatch.program import Program
 from lm_trainer.step.state.train_state import to_host
+from tests.conftest import lmt_environment
 from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, VOCAB, config_of
 
 pytestmark = pytest.mark.optimised
@@ -80,6 +84,36 @@ def test_one_program_for_all_devices_has_the_bits_of_one_for_each(
     turns = 2 * (1 if trainer.get("microbatches_per_gather") is None else 8 // devices)
     assert sum(count for name, count in exchanging.items() if "reduce" in name) == 2 * turns
     assert sum(count for name, count in exchanging.items() if "reduce" not in name) == 3 * turns
+
+
+def start_processes(count: int, devices: int) -> list[subprocess.Popen[str]]:
+    """Starts processes that train together, each with some emulated devices."""
+    environ = lmt_environment(devices=devices)
+    address = find_free_address()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.step.mesh_wide_process", address, str(count), str(index)],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_programs_of_the_devices_of_two_processes_have_the_bits_of_one_device() -> None:
+    """Each process runs its part of one program over all four devices."""
+    outputs = []
+    for process in (*start_processes(2, devices=2), *start_processes(1, devices=1)):
+        output, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        # Libraries of communication may print lines of their own.
+        outputs.append(output.splitlines()[-1].split())
+    (first, digest), (second, other_digest), (_, expected) = outputs
+    assert first == second == MeshWide.__name__
+    assert digest == other_digest == expected
 
 
 def test_the_host_dispatches_no_more_programs_for_more_devices(monkeypatch: pytest.MonkeyPatch) -> None:
