@@ -41,8 +41,7 @@ class Embedding(nnx.Module):
 
     @jax.named_scope("embedding")
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
-        """Returns float32 [B, S, D]; a token or position past its table gives NaN, as indexing would silently clamp it.
-        """
+        """Returns float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clip."""
         x_BSD = self.lookup(tokens_BS)
         if self.spec.scale is not None:
             x_BSD = x_BSD * self.spec.scale
