@@ -211,8 +211,8 @@ class Decoder(nnx.Module):
         return self.new_cache(shape, dtype)
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """Continues from a cache. Returns the logits, float32 [B, T, V], which equal those of a full forward pass, and
-        the new cache.
+        """Continues from a cache. Returns the logits, float32 [B, T, V], which equal the logits of a full forward pass,
+        and the new cache.
 
         Arguments as for `decode_hidden`.
         """

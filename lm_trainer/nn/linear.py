@@ -1,6 +1,6 @@
 """Linear maps, dropout and activations.
 
-Shape letters: M rows, I inputs of a linear map, O its outputs, all flattened; `...` stands for any leading dimensions.
+Shape letters: M rows, I inputs of a linear map, O its outputs, all flattened; `...` any leading dimensions.
 """
 
 from __future__ import annotations

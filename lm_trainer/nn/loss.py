@@ -169,8 +169,7 @@ class _Settings(NamedTuple):
 def _token_sums(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> TokenSums:
-    """Sums the terms over the tokens. The gradient of `nll` is that of `nll + z_loss`; the other terms have no
-    gradient.
+    """Sums the terms over the tokens. The gradient of `nll` is the gradient of `nll + z_loss`; other terms have none.
 
     Under differentiation, the gradients are computed block by block in the forward pass, while the logits exist, so
     logits are neither saved nor recomputed. Otherwise only the sums are computed. Products are in the dtype of `h_ND`

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class AdanConfig(OptimizerConfig):
     """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW.
 
-    Each decay is 1 minus the corresponding beta of the paper. This is how the paper's code defines them; that code also
-    corrects the averages for their initial bias, as this one does.
+    Each decay is 1 minus the corresponding beta of the paper, as in the paper's code. As in that code, the averages are
+    corrected for their initial bias.
     """
 
     elementwise_transform: ClassVar[bool] = True

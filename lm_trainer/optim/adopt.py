@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class AdoptConfig(OptimizerConfig):
     """ADOPT (Taniguchi et al. 2024, arXiv 2411.02853, algorithm 2).
 
-    The first step only measures gradients: it changes the weights by nothing but weight decay.
+    The first step only computes second moments: except for weight decay, it does not change the weights.
     """
 
     elementwise_transform: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Cautious AdamW: masks the elements of Adam's update whose sign differs from that of the current gradient."""
+"""Cautious AdamW: masks the elements of Adam's update whose sign differs from the gradient's."""
 
 from __future__ import annotations
 

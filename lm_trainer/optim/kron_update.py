@@ -31,7 +31,7 @@ _HIGHEST_RMS = 1.1
 """A whitened momentum has a root mean square of at most about 1; only an outdated factor leads to more than this
 limit."""
 _SEED = 42
-"""A fixed seed, not that of the run, because the random numbers only probe the factors."""
+"""A fixed seed, not the seed of the run, because the random numbers only probe the factors."""
 
 
 class KronState(NamedTuple):

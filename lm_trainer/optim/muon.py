@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class MuonConfig(OptimizerConfig):
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with the momentum of optax.contrib.muon.
 
-    With nesterov, both the average and the gradient are corrected for the bias of the first steps, and the average is
-    corrected as of the next step: (b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t)), where Jordan's code has b m + (1 - b)
-    g. The directions differ by a few percent in the first steps, and agree later.
+    With nesterov, both the average and the gradient are corrected for the bias of the first steps, and the average for
+    one step more: (b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t)), where Jordan's code has b m + (1 - b) g. The
+    directions differ by a few percent in the first steps, and agree later.
 
     The matrix of each layer is orthogonalised separately; the heads of an attention matrix are orthogonalised together.
     """

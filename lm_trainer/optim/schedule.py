@@ -55,8 +55,7 @@ class Schedule:
     In cycle i all values are multiplied by `peaks[i]`, if `peaks` is not empty.
 
     Raises:
-        ValueError: if `inv` has a `min_ratio` of 0, `power` has no `tokens`, or the number of peaks is not that of
-            cycles.
+        ValueError: if `inv` has a `min_ratio` of 0, `power` has no `tokens`, or the numbers of peaks and cycles differ.
     """
 
     shape: ScheduleName

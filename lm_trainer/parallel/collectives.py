@@ -105,8 +105,8 @@ def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
     Args:
         x: the term of this device.
         axes: the mesh axes.
-        dim: a dimension that is divisible by the number of devices, so that the traffic is that of a ring all-reduce.
-            None: each device gathers all terms.
+        dim: a dimension that is divisible by the number of devices, so that the traffic equals a ring all-reduce. None:
+            each device gathers all terms.
     """
     axes = tuple(axis for axis in axes if axis_size(axis) > 1)
     if not axes:

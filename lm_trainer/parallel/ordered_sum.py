@@ -42,8 +42,8 @@ def sum_over_shards(
     """Adds the contributions of all batch shards. The sums are sharded as in storage.
 
     Each shard sends one slice to every other shard and adds the slices it receives in the fixed order, so the traffic
-    equals that of a ring reduce-scatter. Arrays that have no divisible dimension are flattened, and their sums are
-    replicated. Small arrays are gathered.
+    equals a ring reduce-scatter. Arrays that have no divisible dimension are flattened, and their sums are replicated.
+    Small arrays are gathered.
 
     Args:
         stacked: name -> [shards, ...]; the first axis is sharded over the batch axes, the other axes as in `compute`.

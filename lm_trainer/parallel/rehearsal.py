@@ -213,7 +213,7 @@ def on_one_shard() -> Iterator[None]:
 
 
 def local_devices(mesh: Mesh) -> list[Device]:
-    """Returns the devices of a mesh that this process computes with; under `on_one_shard`, those of one batch shard."""
+    """Returns the devices of a mesh that this process computes with; `on_one_shard` limits them to one batch shard."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     # The devices of a batch shard are contiguous in a mesh.
     return devices[: mesh.size // batch_shards(mesh)] if _ONE_SHARD.get() else devices

@@ -81,7 +81,7 @@ def training_time(
 
 def training_peak(kind: str, trainer: TrainerConfig) -> Peak | None:
     """Returns the peak of one device for the matrix products of a run; None if no datasheet has one."""
-    # The configuration of JAX in this process may differ from that of the run.
+    # The configuration of JAX in this process may differ from its configuration in the run.
     name = "jax_default_matmul_precision"
     precision = trainer.jax_config.get(name, jax.config.values[name])
     return datasheet_peak(kind, trainer.mp.compute, allow_tf32=is_tf32_allowed(precision))  # pyright: ignore[reportArgumentType]

@@ -166,7 +166,7 @@ class StepMemory:
         return self._built[rows].rehearse(self._row, self._platform, self._scale_to_accelerator(rows, measure))
 
     def _scale_to_accelerator(self, rows: int, measure: Measure) -> Measure:
-        """Scales memory reported by the CPU compiler to that of an accelerator, and adds the workspace of attention."""
+        """Scales memory reported by the CPU compiler to an accelerator's, and adds the workspace of attention."""
         if self._platform == "cpu":
             return measure
         compiled_for_cpu = self._devices[0].platform == "cpu"

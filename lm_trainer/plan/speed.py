@@ -202,7 +202,7 @@ def _batch_axes_seconds(work: LayoutWork, machine: Machine) -> float:
 
 
 def _tensor_parallel_seconds(work: LayoutWork, machine: Machine) -> float:
-    """Returns the time of activation sums after attention and MLP: forward, backward, and again if recomputed."""
+    """Returns the time of activation sums after attention and MLP: forward, backward, and once more if recomputed."""
     ring = 2 * (work.tensor - 1) / work.tensor
     sums = 2 * (3 if work.recomputes else 2) * len(work.spec.blocks)
     return sums * ring * work.tokens * work.spec.hidden_dim * work.itemsize / machine.link_bandwidth(work.tensor)

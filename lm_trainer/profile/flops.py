@@ -142,10 +142,10 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     With `every_layer`, each layer is fully recomputed once, regardless of the spec. A step that computes gradients
     layer by layer does this, because it cannot store activations as the spec requires.
 
-    Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to those of a training step (PaLM: Chowdhery et al.
-    2022, arXiv 2204.02311, appendix B). As is usual, a block without stored activations counts as a full forward pass,
-    although the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel is
-    not counted.
+    Hardware FLOPs utilisation (HFU) is MFU with these FLOPs added to the FLOPs of a training step (PaLM: Chowdhery et
+    al. 2022, arXiv 2204.02311, appendix B). As is usual, a block without stored activations counts as a full forward
+    pass, although the compiler omits products whose results no gradient needs. Recomputation inside an attention kernel
+    is not counted.
     """
     in_encoder = _recomputed_encoder_flops(spec, seq_len)
     if every_layer:
