@@ -144,7 +144,7 @@ def _matches_layer(config: LoraConfig, pattern: str, layer: str, module_names: S
 
 
 def _layer_names(layers: Sequence[str], aliases: ModuleNames) -> list[str]:
-    """Returns the shortest unambiguous names of the linear layers that a list may contain, our names first."""
+    """Returns the shortest names by which a list may select the linear layers, our own names first."""
     own_names = [layer.split(".", 2)[-1] for layer in layers]
     alias_names = [
         re.sub(r"^.*?\.\d+\.", "", name) for layer in layers for name in aliases.get(f"{layer}.weight", ())[:1]

@@ -37,9 +37,10 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout rate for the input of an adapter; the input of the frozen layer is not dropped."""
     target_modules: str | tuple[str, ...] | None = None
-    """Linear layers that get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
-    v_proj]` or `[attention.*]`: complete components from the end of a layer's name here or in `transformers`, `*` for
-    anything. A string: a regular expression that matches the complete name in either form."""
+    """Linear layers that get an adapter; null or `all-linear`: all linear layers of the blocks. A list of names, such
+    as `[q_proj, v_proj]` or `[attention.*]`: each must equal the end of a layer's name, in whole components, here or in
+    `transformers`; `*` matches anything. A string: a regular expression that matches the complete name in either
+    form."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so the size of updates does not shrink as the rank grows (Kalajdzievski
     2023, arXiv 2312.03732)."""

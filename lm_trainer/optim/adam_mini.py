@@ -33,7 +33,7 @@ class AdamMiniConfig(OptimizerConfig):
     Biases and scales of norms have a second moment for each element, as in AdamW.
     """
 
-    # Averages of squares belong to blocks, and vectors stay in float32.
+    # No fields: averages of squares have one element per block, and averages of vectors stay in float32.
     squares_in_state: ClassVar[tuple[str, ...] | None] = ()
 
     type: Literal["mini"] = "mini"

@@ -130,7 +130,7 @@ def plan_run(
         group: target devices of the run.
         devices: JAX devices for XLA, in the same number: emulated ones from `emulate_devices`, or the devices of
             `group` themselves.
-        assumptions: assumptions that are not part of the configuration.
+        assumptions: assumptions about devices and data that the configuration does not contain.
         own_compiler: True if `devices` are the devices of `group`, either present or described. The plan then reports
             the figures of their compiler.
 

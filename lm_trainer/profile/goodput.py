@@ -19,7 +19,7 @@ class Goodput:
 
     Productive time is the time of the steps, without waiting for data, in the attempts that led to the current state:
     steps that are recomputed after a resume count once. Everything else (start-up, compilation, evaluation, blocking
-    saves, lost steps) counts only as wall time. Time between two attempts counts as neither, and so does the time of a
+    saves, lost steps) counts only as wall time. Time between two attempts counts as neither, nor does the time of a
     killed attempt after its last recorded step.
 
     Args:

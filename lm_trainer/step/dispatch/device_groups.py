@@ -69,7 +69,7 @@ class ModelParallelGroup:
         return shares.terms(self.index)
 
     def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
-        """Returns the sum over the microbatches of the group, as a part of the sum over all microbatches."""
+        """Makes the sum over the microbatches of the group, which is a part of the sum over all microbatches."""
         return TreeSum(shares.count, add, self.microbatch_positions(shares).start)
 
     def stacked_sharding(self, *spec: str | tuple[str, ...] | None) -> NamedSharding:

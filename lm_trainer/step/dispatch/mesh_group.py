@@ -45,9 +45,9 @@ class Signature(NamedTuple):
 class MeshGroup:
     """Group of all devices of a mesh.
 
-    Values that each device has for itself are concatenated along their first axis into one global array, and scalars
-    into a vector. The part on a device therefore has the same shape as in a program for one device, and the program has
-    the same operations.
+    Values that differ between devices are concatenated along their first axis into one global array, or into a vector
+    if they are scalars. The part on a device therefore has the same shape as in a program for one device, and the
+    program has the same operations.
     """
 
     mesh: Mesh
@@ -70,7 +70,7 @@ class MeshGroup:
         return range(shares.max_terms)
 
     def make_tree_sum(self, shares: Shares, add: Callable[[T, T], T]) -> TreeSum[T]:
-        """Returns the sum over the microbatches of a device, the same subtree of the full sum on every device."""
+        """Makes the sum over the microbatches of a device, the same subtree of the full sum on every device."""
         return TreeSum(shares.max_terms, add)
 
     def argument_shapes(self, signature: Signature) -> tuple[PyTree, ...]:

@@ -301,7 +301,7 @@ class FirstExchange:
         self._started = False
 
     def run_first(self, run: MicrobatchExecutable, group: int, arguments: tuple[PyTree, ...]) -> PyTree:
-        """Returns the results for a microbatch: the first time of the program with the exchanges, later of `run`."""
+        """Returns the results for a microbatch: from the program with exchanges the first time, later from `run`."""
         if self._started:
             return run(group, *arguments)
         exchanged, self._arguments, self._started = self._arguments, (), True
