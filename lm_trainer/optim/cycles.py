@@ -9,7 +9,8 @@ from typing import NamedTuple
 from lm_trainer.core.config import resolve_steps
 
 _EVEN = 0.01
-"""If 1 / cycle_length is this close to an integer n, the length is treated as 1 / n: 0.333 means thirds."""
+"""Maximum distance of 1 / cycle_length from an integer n at which the length is treated as 1 / n: 0.333 means
+thirds."""
 
 
 class Cycle(NamedTuple):

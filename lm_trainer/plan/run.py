@@ -75,7 +75,7 @@ class RunPlan:
     """Mesh axes that have more than one device."""
     determinism: str
     gather: str
-    """How parameters are gathered: `model` or `layer`; `auto` with `determinism: fast`."""
+    """Way in which parameters are gathered: `model` or `layer`; `auto` with `determinism: fast`."""
     num_params: int
     vocab_size: int
     dtype: str

@@ -53,8 +53,8 @@ class UpdateRule:
     curvature: CurvatureFn | None = None
     """Function that estimates the curvature for the optimizer; None if the optimizer uses none."""
     owned: bool = True
-    """If the rule needs unsharded weights: True assigns each weight to one device, which updates it (where the rule
-    allows it); False makes every device update all weights."""
+    """Matters if the rule needs unsharded weights: True assigns each weight to one device, which updates it (where the
+    rule allows it); False makes every device update all weights."""
 
 
 class Step(Protocol):
